@@ -1,0 +1,42 @@
+# `make help` lists the targets. Options: PYTHON=python3.12, TORCH_INDEX=URL, SEED=n, ARGS="...".
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCH_OUT ?= runs/bench
+
+.PHONY: help install quickstart test check bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 : /p' Makefile
+
+install: $(INSTALLED) ## make .venv with pinned packages; TORCH_INDEX=URL takes torch from there
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@tools/make-venv.sh $(VENV) $(PYTHON)
+	@echo "installing into $(VENV): minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@$(BIN)/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c constraints.txt torch
+endif
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: install ## train a small reasoning model by SFT and RL; SEED=n, ARGS="--sft-control"
+	@$(BIN)/slipstream quickstart $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test: install ## the tests; ARGS="tests/models -k rope"
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install ## lint, format, import ranks and types, each with its time
+	@tools/check.sh $(BIN)
+
+bench: install ## speed: command line, rollouts against transformers, training step
+	@mkdir -p $(BENCH_OUT)
+	$(BIN)/slipstream bench startup --json $(BENCH_OUT)/startup.json
+	$(BIN)/slipstream bench rollout --json $(BENCH_OUT)/rollout.json
+	$(BIN)/slipstream bench train --json $(BENCH_OUT)/train.json
+
+clean: ## remove caches and build products; .venv and runs/ stay
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
+	@find slipstream tests bench -name __pycache__ -prune -exec rm -rf {} +

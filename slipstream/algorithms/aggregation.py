@@ -1,0 +1,180 @@
+"""From per-token values to one scalar, in a way that does not depend on micro-batching.
+
+A loss is a sum over tokens divided by counts of the whole mini-batch, over all ranks. The counts
+(`Normalizers`) are taken once, before the mini-batch is cut up; `sum_loss` is then linear in rows,
+so losses, gradients and metrics of micro-batches add up to those of the mini-batch, whatever the
+cut. Called by the policy losses and by training steps. Knows nothing about what it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+
+class LossAggMode(StrEnum):
+    """How per-token losses become one number; names are VERL's.
+
+    With L the loss and M the mask, per row i of n non-empty rows:
+    """
+
+    TOKEN_MEAN = "token-mean"
+    """sum(L M) / sum(M): every token counts the same (DAPO, https://arxiv.org/abs/2503.14476)."""
+    TOKEN_SUM = "token-sum"
+    """sum(L M)."""
+    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
+    """1/n sum_i sum_t L M."""
+    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
+    """1/n sum_i (sum_t L M / sum_t M): every response counts the same (GRPO,
+    https://arxiv.org/abs/2402.03300)."""
+    SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
+    """1/n sum_i sum_t L M / horizon, a constant length (Dr. GRPO,
+    https://arxiv.org/abs/2503.20783)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normalizers:
+    """Counts of one whole mini-batch, over all ranks.
+
+    `num_tokens` is the sum of the mask, `num_sequences` the number of rows with any target token,
+    `horizon` the constant length of `seq-mean-token-sum-norm`. A framework that averages gradients
+    over R ranks, rather than summing them, needs the loss times R.
+    """
+
+    num_tokens: float
+    num_sequences: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_sequences", "horizon"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(
+                    f"{name} of a mini-batch must be > 0, got {value}: there is nothing to train "
+                    f"on; drop mini-batches without target tokens before the update"
+                )
+
+    @classmethod
+    def from_mask(cls, loss_mask: Tensor, *, horizon: float | None = None) -> Normalizers:
+        """Count a (B, T) mask of a whole mini-batch; `horizon` defaults to T.
+
+        Raises:
+            ValueError: the mask has no target token.
+        """
+        tokens_per_row = loss_mask.sum(dim=-1, dtype=torch.float64)
+        return cls(
+            num_tokens=float(tokens_per_row.sum()),
+            num_sequences=float((tokens_per_row > 0).sum()),
+            horizon=float(loss_mask.shape[-1]) if horizon is None else horizon,
+        )
+
+    @classmethod
+    def merge(cls, parts: Iterable[Normalizers]) -> Normalizers:
+        """Counts of several ranks' shares together. Horizons must agree.
+
+        Raises:
+            ValueError: no parts, or different horizons.
+        """
+        parts = list(parts)
+        horizons = sorted({part.horizon for part in parts})
+        if len(horizons) != 1:
+            raise ValueError(
+                f"shares of one mini-batch must have one horizon, got {horizons}; give it "
+                f"explicitly (loss_scale_factor) instead of taking each share's padded length"
+            )
+        return cls(
+            num_tokens=sum(part.num_tokens for part in parts),
+            num_sequences=sum(part.num_sequences for part in parts),
+            horizon=horizons[0],
+        )
+
+
+def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` is not 0, else 0: NaN and infinity in masked places do not leak, in
+    neither direction."""
+    return torch.where(mask != 0, values, torch.zeros_like(values))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values * mask`; masked places may hold anything."""
+    weighted = zero_masked(values, mask) * mask
+    return weighted.sum() if dim is None else weighted.sum(dim=dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the places where `mask` is not 0, weighted by it.
+
+    Raises:
+        ValueError: nothing is unmasked.
+    """
+    count = mask.sum()
+    if not bool(count > 0):
+        raise ValueError("masked_mean over an empty mask has no value; skip such batches")
+    return masked_sum(values, mask) / count
+
+
+def sum_loss(loss_mat: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Normalizers) -> Tensor:
+    """This micro-batch's share of the mini-batch's loss.
+
+    `loss_mat` and `mask` are (B, T), the rows of a micro-batch (padded to any T). Rows without
+    target tokens contribute 0.
+
+    Raises:
+        ValueError: unknown mode; the message lists the modes.
+    """
+    match _mode(mode):
+        case LossAggMode.TOKEN_MEAN:
+            return masked_sum(loss_mat, mask) / norm.num_tokens
+        case LossAggMode.TOKEN_SUM:
+            return masked_sum(loss_mat, mask)
+        case LossAggMode.SEQ_MEAN_TOKEN_SUM:
+            return masked_sum(loss_mat, mask) / norm.num_sequences
+        case LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM:
+            return masked_sum(loss_mat, mask) / (norm.num_sequences * norm.horizon)
+        case LossAggMode.SEQ_MEAN_TOKEN_MEAN:
+            tokens_per_row = mask.sum(dim=-1)
+            # An empty row's numerator is 0, so any positive denominator gives its 0.
+            divisor = torch.where(tokens_per_row > 0, tokens_per_row, 1)
+            return (masked_sum(loss_mat, mask, dim=-1) / divisor).sum() / norm.num_sequences
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str | LossAggMode,
+    *,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """`sum_loss` in VERL's spelling: (B, T) loss and mask to a scalar.
+
+    `batch_num_tokens`: target tokens of the whole mini-batch; `global_batch_size`: its non-empty
+    rows; `loss_scale_factor`: the horizon. What is None is counted on `loss_mask`, which is right
+    only where these rows are the whole mini-batch.
+
+    Raises:
+        ValueError: unknown mode, or a count that is not positive.
+    """
+    if batch_num_tokens is None or global_batch_size is None:
+        own = Normalizers.from_mask(loss_mask, horizon=loss_scale_factor)
+        batch_num_tokens = own.num_tokens if batch_num_tokens is None else batch_num_tokens
+        global_batch_size = own.num_sequences if global_batch_size is None else global_batch_size
+    norm = Normalizers(
+        num_tokens=batch_num_tokens,
+        num_sequences=global_batch_size,
+        horizon=float(loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor,
+    )
+    return sum_loss(loss_mat, loss_mask, loss_agg_mode, norm)
+
+
+def _mode(name: str | LossAggMode) -> LossAggMode:
+    try:
+        return LossAggMode(name)
+    except ValueError:
+        known = ", ".join(LossAggMode)
+        raise ValueError(f"unknown loss_agg_mode {str(name)!r}; known: {known}") from None

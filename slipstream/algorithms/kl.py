@@ -1,0 +1,145 @@
+"""Distance between two policies on sampled tokens, and the controllers of its weight.
+
+Estimators of KL(policy || reference) from the log-probs of tokens that the policy sampled, after
+http://joschu.net/blog/kl-approx.html. In the loss the trainer aggregates `kl_penalty`; in the
+reward `apply_kl_penalty` subtracts it from token scores. Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.aggregation import masked_sum, zero_masked
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Estimator names; each may carry a `+` suffix."""
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+    """Per-token KL estimate, shape of the inputs. With d = logprob - ref_logprob:
+
+    - `kl`, `k1`: d. Unbiased; as a loss its expected gradient is 0.
+    - `abs`: |d|.
+    - `mse`, `k2`: d^2 / 2. Biased value; its gradient is that of the KL, in expectation.
+    - `low_var_kl`, `k3`: e^-d - 1 + d, the exponent clamped to +-20 and the value to +-10.
+      Unbiased and never negative.
+    - with `+` (`k1+`, `k3+`, ...): the named value with k2's gradient (straight-through).
+
+    Raises:
+        ValueError: unknown kind, or `full`, which cannot be computed from sampled tokens.
+    """
+    if kind.endswith("+"):
+        value = kl_penalty(logprob, ref_logprob, kind.removesuffix("+"))
+        surrogate = kl_penalty(logprob, ref_logprob, "k2")
+        return value.detach() + (surrogate - surrogate.detach())
+    match kind:
+        case "kl" | "k1":
+            return logprob - ref_logprob
+        case "abs":
+            return (logprob - ref_logprob).abs()
+        case "mse" | "k2":
+            return 0.5 * (logprob - ref_logprob).square()
+        case "low_var_kl" | "k3":
+            log_ratio = (ref_logprob - logprob).clamp(-20.0, 20.0)
+            return (log_ratio.exp() - log_ratio - 1).clamp(-10.0, 10.0)
+        case "full":
+            raise ValueError(
+                "kl penalty 'full' sums over the whole vocabulary and needs both policies' logits, "
+                "but only log-probs of the sampled tokens are kept; use 'k3' (low_var_kl) or 'k3+'"
+            )
+    raise ValueError(
+        f"unknown kl penalty {kind!r}; known: {', '.join(KL_KINDS)}, each also with a '+' suffix"
+    )
+
+
+class KLController(Protocol):
+    """Holds the weight of a KL penalty; `value` is also its state for checkpoints."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Tell the KL just measured; `n_steps` is the number of sequences it was measured on."""
+        ...
+
+
+class FixedKLController:
+    """A constant weight."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing."""
+
+
+class AdaptiveKLController:
+    """Steers the KL to a target: value *= 1 + clip(kl / target - 1, +-0.2) * n_steps / horizon.
+
+    Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if target_kl <= 0 or horizon <= 0:
+            raise ValueError(
+                f"an adaptive KL controller needs target_kl > 0 and horizon > 0, "
+                f"got target_kl={target_kl}, horizon={horizon}"
+            )
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move `value` towards what makes the KL equal its target."""
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+def get_kl_controller(
+    kind: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000
+) -> KLController:
+    """The controller of `algorithm.kl_ctrl`: `fixed` or `adaptive`.
+
+    Raises:
+        ValueError: another kind, or an impossible target or horizon.
+    """
+    if kind == "fixed":
+        return FixedKLController(kl_coef)
+    if kind == "adaptive":
+        return AdaptiveKLController(kl_coef, target_kl, horizon)
+    raise ValueError(f"unknown KL controller {kind!r}; known: fixed, adaptive")
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    kl_ctrl: KLController,
+    kl_penalty_kind: str = "kl",
+) -> tuple[Tensor, dict[str, float]]:
+    """In-reward KL: token rewards = scores - beta KL M, beta from the controller before its update.
+
+    All tensors (B, T). The measured KL is the mean over non-empty rows of the row's mean; it is
+    reported and given to the controller together with B. Call it once per whole batch.
+
+    Source: InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2.
+
+    Raises:
+        ValueError: unknown kind, or no row has an unmasked token.
+    """
+    with torch.no_grad():
+        kl = kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)
+        tokens_per_row = response_mask.sum(dim=-1)
+        kept = tokens_per_row > 0
+        if not bool(kept.any()):
+            raise ValueError("in-reward KL over an empty response mask has no value")
+        row_kl = masked_sum(kl, response_mask, dim=-1)[kept] / tokens_per_row[kept]
+        current_kl = float(row_kl.mean())
+        beta = kl_ctrl.value
+        rewards = token_level_scores - beta * zero_masked(kl, response_mask) * response_mask
+    kl_ctrl.update(current_kl, n_steps=len(token_level_scores))
+    return rewards, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}

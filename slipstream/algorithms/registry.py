@@ -1,0 +1,128 @@
+"""Names of advantage estimators and policy losses, and how users add their own.
+
+Two registries under VERL's names. They know nothing about what the functions compute. The loop's
+wiring looks functions up by the configured name; user code registers with the decorators, in a
+module that the configuration names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+"""`(*, token_level_rewards, response_mask, index, config) -> (advantages, returns)`.
+
+`token_level_rewards` and `response_mask` are (B, T), `index` holds B group keys (the prompt's
+uid), `config` an `AdvantageConfig`. Both results are (B, T). Called with keywords only; further
+keywords may be added, so user functions should take `**kwargs`.
+"""
+
+LossMetrics = dict[str, Tensor | float]
+"""Scalars of one micro-batch (detached). They add up: the sum over the micro-batches of a
+mini-batch is the mini-batch's value."""
+
+PolicyLossFn = Callable[..., tuple[Tensor, LossMetrics]]
+"""`(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
+-> (loss, metrics)`.
+
+All tensors are (B, T); `config` is a `PolicyLossConfig`, `rollout_is_weights` may be None. The
+loss is a scalar, linear in rows given `config.normalizers`, so that micro-batches add up.
+"""
+
+_Fn = TypeVar("_Fn", bound=Callable[..., object])
+
+
+class AdvantageEstimator(StrEnum):
+    """The estimators that ship."""
+
+    GRPO = "grpo"
+    GRPO_VECTORIZED = "grpo_vectorized"
+    RLOO = "rloo"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GPG = "gpg"
+
+
+class RegistryError(ValueError):
+    """A name is unknown, or already taken by another function."""
+
+
+_ADVANTAGES: dict[str, AdvantageFn] = {}
+_POLICY_LOSSES: dict[str, PolicyLossFn] = {}
+
+
+def register_adv_est(name: str | AdvantageEstimator) -> Callable[[_Fn], _Fn]:
+    """Decorator: make an `AdvantageFn` available as `algorithm.adv_estimator=<name>`.
+
+    Raises:
+        RegistryError: another function has the name.
+    """
+    return _register(_ADVANTAGES, "advantage estimator", name)
+
+
+def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
+    """The estimator registered under `name`.
+
+    Raises:
+        RegistryError: no such name; the message lists the known ones.
+    """
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
+
+
+def register_policy_loss(name: str) -> Callable[[_Fn], _Fn]:
+    """Decorator: make a `PolicyLossFn` available as
+    `actor_rollout_ref.actor.policy_loss.loss_mode=<name>`.
+
+    Raises:
+        RegistryError: another function has the name. VERL overwrites without a word here; two
+            modules that pick one name would then train with whichever was imported last.
+    """
+    return _register(_POLICY_LOSSES, "policy loss", name)
+
+
+def get_policy_loss_fn(name: str) -> PolicyLossFn:
+    """The policy loss registered under `name`.
+
+    Raises:
+        RegistryError: no such name; the message lists the known ones.
+    """
+    return _lookup(_POLICY_LOSSES, "policy loss", "register_policy_loss", name)
+
+
+def adv_estimator_names() -> tuple[str, ...]:
+    """Every registered estimator, sorted."""
+    return tuple(sorted(_ADVANTAGES))
+
+
+def policy_loss_names() -> tuple[str, ...]:
+    """Every registered policy loss, sorted."""
+    return tuple(sorted(_POLICY_LOSSES))
+
+
+def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _Fn]:
+    key = str(name)
+
+    def decorate(fn: _Fn) -> _Fn:
+        known = table.setdefault(key, fn)
+        if known is not fn:
+            raise RegistryError(
+                f"{kind} {key!r} is already registered by "
+                f"{getattr(known, '__module__', '?')}.{getattr(known, '__qualname__', known)}; "
+                f"register yours under another name"
+            )
+        return fn
+
+    return decorate
+
+
+def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str) -> _Fn:
+    fn = table.get(str(name))
+    if fn is None:
+        raise RegistryError(
+            f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(table))}. "
+            f"Your own needs @{decorator}({str(name)!r}) in a module that is imported before"
+        )
+    return fn

@@ -1,0 +1,189 @@
+"""`slipstream bench`: its flags, and what each benchmark prints.
+
+Imported for the flags by the command line, so nothing heavy is imported before a benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.bench.record import Row, Spread, write_rows
+from slipstream.config.launch import add_debug_flag, positive
+
+if TYPE_CHECKING:
+    import torch
+
+USAGE = "slipstream bench {rollout,train,startup} [flags]"
+
+EXAMPLES = """\
+  slipstream bench rollout --json rollout.json
+  slipstream bench rollout --case mixed --shape d512x12 --threads 1
+  slipstream bench train --dtype bfloat16 --profile
+  slipstream bench startup"""
+
+_CASES = ("equal", "mixed")
+_SHAPES = ("quickstart", "d512x12", "tiny")
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """One sub-command per benchmark."""
+    kinds = command.add_subparsers(
+        prog="slipstream bench", dest="benchmark", metavar="{rollout,train,startup}"
+    )
+    kinds.required = True
+    rollout = kinds.add_parser("rollout", help="the embedded engine against transformers")
+    rollout.add_argument("--peer", choices=["hf"], default="hf", help="whom to compare with")
+    rollout.add_argument(
+        "--case",
+        choices=_CASES,
+        nargs="+",
+        default=_CASES,
+        help="responses of equal length, or of log-normal length (default: both)",
+    )
+    rollout.add_argument("--batch", metavar="N", type=positive, help="responses (32; mixed: 64)")
+    rollout.add_argument(
+        "--new-tokens",
+        metavar="N",
+        type=positive,
+        help="length of a response; its median where they differ (128; mixed: 32)",
+    )
+    rollout.add_argument(
+        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    rollout.add_argument(
+        "--no-memory", dest="memory", action="store_false", help="leave out the peak memory"
+    )
+    train = kinds.add_parser("train", help="a training step against the matrix-product rate")
+    train.add_argument("--rows", metavar="N", type=positive, default=32, help="default: 32")
+    train.add_argument(
+        "--length", metavar="N", type=positive, default=128, help="tokens per row (default: 128)"
+    )
+    train.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
+    train.add_argument(
+        "--matmul-size", metavar="N", type=positive, default=2048, help="default: 2048"
+    )
+    train.add_argument("--profile", action="store_true", help="also print the time by operation")
+    for kind in (rollout, train):
+        kind.add_argument(
+            "--shape",
+            choices=_SHAPES,
+            nargs="+",
+            default=_SHAPES[:2],
+            help="models with random weights (default: quickstart d512x12)",
+        )
+        kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+        kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
+        kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
+    startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
+    startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
+    for kind in (rollout, train, startup):
+        kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
+        add_debug_flag(kind)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
+    rows = {"rollout": _rollout, "train": _train, "startup": _startup}[args.benchmark](args)
+    if args.json is not None:
+        write_rows(args.json, rows)
+    return 0
+
+
+def _rollout(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import rollout
+
+    dtype = _settle_torch(args)
+    given = {"batch": args.batch, "new_tokens": args.new_tokens}
+    rows = []
+    for shape in args.shape:
+        for case in args.case:
+            bench = replace(
+                rollout.STANDARD[case],
+                shape=shape,
+                peer=args.peer,
+                temperature=0.0 if args.greedy else 1.0,
+                dtype=dtype,
+                rounds=args.rounds,
+                memory=args.memory,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+            measured = rollout.run(bench)
+            _print(f"rollout, {case} lengths, {shape}", measured)
+            speedup = rollout.best_speedup(measured)
+            print(f"  speedup over the faster peer {_shown(speedup)}; floor {rollout.FLOORS[case]}")
+            rows += measured
+    return rows
+
+
+def _train(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import train
+
+    dtype = _settle_torch(args)
+    rows = []
+    for shape in args.shape:
+        bench = train.TrainBench(
+            shape=shape,
+            rows=args.rows,
+            length=args.length,
+            optimizer=args.optimizer,
+            dtype=dtype,
+            matmul_size=args.matmul_size,
+            rounds=args.rounds,
+        )
+        row = train.run(bench)
+        _print(f"training step, {shape}", [row])
+        print(f"  floor: {train.FLOOR} of the matrix-product rate")
+        if args.profile:
+            print(train.profile(bench))
+        rows.append(row)
+    return rows
+
+
+def _startup(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import startup
+
+    rows = startup.run(rounds=args.rounds)
+    _print("start of the command line", rows)
+    print(f"  floor: `slipstream --help` within {startup.FLOOR_SECONDS} s")
+    return rows
+
+
+def _settle_torch(args: argparse.Namespace) -> torch.dtype:
+    """Apply --threads; the dtype that --dtype asks for."""
+    import torch
+
+    from slipstream.models.numerics import dtype_from_name
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return dtype_from_name(args.dtype, torch.device("cpu"))
+
+
+def _print(title: str, rows: Sequence[Row]) -> None:
+    first = rows[0]
+    machine = first.machine
+    versions = " ".join(f"{name} {number}" for name, number in machine.versions.items())
+    flags = " ".join(machine.cpu_flags)
+    compute = f"{first.dtype}, {first.threads} threads; " if first.threads is not None else ""
+    print(f"\n{title}: {compute}{machine.cpu} [{flags}], {machine.cores} cores; {versions}")
+    if first.settings:
+        print("  " + " ".join(f"{name}={value}" for name, value in first.settings.items()))
+    print(f"  median [least .. most] of {first.seconds.n} runs in turns")
+    for row in rows:
+        values: Mapping[str, float | Spread] = {"seconds": row.seconds, **row.values}
+        print(f"  {row.contender}")
+        for name, value in values.items():
+            print(f"    {name:<32} {_shown(value)}")
+    # Minutes pass between cases, and a file or pipe would show nothing of them.
+    sys.stdout.flush()
+
+
+def _shown(value: float | Spread) -> str:
+    if isinstance(value, Spread):
+        return f"{value.median:.4g} [{value.min:.4g} .. {value.max:.4g}]"
+    return f"{value:.4g}"

@@ -1,0 +1,61 @@
+"""Peak memory of one contender, in a process of its own: nobody else's memory is counted.
+
+Called by `rollout`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from slipstream.bench.contenders import Workload, contender
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def peak_megabytes(
+    name: str,
+    workload: Workload,
+    *,
+    shape: str,
+    dtype: torch.dtype,
+    temperature: float,
+    threads: int,
+) -> float:
+    """Largest resident memory in MB (10^6 bytes) of a process that generates `workload` once."""
+    # A fresh interpreter: a forked one would start with its parent's pages.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(_measure, name, workload, shape, dtype, temperature, threads).result()
+
+
+def _measure(
+    name: str,
+    workload: Workload,
+    shape: str,
+    dtype: torch.dtype,
+    temperature: float,
+    threads: int,
+) -> float:
+    torch.set_num_threads(threads)
+    with contender(name, workload, shape=shape, dtype=dtype, temperature=temperature) as generate:
+        if _CLEAR_REFS.exists():
+            # Forget the peak that loading the model left (Linux).
+            _CLEAR_REFS.write_text("5")
+        generate()
+    return peak_rss() / 1e6
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
+    if _STATUS.exists():
+        line = next(x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,187 @@
+"""Rollout speed: the embedded engine against another generator, same model, same batch, in turns.
+
+    equal   32 responses of equal length: what one decode step costs
+    mixed   64 responses of log-normal length: also what waiting for the longest costs
+
+A peer that generates a batch at a time runs until its longest response ends; only tokens that
+belong to a response count. Our side also returns the log-probs that training needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from random import Random
+from statistics import NormalDist, median
+
+import torch
+
+from slipstream.bench.contenders import OURS, PEERS, Generate, Workload, contender
+from slipstream.bench.memory import peak_megabytes
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.shapes import SHAPES
+from slipstream.bench.timing import Times, alternate, ratio
+from slipstream.errors import ConfigError, EngineError
+
+FLOORS = {"equal": 1.3, "mixed": 2.5}
+"""What the project promises against transformers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBench:
+    """One measurement.
+
+    `new_tokens` is the length of a response in `equal` and the median length in `mixed`, whose
+    lengths are the quantiles of a log-normal law with deviation `sigma`: with 64 responses and 0.9
+    the longest has 8.8 times the median. `temperature` 0 is greedy.
+    """
+
+    case: str
+    batch: int
+    new_tokens: int
+    shape: str = "quickstart"
+    peer: str = "hf"
+    prompt_length: int = 16
+    sigma: float = 0.9
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    rounds: int = 5
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.case not in FLOORS:
+            raise ConfigError(f"unknown case {self.case!r}; known: {', '.join(FLOORS)}")
+        if self.peer not in PEERS:
+            raise ConfigError(f"unknown peer {self.peer!r}; known: {', '.join(PEERS)}")
+        for name in ("batch", "prompt_length", "new_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+STANDARD = {
+    "equal": RolloutBench(case="equal", batch=32, new_tokens=128),
+    "mixed": RolloutBench(case="mixed", batch=64, new_tokens=32),
+}
+"""The cases at the sizes that their floors are stated for."""
+
+
+def make_workload(bench: RolloutBench) -> Workload:
+    """Random prompts, all different, and the case's lengths in random order; the same each time."""
+    random = Random(0)
+    vocab = SHAPES[bench.shape].vocab_size
+    prompts = [
+        tuple(random.randrange(vocab) for _ in range(bench.prompt_length))
+        for _ in range(bench.batch)
+    ]
+    lengths = [bench.new_tokens] * bench.batch
+    if bench.case == "mixed":
+        normal = NormalDist()
+        lengths = [
+            max(1, round(n * math.exp(bench.sigma * normal.inv_cdf((i + 0.5) / bench.batch))))
+            for i, n in enumerate(lengths)
+        ]
+        random.shuffle(lengths)
+    return Workload(name=bench.case, prompts=tuple(prompts), lengths=tuple(lengths))
+
+
+def run(bench: RolloutBench) -> list[Row]:
+    """Measure; one row per contender, ours first."""
+    workload = make_workload(bench)
+    names = (OURS, *PEERS[bench.peer])
+    outputs: dict[str, list[list[int]]] = {}
+    with ExitStack() as stack:
+        generators = {
+            name: stack.enter_context(
+                contender(
+                    name,
+                    workload,
+                    shape=bench.shape,
+                    dtype=bench.dtype,
+                    temperature=bench.temperature,
+                )
+            )
+            for name in names
+        }
+        times = alternate(
+            {name: _recorded(name, g, outputs, workload) for name, g in generators.items()},
+            rounds=bench.rounds,
+        )
+    return [_row(bench, workload, name, times, outputs) for name in names]
+
+
+def _recorded(
+    name: str, generate: Generate, outputs: dict[str, list[list[int]]], workload: Workload
+) -> Callable[[], None]:
+    """`generate`, keeping what it writes under `name` and checking that it wrote all of it."""
+
+    def run_once() -> None:
+        responses = outputs[name] = generate()
+        lengths = [len(response) for response in responses]
+        if lengths != list(workload.lengths):
+            raise EngineError(f"{name} wrote {sum(lengths)} of {workload.useful_tokens} tokens")
+
+    return run_once
+
+
+def measure_memory(bench: RolloutBench, name: str) -> float:
+    """Peak memory of a process in which only `name` generates, in MB."""
+    return peak_megabytes(
+        name,
+        make_workload(bench),
+        shape=bench.shape,
+        dtype=bench.dtype,
+        temperature=bench.temperature,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _row(
+    bench: RolloutBench,
+    workload: Workload,
+    name: str,
+    times: dict[str, Times],
+    outputs: dict[str, list[list[int]]],
+) -> Row:
+    steps, seconds = max(workload.lengths), times[name].wall
+    values: dict[str, float | Spread] = {
+        "cpu_seconds": Spread.of(times[name].cpu),
+        "tokens_per_second": Spread.of([workload.useful_tokens / s for s in seconds]),
+        "ms_per_step": Spread.of([1000 * s / steps for s in seconds]),
+        "slipstream_speedup": ratio(seconds, times[OURS].wall),
+        "slipstream_speedup_cpu": ratio(times[name].cpu, times[OURS].cpu),
+    }
+    if bench.temperature == 0:
+        values["same_tokens"] = _same(outputs[name], outputs[OURS])
+    if bench.memory:
+        values["peak_rss_mb"] = measure_memory(bench, name)
+    return Row(
+        benchmark="rollout",
+        case=bench.case,
+        contender=name,
+        dtype=str(bench.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        seconds=Spread.of(seconds),
+        machine=this_machine(),
+        values=values,
+        settings={
+            **{k: v for k, v in asdict(bench).items() if k not in ("case", "dtype")},
+            "useful_tokens": workload.useful_tokens,
+            "median_length": median(workload.lengths),
+            "longest": steps,
+        },
+    )
+
+
+def _same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def best_speedup(rows: Sequence[Row]) -> Spread:
+    """Ours against the fastest other contender of `rows`."""
+    fastest = min((r for r in rows if r.contender != OURS), key=lambda r: r.seconds.median)
+    speedup = fastest.values["slipstream_speedup"]
+    assert isinstance(speedup, Spread)
+    return speedup

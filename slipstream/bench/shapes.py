@@ -1,0 +1,63 @@
+"""The models that the benchmarks run. Their weights are random: speed does not depend on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.errors import ConfigError
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import Decoder
+
+SHAPES = {
+    # The quickstart's policy and its task's vocabulary.
+    "quickstart": ModelConfig(
+        family="qwen3",
+        vocab_size=128,
+        hidden_size=192,
+        intermediate_size=512,
+        num_layers=12,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=32,
+    ),
+    # Wide enough that matrix products, not the calls around them, take the time.
+    "d512x12": ModelConfig(
+        family="qwen3",
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_layers=12,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+    ),
+    # Shows that a benchmark runs; its numbers say nothing.
+    "tiny": ModelConfig(
+        family="qwen3",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+    ),
+}
+
+
+def make_decoder(shape: str, *, max_positions: int, seed: int = 0) -> Decoder:
+    """A decoder of a named shape. Raises ConfigError for an unknown name."""
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    decoder = Decoder(replace(SHAPES[shape], max_position_embeddings=max_positions))
+    decoder.init_weights(seed)
+    return decoder
+
+
+def matmul_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Weights that take part in matrix products: (of all layers, of the head)."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * heads * config.head_dim
+    layer += config.num_heads * config.head_dim * config.hidden_size
+    layer += 3 * config.hidden_size * config.intermediate_size
+    return layer * config.num_layers, config.hidden_size * config.vocab_size

@@ -1,0 +1,48 @@
+"""Contenders run in turns, so that whatever else the machine does falls on all of them alike.
+
+Knows nothing about what it times. Used by all benchmarks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.bench.record import Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one contender, one entry per round.
+
+    `cpu` adds up the threads of this process: on a busy machine it moves less than `wall` does.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 1
+) -> dict[str, Times]:
+    """The times of each contender, after `warm_up` rounds that are not counted.
+
+    Every other round goes through the contenders backwards: none always follows the same one.
+    """
+    times = {name: Times() for name in contenders}
+    for number in range(warm_up + rounds):
+        order = list(contenders)
+        for name in order if number % 2 == 0 else reversed(order):
+            wall, cpu = time.perf_counter(), time.process_time()
+            contenders[name]()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            if number >= warm_up:
+                times[name].wall.append(wall)
+                times[name].cpu.append(cpu)
+    return times
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """`above / below` round by round: what both shared in a round cancels."""
+    return Spread.of([a / b for a, b in zip(above, below, strict=True)])

@@ -1,0 +1,81 @@
+"""The first Ctrl-C finishes the step and saves; the second one stops at once.
+
+Knows nothing of steps or checkpoints: a loop asks `requested` where it can stop. Called by the
+loops.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class GracefulInterrupt:
+    """While entered, SIGINT and SIGTERM only set `requested`; a SIGINT after that interrupts.
+
+    `plan` tells the user what happens after the first signal; `on_second` is called once, before
+    the second one interrupts. A repeated SIGTERM changes nothing:
+    cluster managers send it to the process and to its group. Outside of the main thread Python
+    delivers no signals; there only `request()` sets the flag. Handlers are restored on exit.
+    """
+
+    def __init__(
+        self,
+        plan: str = "finishing the current step, then saving a checkpoint",
+        *,
+        on_second: Callable[[], object] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._on_second = on_second
+        self._event = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop at the next safe point."""
+        return self._event.is_set()
+
+    def request(self) -> None:
+        """Ask for a stop as a first signal does, from any thread."""
+        self._event.set()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            # None: a handler that C code installed, which Python can neither see nor put back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            if number == signal.SIGINT:
+                on_second, self._on_second = self._on_second, None
+                if on_second is not None:
+                    on_second()
+                raise KeyboardInterrupt
+            return
+        self.signal = signal.Signals(number)
+        self._event.set()
+        text = f"\n{self.signal.name}: {self._plan}. Press Ctrl-C again to stop at once.\n"
+        # Not print: a handler may run inside a buffered write to the same stream.
+        try:
+            os.write(2, text.encode())
+        except OSError:
+            return  # the terminal is gone, and the flag is what counts

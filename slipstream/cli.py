@@ -1,0 +1,327 @@
+"""The `slipstream` command: parses a line, calls one function, prints.
+
+Knows commands and flags; what they do is in `loops` (`run`, `quickstart`), imported only when a
+command runs, so that help and settings errors come at once. Settings are `config.launch`'s matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream import __version__
+from slipstream.bench import command as bench
+from slipstream.config.launch import (
+    EXIT_CODES,
+    add_debug_flag,
+    add_source_flags,
+    config_from,
+    exit_status,
+    parser,
+    positive,
+    read_overrides,
+)
+from slipstream.config.load import CONFIG_FILE, to_yaml
+from slipstream.config.mode import resolve_mode
+from slipstream.errors import CheckpointError, ConfigError
+
+_SETTINGS = "[--recipe NAME | --config FILE] [key=value ...]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One sub-command. `run` gets the parsed flags and the rest of the line as overrides."""
+
+    name: str
+    summary: str
+    usage: str
+    examples: str
+    flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, list[str]], int]
+    takes_settings: bool = True
+
+
+def _train_flags(command: argparse.ArgumentParser) -> None:
+    add_source_flags(command)
+
+
+def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
+    config = config_from(args, overrides)
+    if args.cfg:
+        print(to_yaml(config), end="")
+        return 0
+    mode = resolve_mode(config)
+    from slipstream.loops.run import train
+
+    return train(config, mode)
+
+
+def _run_sft(args: argparse.Namespace, overrides: list[str]) -> int:
+    return _run_training(args, [*overrides, "trainer.mode=sft"])
+
+
+def _run_rl(args: argparse.Namespace, overrides: list[str]) -> int:
+    return _run_training(args, [*overrides, "trainer.mode=rl"])
+
+
+def _eval_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="a checkpoint of a run; without --recipe or --config, the run's own settings are used",
+    )
+    command.add_argument(
+        "--problems", metavar="N", type=positive, help="problems to solve (default: all)"
+    )
+    command.add_argument(
+        "--output", metavar="FILE", type=Path, help="also write scores and responses there"
+    )
+    add_source_flags(command)
+
+
+def _existing_checkpoint(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint folder {folder} does not exist; check --checkpoint")
+    return folder
+
+
+def _run_settings(checkpoint: Path) -> Path | None:
+    """The settings that the run of `checkpoint` kept, beside it or above it."""
+    resolved = checkpoint.resolve()
+    for folder in (resolved, *list(resolved.parents)[:2]):
+        if (folder / CONFIG_FILE).is_file():
+            return folder / CONFIG_FILE
+    return None
+
+
+def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
+    checkpoint = _existing_checkpoint(args.checkpoint)
+    file = _run_settings(checkpoint)
+    if file is None and not (args.recipe or args.config or args.config_name or overrides):
+        raise ConfigError(
+            f"no {CONFIG_FILE} beside or above {checkpoint}, so what to evaluate on is not known; "
+            "add --recipe NAME, --config FILE or data.val_files=FILE"
+        )
+    config = config_from(args, overrides, file=file, complete=False)
+    if args.cfg:
+        print(to_yaml(config), end="")
+        return 0
+    from slipstream.loops.run import evaluate
+
+    return evaluate(config, checkpoint, args.problems, args.output)
+
+
+def _export_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--checkpoint", metavar="DIR", type=Path, required=True, help="a checkpoint of a run"
+    )
+    command.add_argument(
+        "--output", metavar="DIR", type=Path, required=True, help="folder to write, new or empty"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="type of the weights (default: auto, as they are in the checkpoint)",
+    )
+    add_debug_flag(command)
+
+
+def _run_export(args: argparse.Namespace, _: list[str]) -> int:
+    checkpoint = _existing_checkpoint(args.checkpoint)
+    from slipstream.loops.run import export
+
+    return export(checkpoint, args.output, args.dtype)
+
+
+def _quickstart_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs/quickstart"),
+        help="run folder (default: runs/quickstart)",
+    )
+    command.add_argument("--seed", metavar="N", type=int, default=1, help="seed (default: 1)")
+    command.add_argument(
+        "--recipe",
+        choices=["auto", "quickstart", "quickstart_small"],
+        default="auto",
+        help="auto (default): measure the machine and take the larger recipe that fits it",
+    )
+    command.add_argument(
+        "--sft-control",
+        action="store_true",
+        help="also spend the RL part's time on more SFT, to compare with",
+    )
+    command.add_argument(
+        "--no-bf16", dest="bf16", action="store_false", help="compute in float32 throughout"
+    )
+    add_debug_flag(command)
+
+
+def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.loops.quickstart import main as quickstart
+
+    return quickstart(args.output, args.seed, args.recipe, args.sft_control, args.bf16)
+
+
+def _config_flags(command: argparse.ArgumentParser) -> None:
+    add_source_flags(command, show_flag=False)
+
+
+def _run_config(args: argparse.Namespace, rest: list[str]) -> int:
+    keys = [text for text in rest if "=" not in text and not text.startswith("~")]
+    overrides = [text for text in rest if text not in keys]
+    if keys:
+        from slipstream.config.docs import describe
+
+        print("\n\n".join(describe(key) for key in keys))
+    if overrides or not keys:
+        print(to_yaml(config_from(args, overrides, complete=False)), end="")
+    return 0
+
+
+def _run_bench(args: argparse.Namespace, _: list[str]) -> int:
+    return bench.run(args)
+
+
+COMMANDS = (
+    Command(
+        name="train",
+        summary="train: SFT, RL, or SFT and then RL, whichever the settings ask for",
+        usage=f"slipstream train {_SETTINGS}",
+        examples="""\
+  slipstream train --recipe tiny
+  slipstream train --recipe quickstart trainer.seed=2 actor_rollout_ref.rollout.n=16
+  slipstream train data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=checkpoints/base trainer.test_freq=10
+  slipstream train --config-path conf --config-name mine --cfg job""",
+        flags=_train_flags,
+        run=_run_training,
+    ),
+    Command(
+        name="sft",
+        summary="train: supervised fine-tuning only",
+        usage=f"slipstream sft {_SETTINGS}",
+        examples="""\
+  slipstream sft --recipe quickstart
+  slipstream sft sft.train_files=demonstrations.jsonl sft.total_training_steps=200 \\
+      actor_rollout_ref.model.path=checkpoints/base""",
+        flags=_train_flags,
+        run=_run_sft,
+    ),
+    Command(
+        name="rl",
+        summary="train: reinforcement learning only",
+        usage=f"slipstream rl {_SETTINGS}",
+        examples="""\
+  slipstream rl data.train_files=train.parquet actor_rollout_ref.model.path=checkpoints/sft \\
+      custom_reward_function.path=reward.py trainer.total_training_steps=100""",
+        flags=_train_flags,
+        run=_run_rl,
+    ),
+    Command(
+        name="eval",
+        summary="score a checkpoint on validation problems",
+        usage=f"slipstream eval --checkpoint DIR [--problems N] [--output FILE] {_SETTINGS}",
+        examples="""\
+  slipstream eval --checkpoint checkpoints/slipstream/run/global_step_50 --problems 200
+  slipstream eval --checkpoint checkpoints/slipstream/run/global_step_50 data.seed=7""",
+        flags=_eval_flags,
+        run=_run_eval,
+    ),
+    Command(
+        name="export",
+        summary="write a checkpoint's model as a Hugging Face folder",
+        usage="slipstream export --checkpoint DIR --output DIR [--dtype TYPE]",
+        examples="""\
+  slipstream export --checkpoint checkpoints/slipstream/run/global_step_50 --output model
+  slipstream export --checkpoint global_step_50 --output model --dtype bfloat16""",
+        flags=_export_flags,
+        run=_run_export,
+        takes_settings=False,
+    ),
+    Command(
+        name="quickstart",
+        summary="learn to play Countdown on this machine, in minutes, and report",
+        usage="slipstream quickstart [--output DIR] [--seed N] [--recipe NAME] [--sft-control] "
+        "[--no-bf16]",
+        examples="""\
+  slipstream quickstart
+  slipstream quickstart --output runs/second --seed 2 --sft-control""",
+        flags=_quickstart_flags,
+        run=_run_quickstart,
+        takes_settings=False,
+    ),
+    Command(
+        name="config",
+        summary="print the settings of a run, or explain an option",
+        usage=f"slipstream config [KEY ...] {_SETTINGS}",
+        examples="""\
+  slipstream config --recipe quickstart trainer.seed=2
+  slipstream config trainer.resume_mode actor_rollout_ref.rollout""",
+        flags=_config_flags,
+        run=_run_config,
+    ),
+    Command(
+        name="bench",
+        summary="measure rollouts, training steps and start-up on this machine",
+        usage=bench.USAGE,
+        examples=bench.EXAMPLES,
+        flags=bench.add_flags,
+        run=_run_bench,
+        takes_settings=False,
+    ),
+)
+
+
+def _overview() -> argparse.ArgumentParser:
+    width = max(len(command.name) for command in COMMANDS)
+    names = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS)
+    top = argparse.ArgumentParser(
+        prog="slipstream",
+        usage="slipstream COMMAND ...",
+        description="RL post-training of reasoning language models.\n\ncommands:\n" + names,
+        epilog=f"`slipstream COMMAND --help` explains one.\n\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"slipstream {__version__}")
+    top.add_argument(
+        "command", choices=[command.name for command in COMMANDS], help=argparse.SUPPRESS
+    )
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's); returns the exit code.
+
+    Unusable flags end the program with code 2, as argparse does.
+    """
+    line = list(sys.argv[1:] if argv is None else argv)
+    if not line:
+        _overview().print_help()
+        return 2
+    name = _overview().parse_args(line[:1]).command
+    command = next(command for command in COMMANDS if command.name == name)
+    flags = parser(
+        f"slipstream {name}",
+        command.summary,
+        f"examples:\n{command.examples}\n",
+        command.usage,
+    )
+    command.flags(flags)
+    args, rest = flags.parse_known_args(line[1:])
+    overrides = read_overrides(flags, rest)
+    if overrides and not command.takes_settings:
+        flags.error(f"unknown argument {overrides[0]}")
+    return exit_status(lambda: command.run(args, overrides), debug=args.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Other spellings of our keys, and keys of VERL that have nothing to act on here.
+
+`RENAMED` and `RENAMED_VALUES` map other spellings to ours. `WITHOUT_EFFECT` holds keys that cannot
+change a result (memory, speed, workers that do not exist here): accepted with a notice.
+`ONLY_NEUTRAL` holds keys whose feature is absent: accepted at the value that asks for nothing,
+refused with the remedy otherwise. `REFUSED_VALUES` does the same for values of our own keys. Knows
+keys and values, not the tree they go into. Called by `load` for each assignment, from files and
+command line alike.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config.tree import show
+
+_MODEL = "actor_rollout_ref.model"
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+RENAMED: dict[str, str] = {
+    "algorithm.policy_loss_fn": f"{_ACTOR}.policy_loss.loss_mode",
+    "algorithm.kl_ctl.type": "algorithm.kl_ctrl.type",
+    "algorithm.kl_ctl.init_kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl_ctl.kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl_ctl.horizon": "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctl.target_kl": "algorithm.kl_ctrl.target_kl",
+    "algorithm.kl_ctrl.init_kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "reward_model.custom_reward_function.path": "custom_reward_function.path",
+    "reward_model.custom_reward_function.name": "custom_reward_function.name",
+    "reward_model.custom_reward_function.reward_kwargs": "custom_reward_function.reward_kwargs",
+    "reward.custom_reward_function.path": "custom_reward_function.path",
+    "reward.custom_reward_function.name": "custom_reward_function.name",
+    "reward.custom_reward_function.reward_kwargs": "custom_reward_function.reward_kwargs",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_kwargs": "reward_model.reward_kwargs",
+    f"{_ACTOR}.optim.beta1": f"{_ACTOR}.optim.betas.0",
+    f"{_ACTOR}.optim.beta2": f"{_ACTOR}.optim.betas.1",
+    f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
+    f"{_ACTOR}.optim.clip_grad": f"{_ACTOR}.grad_clip",
+    f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.max_response_length": "data.max_response_length",
+    f"{_ROLLOUT}.response_length": "data.max_response_length",
+    f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
+    "data.chat_template": f"{_MODEL}.custom_chat_template",
+    "data.apply_chat_template_kwargs.chat_template": f"{_MODEL}.custom_chat_template",
+    "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
+    "speculative.train.optim.warmup_style": "speculative.train.optim.lr_scheduler_type",
+}
+"""Another spelling -> ours. A trailing number is an index into a list."""
+
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {
+    f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
+    "data.reward_fn_key": {"reward": "data_source"},
+    "trainer.logger": {"jsonl": "file"},
+}
+"""Our key -> other names of its values, also inside lists."""
+
+_MEMORY = "it sizes the memory of an external engine or of sharded training, and neither is used"
+_NO_RAY = "the run is one process, without Ray"
+_ENGINE = "it tunes an external serving engine, and the run uses its own"
+_LOG_PROB = "log-probabilities are computed in chunks (actor.log_prob_chunk_tokens)"
+_LOADING = "data is read in the training process"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    f"{_ROLLOUT}.gpu_memory_utilization": _MEMORY,
+    f"{_ROLLOUT}.free_cache_engine": _MEMORY,
+    f"{_ROLLOUT}.enforce_eager": _ENGINE,
+    f"{_ROLLOUT}.enable_chunked_prefill": _ENGINE,
+    f"{_ROLLOUT}.enable_prefix_caching": _ENGINE,
+    f"{_ROLLOUT}.max_num_batched_tokens": _ENGINE,
+    f"{_ROLLOUT}.disable_log_stats": _ENGINE,
+    f"{_ROLLOUT}.load_format": _ENGINE,
+    f"{_ROLLOUT}.layered_summon": _ENGINE,
+    f"{_ROLLOUT}.multi_stage_wake_up": _ENGINE,
+    f"{_ROLLOUT}.update_weights_bucket_megabytes": _ENGINE,
+    f"{_ROLLOUT}.engine_kwargs.*": _ENGINE,
+    f"{_ROLLOUT}.agent.num_workers": _NO_RAY,
+    f"{_ROLLOUT}.mode": "responses are generated at the same time, and trained on batch by batch",
+    "algorithm.gamma": "group-relative advantages are not discounted",
+    "algorithm.lam": "no generalised advantages are estimated",
+    f"{_ROLLOUT}.calculate_log_probs": "rollouts always record log-probabilities",
+    f"{_ROLLOUT}.log_prob_*": _LOG_PROB,
+    f"{_REF}.log_prob_*": _LOG_PROB,
+    f"{_REF}.strategy": "the reference policy runs where the actor runs",
+    f"{_REF}.ulysses_sequence_parallel_size": "the reference policy runs where the actor runs",
+    "actor_rollout_ref.hybrid_engine": "training and rollout share the process",
+    f"{_MODEL}.use_remove_padding": "sequences are always packed without padding",
+    f"{_MODEL}.use_shm": _LOADING,
+    f"{_MODEL}.use_liger": "the built-in decoder has its own kernels",
+    f"{_MODEL}.use_fused_kernels": "the built-in decoder has its own kernels",
+    f"{_MODEL}.fused_kernel_options.*": "the built-in decoder has its own kernels",
+    f"{_MODEL}.lora_alpha": "lora_rank is 0",
+    f"{_MODEL}.target_modules": "lora_rank is 0",
+    f"{_MODEL}.exclude_modules": "lora_rank is 0",
+    f"{_ACTOR}.use_torch_compile": "training is not compiled",
+    f"{_ACTOR}.entropy_from_logits_with_chunking": _LOG_PROB,
+    f"{_ACTOR}.entropy_checkpointing": _LOG_PROB,
+    f"{_ACTOR}.data_loader_seed": "order comes from trainer.seed",
+    f"{_ACTOR}.freeze_vision_tower": "the model has no vision tower",
+    f"{_ACTOR}.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
+    f"{_ACTOR}.optim.optimizer_impl": "the optimizer is picked by name",
+    f"{_ACTOR}.fsdp_config.forward_prefetch": _MEMORY,
+    f"{_ACTOR}.fsdp_config.fsdp_size": _MEMORY,
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": _MEMORY,
+    f"{_ACTOR}.fsdp_config.use_orig_params": _MEMORY,
+    f"{_ACTOR}.fsdp_config.wrap_policy.*": _MEMORY,
+    f"{_REF}.fsdp_config.forward_prefetch": _MEMORY,
+    f"{_REF}.fsdp_config.fsdp_size": _MEMORY,
+    f"{_REF}.fsdp_config.reshard_after_forward": _MEMORY,
+    f"{_REF}.fsdp_config.use_orig_params": _MEMORY,
+    f"{_REF}.fsdp_config.wrap_policy.*": _MEMORY,
+    "data.dataloader_num_workers": _LOADING,
+    "data.filter_overlong_prompts_workers": _LOADING,
+    "data.use_shm": _LOADING,
+    "data.return_raw_chat": "samples always carry their messages",
+    "data.return_raw_input_ids": "samples always carry their token ids",
+    "data.return_full_prompt": "samples always carry their prompt",
+    "data.return_multi_modal_inputs": "the model reads text only",
+    "data.image_key": "the model reads text only",
+    "data.video_key": "the model reads text only",
+    "data.image_patch_size": "the model reads text only",
+    "data.validation_shuffle": "the order of validation changes no result",
+    "reward_model.reward_format": "the column data.reward_fn_key picks the reward function",
+    "reward_model.launch_reward_fn_async": "rewards are always computed while rollouts go on",
+    "reward_model.use_reward_loop": "rewards are always computed while rollouts go on",
+    "reward_model.enable_resource_pool": _NO_RAY,
+    "reward_model.sandbox_fusion.max_concurrent": "no sandbox service is used",
+    "reward_model.sandbox_fusion.memory_limit_mb": "no sandbox service is used",
+    "critic.*": "no critic is trained",
+    "trainer.balance_batch": "micro-batches are always balanced by tokens",
+    "trainer.ray_wait_register_center_timeout": _NO_RAY,
+    "trainer.use_legacy_worker_impl": _NO_RAY,
+    "trainer.max_critic_ckpt_to_keep": "no critic is trained",
+    "speculative.train.buffer_max_samples": "no draft model is trained",
+    "speculative.train.data_buffer_max_size": "no draft model is trained",
+    "speculative.train.enable_step_barrier": "no draft model is trained",
+    "speculative.train.ulysses_sequence_parallel_size": "no draft model is trained",
+    "ray_kwargs.*": _NO_RAY,
+    "ray_init.*": _NO_RAY,
+    "hydra.*": "the run folder is trainer.default_local_dir",
+}
+"""Key or pattern -> why it changes nothing. The schema's own keys come first: `critic.enable` does
+not come here although `critic.*` matches it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Values of an absent feature that ask for nothing, and what to do instead of others."""
+
+    values: tuple[Any, ...]
+    remedy: str
+
+
+def _off(remedy: str) -> Neutral:
+    return Neutral((False, None), remedy)
+
+
+def _one(what: str) -> Neutral:
+    return Neutral(
+        (1, None), f"{what} needs several devices and this version uses one; set it to 1"
+    )
+
+
+_NO_OFFLOAD = _off("this version moves nothing off the device; set it to false")
+_NO_MULTI_TURN = _off("this version rolls out single turns; set it to false or null")
+
+ONLY_NEUTRAL: dict[str, Neutral] = {
+    f"{_ROLLOUT}.tensor_model_parallel_size": _one("tensor parallelism"),
+    f"{_ROLLOUT}.data_parallel_size": _one("data parallelism"),
+    f"{_ROLLOUT}.expert_parallel_size": _one("expert parallelism"),
+    f"{_ROLLOUT}.pipeline_model_parallel_size": _one("pipeline parallelism"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": _one("sequence parallelism"),
+    f"{_ACTOR}.fsdp_config.param_offload": _NO_OFFLOAD,
+    f"{_ACTOR}.fsdp_config.optimizer_offload": _NO_OFFLOAD,
+    f"{_ACTOR}.fsdp_config.grad_offload": _NO_OFFLOAD,
+    f"{_ACTOR}.fsdp_config.offload_policy": _NO_OFFLOAD,
+    f"{_REF}.fsdp_config.param_offload": _NO_OFFLOAD,
+    f"{_REF}.fsdp_config.offload_policy": _NO_OFFLOAD,
+    f"{_MODEL}.enable_activation_offload": _NO_OFFLOAD,
+    f"{_MODEL}.lora_rank": Neutral((0, None), "this version trains all weights; set it to 0"),
+    f"{_MODEL}.lora_adapter_path": _off("this version trains all weights; set it to null"),
+    f"{_MODEL}.external_lib": _off("import your module before the run instead; set it to null"),
+    f"{_MODEL}.override_config": Neutral(({}, None), "edit the checkpoint's config.json instead"),
+    f"{_ROLLOUT}.multi_turn.enable": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.multi_turn.tool_config_path": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.multi_turn.interaction_config_path": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.tools": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.interactions": _NO_MULTI_TURN,
+    "tools": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.skip_rollout": _off("recorded rollouts cannot be replayed; set it to false"),
+    "reward_model.model.path": _off("this version has no reward model; set it to null"),
+    "reward_model.sandbox_fusion.url": _off("no sandbox service is used; set it to null"),
+    "data.custom_cls.path": _off("convert the data to parquet or JSONL rows; set it to null"),
+    "data.custom_cls.name": _off("convert the data to parquet or JSONL rows; set it to null"),
+    "data.sampler.class_path": _off("rows are drawn by data.mixture_weights; set it to null"),
+    "data.sampler.class_name": _off("rows are drawn by data.mixture_weights; set it to null"),
+    "data.datagen.path": _off("use a built-in task (data.task); set it to null"),
+    "data.datagen.name": _off("use a built-in task (data.task); set it to null"),
+    "data.gen_batch_size": _off("use actor_rollout_ref.rollout.over_sample_rate; set it to null"),
+    "algorithm.use_pf_ppo": _off("set it to false"),
+    "algorithm.filter_groups.enable": _off("groups are not filtered; set it to false"),
+    "algorithm.rollout_correction.rollout_is": _off("set it to null"),
+    "algorithm.rollout_correction.rollout_rs": _off("set it to null"),
+    "trainer.default_hdfs_dir": _off("checkpoints go to trainer.default_local_dir; set it to null"),
+    "trainer.del_local_ckpt_after_load": _off("set it to false"),
+    "trainer.esi_redundant_time": Neutral((0, None), "set it to 0"),
+    "global_profiler.tool": _off("profile the process from outside; set it to null"),
+}
+"""Key of a feature that this version does not have -> the values that leave it off."""
+
+REFUSED_VALUES: dict[str, dict[Any, str]] = {
+    f"{_ACTOR}.strategy": dict.fromkeys(
+        ("fsdp", "fsdp2", "megatron"),
+        f"training over several devices is not in this version; set {_ACTOR}.strategy=single",
+    ),
+    f"{_ROLLOUT}.name": dict.fromkeys(
+        ("vllm", "sglang", "trtllm"),
+        "external engines are not in this version; "
+        f"set {_ROLLOUT}.name=embedded (or {_ROLLOUT}.name=hf)",
+    ),
+    "trainer.logger": dict.fromkeys(
+        ("wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
+        "this version logs to console, file and tensorboard; set trainer.logger=[console,file]",
+    ),
+    f"{_MODEL}.trust_remote_code": {
+        True: "code from checkpoints is never run; "
+        f"set {_MODEL}.trust_remote_code=false and use a Qwen2, Qwen3 or Llama checkpoint"
+    },
+    "reward_model.enable": {
+        True: "reward models are not in this version; "
+        "set reward_model.enable=false and custom_reward_function.path=FILE"
+    },
+}
+"""Our key -> values that VERL knows and this version does not, each with the remedy."""
+
+
+def _matches(key: str, table_key: str) -> bool:
+    if "*" not in table_key:
+        return key == table_key
+    return re.fullmatch(re.escape(table_key).replace(r"\*", ".+"), key) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """What became of one assignment: the key to set (null: nothing), its value, and remarks."""
+
+    key: str | None
+    value: Any
+    notices: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+def _new_key(key: str) -> str | None:
+    """Our spelling of `key`, also of a key below a renamed free-form mapping."""
+    if key in RENAMED:
+        return RENAMED[key]
+    for old, new in RENAMED.items():
+        if key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return None
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    """Equal, and not a truth value taken for a number."""
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
+    names = RENAMED_VALUES.get(key, {})
+    notices: list[str] = []
+
+    def one(item: Any) -> Any:
+        for old, new in names.items():
+            if _same_value(item, old):
+                notices.append(f"{key}={old} is taken as {key}={new}")
+                return new
+        return item
+
+    if isinstance(value, (list, tuple)):
+        return [one(item) for item in value], notices
+    return one(value), notices
+
+
+def _refers_to(value: Any, key: str) -> bool:
+    """Whether `value` is an interpolation of `key`, as VERL's files write inherited values."""
+    pattern = rf"\$\{{(oc\.select:)?{re.escape(key)}(,[^}}]*)?\}}"
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def rewrite(key: str, value: Any, *, known: bool) -> Rewritten:
+    """Translate one assignment into the schema's terms.
+
+    `known` says that the schema has the key, or a free-form mapping above it. An unknown key comes
+    back unchanged, for the caller to refuse.
+    """
+    notices: list[str] = []
+    if not known:
+        renamed = _new_key(key)
+        if renamed is not None:
+            if _refers_to(value, renamed):
+                return Rewritten(None, None)
+            notices.append(f"{key} is an alias of {renamed.removesuffix('.0').removesuffix('.1')}")
+            key = renamed
+        elif key in ONLY_NEUTRAL:
+            neutral = ONLY_NEUTRAL[key]
+            if any(_same_value(value, allowed) for allowed in neutral.values):
+                return Rewritten(None, None)
+            return Rewritten(None, None, problem=f"{key}={show(value)}: {neutral.remedy}")
+        else:
+            for pattern, reason in WITHOUT_EFFECT.items():
+                if _matches(key, pattern):
+                    return Rewritten(None, None, (f"{key} has no effect: {reason}",))
+            return Rewritten(key, value)
+    value, more = _new_value(key, value)
+    return Rewritten(key, value, (*notices, *more))
+
+
+def refused_value(key: str, value: Any) -> str | None:
+    """Why a value that VERL knows is refused here, with the remedy; null where it is not."""
+    for item in value if isinstance(value, (list, tuple)) else (value,):
+        for refused, remedy in REFUSED_VALUES.get(key, {}).items():
+            if _same_value(item, refused):
+                return f"{key}={show(item)}: {remedy}"
+    return None

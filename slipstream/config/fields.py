@@ -1,0 +1,65 @@
+"""The vocabulary that option types are written in: ranges, name lists and free-form mappings.
+
+Knows nothing of any single option. Used by the schema modules (as annotations) and by `convert`
+(which checks values against them).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number; `low` itself is excluded when `above` is set."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        if self.low is not None and (value < self.low or (self.above and value == self.low)):
+            return False
+        return self.high is None or value <= self.high
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'above' if self.above else 'at least'} {self.low:g}"
+        high = "" if self.high is None else f"at most {self.high:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+PositiveInt = Annotated[int, Range(low=1)]
+NonNegativeInt = Annotated[int, Range(low=0)]
+CountOrOff = Annotated[int, Range(low=-1)]
+"""A count or a period; -1 means no limit or never."""
+PositiveFloat = Annotated[float, Range(low=0, above=True)]
+NonNegativeFloat = Annotated[float, Range(low=0)]
+Fraction = Annotated[float, Range(low=0, high=1)]
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """An immutable string-keyed mapping: what a free-form option (`reward_kwargs`) holds.
+
+    Nested lists and dictionaries are handed out as fresh copies, so that user code gets the plain
+    types it expects and cannot change the configuration. Pickles.
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        self._data: dict[str, Any] = copy.deepcopy(dict(data or {}))
+
+    def __getitem__(self, key: str) -> Any:
+        return copy.deepcopy(self._data[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __repr__(self) -> str:
+        return f"FrozenMapping({self._data!r})"

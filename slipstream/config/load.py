@@ -1,0 +1,301 @@
+"""From recipe, file and overrides to one frozen, checked `Config`.
+
+Order of precedence, low to high: schema defaults, recipe or file, overrides. Every source goes
+through `aliases`; the result is checked against the schema's types and then against the rules of
+`validate`. All problems of a step are reported in one error. Called by the command line and by
+anyone who builds a run in Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import aliases
+from slipstream.config.hardware import Hardware, detect_hardware
+from slipstream.config.schema import Config
+from slipstream.config.sources import (
+    Assignment,
+    file_assignments,
+    override_assignments,
+    parse_overrides,
+    recipe_file,
+)
+from slipstream.config.suggest import unknown_key
+from slipstream.config.tree import Option, from_dict, options, show, to_dict
+from slipstream.config.validate import validate
+from slipstream.errors import ConfigError
+
+CONFIG_FILE = "config.yaml"
+"""Name under which a run folder keeps its resolved configuration."""
+
+RESUMABLE_KEYS = frozenset(
+    {
+        "actor_rollout_ref.rollout.kv_cache_bytes",
+        "actor_rollout_ref.rollout.max_num_seqs",
+        "actor_rollout_ref.rollout.timeout_s",
+        "reward_model.num_workers",
+        "trainer.num_threads",
+        "trainer.mode",
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.project_name",
+        "trainer.experiment_name",
+        "trainer.logger",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.resume_mode",
+        "trainer.resume_from_path",
+        "trainer.val_before_train",
+        "trainer.val_only",
+        "trainer.default_local_dir",
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.rollout_data_dir",
+        "trainer.validation_data_dir",
+        "trainer.log_val_generations",
+        "trainer.stage_timeout_s",
+        "sft.save_freq",
+        "sft.test_freq",
+    }
+)
+"""Keys that may differ between a run and its continuation: they change no update."""
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """One error for all `problems`, if there are any."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"{len(problems)} settings cannot be used:{lines}")
+
+
+def _free_form_above(key: str) -> Option | None:
+    """The free-form mapping that holds `key`, if any."""
+    parts = key.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        option = options().get(".".join(parts[:end]))
+        if option is not None:
+            return option if option.free_form else None
+    return None
+
+
+class _Tree:
+    """The plain tree under construction, and what was remarked on the way."""
+
+    def __init__(self) -> None:
+        self.values = to_dict(Config())
+        self.notices: dict[str, None] = {}
+        self.problems: list[str] = []
+        self.given: set[str] = set()
+
+    def apply(self, assignment: Assignment) -> None:
+        key = assignment.key
+        known = key in options() or _free_form_above(key) is not None
+        if assignment.delete:
+            self._delete(key)
+            return
+        rewritten = aliases.rewrite(key, assignment.value, known=known)
+        self.notices.update(dict.fromkeys(rewritten.notices))
+        if rewritten.problem is not None:
+            self.problems.append(rewritten.problem)
+        if rewritten.key is not None:
+            self._set(rewritten.key, rewritten.value)
+
+    def _section(self, key: str) -> tuple[dict[str, Any], str]:
+        """The dictionary that holds `key`, made where an absent section or mapping needs it."""
+        node = self.values
+        *path, name = key.split(".")
+        for depth, part in enumerate(path, start=1):
+            option = options().get(".".join(path[:depth]))
+            if node.get(part) is None:
+                section = None if option is None else option.section
+                node[part] = {} if section is None else to_dict(section())
+            node = node[part]
+        return node, name
+
+    def _set(self, key: str, value: Any) -> None:
+        option = options().get(key)
+        if option is None:
+            self._set_inside(key, value)
+            return
+        if option.section is not None and not (option.nullable and value is None):
+            names = [k for k in options() if k.rpartition(".")[0] == key][:3]
+            self.problems.append(
+                f"{key}={show(value)}: {key} is a section; set its options, such as "
+                + ", ".join(names)
+            )
+            return
+        node, name = self._section(key)
+        if option.free_form and isinstance(value, dict) and isinstance(node[name], dict):
+            _merge(node[name], value)
+        else:
+            node[name] = value
+        self.given.add(key)
+
+    def _set_inside(self, key: str, value: Any) -> None:
+        """A key below a free-form mapping, or one item of a list."""
+        parent, _, name = key.rpartition(".")
+        if _free_form_above(key) is not None:
+            try:
+                node, name = self._section(key)
+                node[name] = value
+            except (AttributeError, TypeError):
+                self.problems.append(f"{key}: {parent} holds a plain value and takes no keys")
+        elif parent in options() and name.isdigit():
+            node, list_name = self._section(parent)
+            node[list_name][int(name)] = value
+        else:
+            self.problems.append(unknown_key(key))
+
+    def _delete(self, key: str) -> None:
+        if _free_form_above(key) is None:
+            self.problems.append(
+                f"~{key}: only keys of free-form mappings can be deleted; give it a value"
+                if key in options()
+                else unknown_key(key)
+            )
+            return
+        node, name = self._section(key)
+        if name not in node:
+            self.problems.append(f"~{key}: there is no such key to delete")
+            return
+        del node[name]
+
+    def imply(self) -> None:
+        """VERL's switch of fixed micro-batches is the size itself."""
+        actor = "actor_rollout_ref.actor"
+        size, dynamic = f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.use_dynamic_bsz"
+        settings = self.values["actor_rollout_ref"]["actor"]
+        if size not in self.given or settings["ppo_micro_batch_size_per_gpu"] is None:
+            return
+        if dynamic not in self.given:
+            settings["use_dynamic_bsz"] = False
+            self.notices[f"{size} is set, so {dynamic}=false"] = None
+        elif settings["use_dynamic_bsz"] is True:
+            self.notices[f"{size} has no effect: {dynamic}=true packs by tokens"] = None
+
+
+def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _resolve(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace `${...}` by what it refers to."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        resolved = OmegaConf.to_container(
+            OmegaConf.create(values), resolve=True, throw_on_missing=True
+        )
+    except OmegaConfBaseException as error:
+        where = getattr(error, "full_key", None) or "configuration"
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{where}: {reason}; an interpolation names another option: ${{trainer.seed}}"
+        ) from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    recipe: str | None = None,
+    file: Path | None = None,
+    hardware: Hardware | None = None,
+    notify: Callable[[str], None] | None = None,
+    complete: bool = True,
+) -> Config:
+    """Compose, check and freeze a configuration.
+
+    `recipe` names a built-in file and `file` is one of the user's; neither: the schema's defaults.
+    `notify` gets each notice (an alias, a key without effect) once; by default they are logged.
+    `complete=False` accepts a configuration that names no model yet: to show it, or to evaluate a
+    checkpoint.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, an impossible value or combination; the message
+            holds every problem found, with its remedy.
+    """
+    if recipe is not None and file is not None:
+        raise ConfigError(f"both recipe {recipe!r} and config file {file} are given; give one")
+    source = file if file is not None else recipe_file(recipe or "default")
+    parsed = parse_overrides(overrides)
+    from_file, parsed = file_assignments(source, parsed)
+    tree = _Tree()
+    for assignment in [*from_file, *override_assignments(parsed)]:
+        tree.apply(assignment)
+    tree.imply()
+    _tell(tree.notices, notify)
+    raise_problems(tree.problems)
+    values = _resolve(tree.values)
+    config, mismatches = from_dict(values)
+    refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
+    problems = [message for message in refused.values() if message is not None]
+    # A refused value is of the wrong type, too: the remedy says more than the type.
+    explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
+    problems += [message for message in mismatches if not message.startswith(explained)]
+    if not mismatches:
+        problems += validate(config, hardware or detect_hardware(), complete=complete)
+    raise_problems(problems)
+    return config
+
+
+def _at(values: dict[str, Any], key: str) -> Any:
+    node: Any = values
+    for part in key.split("."):
+        node = node[part]
+    return node
+
+
+def _tell(notices: Iterable[str], notify: Callable[[str], None] | None) -> None:
+    tell = notify or logging.getLogger("slipstream.config").warning
+    for notice in notices:
+        tell(notice)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved tree as YAML; `load_config(file=...)` reads it back to an equal tree."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+
+
+def _escaped(value: Any) -> Any:
+    """Text that looks like an interpolation stays text when it is read back."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", r"\${") if isinstance(value, str) else value
+
+
+def diff(old: Config, new: Config) -> list[str]:
+    """What differs, as `key: old -> new`, without the `RESUMABLE_KEYS`.
+
+    A run folder whose configuration differs from the present one is not continued.
+    """
+    before, after = to_dict(old), to_dict(new)
+    changes: list[str] = []
+
+    def compare(left: Any, right: Any, key: str) -> None:
+        if left == right or key in RESUMABLE_KEYS:
+            return
+        option = options().get(key)
+        whole = option is not None and option.section is None
+        if isinstance(left, dict) and isinstance(right, dict) and not whole:
+            for name in left:
+                compare(left[name], right[name], f"{key}.{name}" if key else name)
+        else:
+            changes.append(f"{key}: {show(left)} -> {show(right)}")
+
+    compare(before, after, "")
+    return changes

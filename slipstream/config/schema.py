@@ -1,0 +1,245 @@
+"""Every option: one frozen, typed, documented dataclass tree, and the only home of its defaults.
+
+Key names are those that VERL and FastRL users type. Knows nothing of files, overrides or rules
+between options (`load`, `validate`). Read by `loops.build`, which wires objects from it; the string
+under each field is its documentation (`docs.describe`, docs/config.md). Defaults may hold `${...}`
+interpolations, which `load.load_config` resolves: build a `Config` through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slipstream.config.fields import (
+    CountOrOff,
+    FrozenMapping,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from slipstream.config.schema_actor import (
+    ActorRolloutRefConfig,
+    KLEstimator,
+    OptimConfig,
+)
+from slipstream.config.schema_speculative import SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Prompts: a built-in task, or files in VERL's row format."""
+
+    task: Literal["countdown"] | None = None
+    """Built-in task that makes problems without end; null: read `train_files`."""
+    task_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Settings of the task, passed on as they are."""
+    train_files: tuple[str, ...] | None = None
+    """Training files (parquet, JSONL or JSON): one path or a list."""
+    val_files: tuple[str, ...] | None = None
+    """Validation files: one path or a list."""
+    mixture_weights: tuple[PositiveFloat, ...] | None = None
+    """Share of each training file in a batch, one number per file; null: by file length."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; null: the model's, or the task's own."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt."""
+    reward_fn_key: str = "data_source"
+    """Column that picks the reward function."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt in tokens."""
+    max_response_length: PositiveInt = 512
+    """Longest response in tokens."""
+    train_batch_size: PositiveInt = 16
+    """Prompts per step; each gets `actor_rollout_ref.rollout.n` responses."""
+    val_batch_size: PositiveInt | None = None
+    """Problems validated at once; null: all."""
+    val_size: PositiveInt = 256
+    """Validation problems of a built-in task."""
+    train_max_samples: CountOrOff = -1
+    """Use only this many training rows; -1: all."""
+    val_max_samples: CountOrOff = -1
+    """Use only this many validation rows; -1: all."""
+    shuffle: bool = True
+    """Shuffle the training rows anew in each epoch."""
+    seed: NonNegativeInt | None = None
+    """Seed of row order and of built-in problems; null: `trainer.seed`."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a longer prompt: stop the run, or cut tokens there."""
+    filter_overlong_prompts: bool = False
+    """Leave out longer prompts before training starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KLCtrlConfig:
+    """Coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Keep the coefficient, or steer it towards `target_kl`."""
+    kl_coef: float = 0.001
+    """Coefficient, or its first value."""
+    horizon: PositiveInt = 10000
+    """Samples over which `adaptive` corrects."""
+    target_kl: PositiveFloat = 0.1
+    """KL that `adaptive` aims at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmConfig:
+    """From rewards to advantages."""
+
+    adv_estimator: str = "grpo"
+    """Registered name of the advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; off is Dr. GRPO."""
+    use_kl_in_reward: bool = False
+    """Subtract a KL penalty against the reference policy from the reward."""
+    kl_penalty: KLEstimator = "kl"
+    """Estimator of the penalty."""
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    """Coefficient of the penalty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelConfig:
+    """How responses are scored."""
+
+    enable: Literal[False] = False
+    """Score with a reward model; always off in this version."""
+    reward_manager: str = "naive"
+    """Registered name of the manager that calls the reward function."""
+    reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Settings of the manager, passed on as they are."""
+    on_failure: Literal["zero", "drop", "stop"] = "zero"
+    """What becomes of a response whose scoring failed: reward 0, left out, or the run ends."""
+    timeout_s: PositiveFloat = 30.0
+    """Deadline of one scoring call."""
+    num_workers: PositiveInt = 4
+    """Scoring calls that run at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomRewardFunctionConfig:
+    """A reward function of your own."""
+
+    path: str | None = None
+    """Python file that holds it; null: the reward function that the data names."""
+    name: str = "compute_score"
+    """Function in that file: `(data_source, solution_str, ground_truth, extra_info, **kwargs)`."""
+    reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Extra keyword arguments of the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning before, or instead of, RL."""
+
+    total_training_steps: NonNegativeInt = 0
+    """Optimizer steps; 0: no supervised training."""
+    train_files: tuple[str, ...] | None = None
+    """Demonstration files, one path or a list; null: demonstrations of the built-in task."""
+    mixture_weights: tuple[PositiveFloat, ...] | None = None
+    """Share of each demonstration file, one number per file; null: by file length."""
+    batch_tokens: PositiveInt = 16384
+    """Tokens per optimizer step."""
+    max_length: PositiveInt = 2048
+    """Longest demonstration in tokens, prompt included."""
+    max_tokens_per_micro_batch: PositiveInt = 16384
+    """Tokens per forward pass; the update is the same."""
+    save_freq: CountOrOff = -1
+    """Steps between checkpoints; -1: only the last one."""
+    test_freq: CountOrOff = -1
+    """Steps between validations; -1: only after the last step."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    """The optimizer of supervised training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticConfig:
+    """The value model; not available in this version."""
+
+    enable: bool | None = None
+    """Train a critic; null: if the advantage estimator needs one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """The run: its length, place, logs, checkpoints and deadlines."""
+
+    mode: Literal["auto", "sft", "rl", "sft+rl"] = "auto"
+    """Which training to do; `auto`: each one that has steps and data."""
+    seed: NonNegativeInt = 1
+    """Seed of everything random in the run."""
+    total_epochs: PositiveInt = 1
+    """Passes over `data.train_files`, unless `total_training_steps` is given."""
+    total_training_steps: NonNegativeInt | None = None
+    """RL steps; null: `total_epochs` over the files; 0: no RL."""
+    project_name: str = "slipstream"
+    """First part of the run folder, and the project in loggers."""
+    experiment_name: str = "run"
+    """Second part of the run folder, and the run in loggers."""
+    logger: tuple[Literal["console", "file", "tensorboard"], ...] = ("console", "file")
+    """Where metrics go; `file` is JSON lines in the run folder."""
+    nnodes: PositiveInt = 1
+    """Machines; 1 in this version."""
+    n_gpus_per_node: NonNegativeInt = 0
+    """GPUs to use; 0: leave it to `device`. At most 1 in this version."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto`: a GPU if there is one."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of the numerical library; null: its own choice."""
+    save_freq: CountOrOff = -1
+    """RL steps between checkpoints; -1: only the last one."""
+    test_freq: CountOrOff = -1
+    """RL steps between validations; -1: only after the last step."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Go on from the newest checkpoint of the run folder, never, or from `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint folder to go on from, with `resume_mode=resume_path`."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate once and stop."""
+    default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    """The run folder: configuration, metrics, rollouts and checkpoints."""
+    max_actor_ckpt_to_keep: PositiveInt | None = 3
+    """Newest checkpoints to keep; null: all."""
+    rollout_data_dir: str | None = None
+    """Folder of recorded rollouts; null: `rollouts` in the run folder."""
+    validation_data_dir: str | None = None
+    """Folder of recorded validation responses; null: `validation` in the run folder."""
+    sync_every: PositiveInt = 1
+    """Training steps between two weight updates of the inference engine."""
+    log_val_generations: NonNegativeInt = 3
+    """Responses of each validation to show as text."""
+    stage_timeout_s: PositiveFloat = 3600.0
+    """Deadline of each stage of a step; past it the run ends and names the stage."""
+    critic_warmup: NonNegativeInt = 0
+    """Steps that train only the critic; 0 in this version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every option of a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts: a built-in task, or files in VERL's row format."""
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    """The policy: how it is trained, sampled from and compared with its reference."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """From rewards to advantages."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """How responses are scored."""
+    custom_reward_function: CustomRewardFunctionConfig = field(
+        default_factory=CustomRewardFunctionConfig
+    )
+    """A reward function of your own."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Supervised fine-tuning before, or instead of, RL."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model; not available in this version."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The run: its length, place, logs, checkpoints and deadlines."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Speculative decoding; not available in this version."""

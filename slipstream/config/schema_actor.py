@@ -1,0 +1,259 @@
+"""Options of `actor_rollout_ref`: the model, its optimizer, the update and the rollout.
+
+Knows names, types and defaults only; `validate` holds the rules between options. Part of the tree
+in `schema`, which is what other modules import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slipstream.config.fields import (
+    CountOrOff,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+KLEstimator = Literal[
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+]
+"""With `+`: the estimator's value with the gradient of `k2`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInitConfig:
+    """A randomly initialised decoder, for a run that starts from nothing."""
+
+    family: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    """Architecture, and so the Hugging Face format in which the model is saved."""
+    hidden_size: PositiveInt = 192
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 12
+    """Decoder layers."""
+    num_heads: PositiveInt = 6
+    """Query heads."""
+    num_kv_heads: PositiveInt = 2
+    """Key and value heads; divides `num_heads`."""
+    head_dim: PositiveInt | None = None
+    """Width of a head; null: `hidden_size / num_heads`."""
+    intermediate_size: PositiveInt = 512
+    """Width inside the MLP."""
+    max_position_embeddings: PositiveInt = 2048
+    """Longest sequence, prompt and response together."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position embedding."""
+    tie_word_embeddings: bool = True
+    """Share the embedding matrix with the output head."""
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding; null: as many as the tokenizer has tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The policy: a checkpoint folder, or a random initialisation."""
+
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint to start from."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer; null: the one in `path`."""
+    custom_chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's own."""
+    trust_remote_code: Literal[False] = False
+    """Run Python code shipped with a checkpoint; always off in this version."""
+    enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    init: ModelInitConfig | None = None
+    """Architecture to initialise at random instead of loading `path`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """An optimizer and its learning-rate schedule."""
+
+    optimizer: Literal["AdamW", "Muon"] = "AdamW"
+    """`Muon` orthogonalises updates of the layers' matrices and leaves all else to AdamW."""
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    muon_lr: NonNegativeFloat | None = None
+    """Peak learning rate of those matrices under Muon; null: `lr`."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay; norms and biases have none."""
+    lr_warmup_steps: CountOrOff = -1
+    """Optimizer steps of linear warm-up; -1: use `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: Fraction = 0.0
+    """Warm-up as a share of all optimizer steps, when `lr_warmup_steps` is -1."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Share of the peak rate at which `cosine` and `linear` end."""
+    total_training_steps: CountOrOff = -1
+    """Optimizer steps that the schedule spans; -1: those of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossConfig:
+    """Which policy loss."""
+
+    loss_mode: str = "vanilla"
+    """Registered name of the policy loss: `vanilla` is the clipped PPO objective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """The policy update."""
+
+    strategy: Literal["single"] = "single"
+    """Where training runs: `single` is one process on one device."""
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer step; null: `data.train_batch_size`, one step per batch."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences per forward pass, when `use_dynamic_bsz` is off."""
+    use_dynamic_bsz: bool = True
+    """Pack micro-batches by token count instead of sequence count; the update is the same."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Tokens per forward pass, when `use_dynamic_bsz` is on."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each rollout batch."""
+    shuffle: bool = False
+    """Shuffle the groups of a rollout batch before they are cut into mini-batches."""
+    clip_ratio: NonNegativeFloat = 0.2
+    """Clipping range of the importance ratio, on both sides."""
+    clip_ratio_low: NonNegativeFloat | None = None
+    """Range below 1; null: `clip_ratio`."""
+    clip_ratio_high: NonNegativeFloat | None = None
+    """Range above 1; null: `clip_ratio`. Larger than `clip_ratio_low` is DAPO's clip-higher."""
+    clip_ratio_c: PositiveFloat = 3.0
+    """Dual-clip bound on the loss of tokens with negative advantage; above 1."""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """Which policy loss."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses become one number, over the whole mini-batch."""
+    loss_scale_factor: PositiveFloat | None = None
+    """Divisor of `seq-mean-token-sum-norm`; null: `data.max_response_length`."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference policy to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL term."""
+    kl_loss_type: KLEstimator = "low_var_kl"
+    """Estimator of the KL term."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest gradient norm; longer gradients are scaled down to it."""
+    max_nonfinite_steps: NonNegativeInt = 3
+    """Consecutive steps with a NaN or infinite gradient to skip before the run stops."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type of training; `auto` is bfloat16 where the device is fast in it."""
+    log_prob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at once when log-probabilities are computed."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The policy's optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefConfig:
+    """The reference policy that KL terms compare with."""
+
+    path: str | None = None
+    """Folder of its Hugging Face checkpoint; null: the policy that RL starts from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValKwargsConfig:
+    """Sampling during validation."""
+
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_k: CountOrOff = -1
+    """Keep the k likeliest tokens; -1 or 0: all."""
+    top_p: Fraction = 1.0
+    """Keep the likeliest tokens up to this mass; 1: all."""
+    n: PositiveInt = 1
+    """Responses per problem."""
+    do_sample: bool = False
+    """Sample instead of taking the likeliest token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """Generation of responses."""
+
+    name: Literal["embedded", "hf", "fake"] = "embedded"
+    """Inference engine: `embedded` (built in), `hf` (transformers) or `fake` (scripted, tests)."""
+    n: PositiveInt = 8
+    """Responses per prompt: the group size."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature."""
+    top_k: CountOrOff = -1
+    """Keep the k likeliest tokens; -1 or 0: all."""
+    top_p: Fraction = 1.0
+    """Keep the likeliest tokens up to this mass; 1: all."""
+    min_p: Fraction = 0.0
+    """Drop tokens below this share of the likeliest token's probability; 0: none."""
+    do_sample: bool = True
+    """Sample instead of taking the likeliest token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end a response, next to end-of-sequence."""
+    ignore_eos: bool = False
+    """Generate past end-of-sequence, up to the length limit."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type of generation; `auto` is the actor's."""
+    max_num_seqs: PositiveInt = 256
+    """Responses that decode together."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Memory for keys and values of the embedded engine; null: 4 GiB. More responses wait."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence, prompt and response; null: the sum of the two length limits of `data`."""
+    over_sample_rate: NonNegativeFloat = 0.0
+    """Extra prompts to start, as a share of the batch; the slowest groups are then cut off, so that
+    which ones are trained on depends on timing."""
+    partial_rollout: bool = False
+    """Carry responses that were cut off over to the next step instead of dropping them."""
+    timeout_s: PositiveFloat | None = None
+    """Deadline of one step's rollout; null: `trainer.stage_timeout_s`."""
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    """Sampling during validation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorRolloutRefConfig:
+    """The policy: how it is trained, sampled from and compared with its reference."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy: a checkpoint folder, or a random initialisation."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The policy update."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference policy that KL terms compare with."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation of responses."""

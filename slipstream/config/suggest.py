@@ -1,0 +1,36 @@
+"""Nearest existing keys for one that does not exist.
+
+Knows the schema's names only. Used by `load` and `docs` to word their errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from slipstream.config.tree import options
+
+
+def nearest_keys(key: str, limit: int = 3) -> list[str]:
+    """Existing keys that look like `key`, best first: the whole key first, then its last name."""
+    known = options()
+    scored: dict[str, float] = {}
+    matcher = difflib.SequenceMatcher()
+    matcher.set_seq2(key)
+    leaf_matcher = difflib.SequenceMatcher()
+    leaf_matcher.set_seq2(key.rpartition(".")[2])
+    for candidate, option in known.items():
+        matcher.set_seq1(candidate)
+        leaf_matcher.set_seq1(option.name)
+        whole = matcher.ratio() if matcher.quick_ratio() > 0.8 else 0.0
+        leaf = leaf_matcher.ratio() if leaf_matcher.quick_ratio() > 0.75 else 0.0
+        if whole > 0.8 or leaf > 0.75:
+            scored[candidate] = max(whole, leaf) + 0.001 * matcher.ratio()
+    return sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:limit]
+
+
+def unknown_key(key: str) -> str:
+    """The message for a key that does not exist."""
+    near = nearest_keys(key)
+    if not near:
+        return f"{key}: there is no such option; `slipstream config` lists them all"
+    return f"{key}: there is no such option; did you mean {' or '.join(near)}?"

@@ -1,0 +1,351 @@
+"""Rules between options: what fits its own type and still cannot work.
+
+Each rule is a generator of messages, and each message ends in a remedy. Knows the schema and the
+`Hardware` it is given, never torch. Called by `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.hardware import Hardware
+from slipstream.config.schema import Config
+from slipstream.config.schema_actor import OptimConfig
+
+GROUP_RELATIVE = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+    }
+)
+"""Advantage estimators that compare the responses to one prompt."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
+
+
+def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> list[str]:
+    """Every broken rule, as `what is wrong; remedy`. `complete` also wants a model named."""
+    problems: list[str] = []
+    for rule in (_data, _sft_data, _lengths, _actor, _reference, _rollout, _algorithm, _run):
+        problems.extend(rule(config))
+    problems.extend(_model(config, complete))
+    problems.extend(_place(config, hardware))
+    return problems
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.task is not None:
+        for name in ("train_files", "val_files"):
+            if getattr(data, name) is not None:
+                yield (
+                    f"data.task={data.task} makes its own problems and data.{name} is set, too; "
+                    f"set data.task=null or data.{name}=null"
+                )
+        for name in ("train_max_samples", "val_max_samples"):
+            if getattr(data, name) != -1:
+                remedy = (
+                    "data.val_size=N" if name.startswith("val") else "trainer.total_training_steps"
+                )
+                yield (
+                    f"data.{name}={getattr(data, name)} counts rows of files and data.task="
+                    f"{data.task} has none; set data.{name}=-1 and use {remedy}"
+                )
+    elif data.task_kwargs:
+        yield "data.task_kwargs has no task to go to; set data.task=countdown or remove them"
+    for name in ("train_max_samples", "val_max_samples"):
+        if getattr(data, name) == 0:
+            yield f"data.{name}=0 leaves no data; set a positive number, or -1 for all"
+    yield from _weights("data", data.mixture_weights, data.train_files)
+
+
+def _weights(
+    section: str, weights: tuple[float, ...] | None, files: tuple[str, ...] | None
+) -> Iterator[str]:
+    if weights is None:
+        return
+    count = len(files or ())
+    if count != len(weights):
+        yield (
+            f"{section}.mixture_weights has {len(weights)} numbers for {count} files in "
+            f"{section}.train_files; give one number per file, or set "
+            f"{section}.mixture_weights=null"
+        )
+
+
+def _sft_data(config: Config) -> Iterator[str]:
+    sft = config.sft
+    yield from _weights("sft", sft.mixture_weights, sft.train_files)
+    yield from _optim("sft.optim", sft.optim, sft.total_training_steps or None)
+    if sft.total_training_steps == 0:
+        return
+    if sft.train_files is None and config.data.task is None:
+        yield (
+            f"sft.total_training_steps={sft.total_training_steps} needs demonstrations; "
+            "set sft.train_files=FILE, or data.task=countdown, or sft.total_training_steps=0"
+        )
+    for name in ("batch_tokens", "max_tokens_per_micro_batch"):
+        if getattr(sft, name) < sft.max_length:
+            yield (
+                f"sft.{name}={getattr(sft, name)} cannot hold one demonstration of "
+                f"sft.max_length={sft.max_length} tokens; set sft.{name}={sft.max_length} "
+                f"or sft.max_length={getattr(sft, name)}"
+            )
+
+
+def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[str]:
+    """Rules of one optimizer; `run_steps` are its steps in the run, where they are known."""
+    steps = run_steps if optim.total_training_steps == -1 else optim.total_training_steps
+    warmup = max(optim.lr_warmup_steps, 0)
+    if optim.lr_scheduler_type != "constant" and steps is not None and steps <= warmup:
+        yield (
+            f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
+            f"{steps} optimizer steps with a warm-up of {warmup}; "
+            f"set {section}.lr_scheduler_type=constant or more steps"
+        )
+    if optim.muon_lr is not None and optim.optimizer != "Muon":
+        yield (
+            f"{section}.muon_lr={optim.muon_lr:g} has no effect with {section}.optimizer="
+            f"{optim.optimizer}; set {section}.optimizer=Muon or {section}.muon_lr=null"
+        )
+    if max(optim.betas) >= 1:
+        yield (
+            f"{section}.betas={list(optim.betas)} must be below 1; set {section}.betas=[0.9,0.999]"
+        )
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
+        yield (
+            f"{section}.lr_warmup_steps={optim.lr_warmup_steps} and "
+            f"{section}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g} are two lengths of "
+            "one warm-up; "
+            f"set {section}.lr_warmup_steps=-1 or {section}.lr_warmup_steps_ratio=0"
+        )
+    if optim.min_lr_ratio > 0 and optim.lr_scheduler_type == "constant":
+        yield (
+            f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
+            f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    total = f"data.max_prompt_length + data.max_response_length = {needed}"
+    limits: dict[str, int | None] = {
+        f"{_ROLLOUT}.max_model_len": config.actor_rollout_ref.rollout.max_model_len,
+    }
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        limits[f"{_ACTOR}.ppo_max_token_len_per_gpu"] = (
+            config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        )
+    init = config.actor_rollout_ref.model.init
+    if init is not None:
+        limits[f"{_MODEL}.init.max_position_embeddings"] = init.max_position_embeddings
+        if config.sft.total_training_steps and init.max_position_embeddings < config.sft.max_length:
+            yield (
+                f"{_MODEL}.init.max_position_embeddings={init.max_position_embeddings} is below "
+                f"sft.max_length={config.sft.max_length}; "
+                f"set {_MODEL}.init.max_position_embeddings={config.sft.max_length}"
+            )
+    for key, limit in limits.items():
+        if limit is not None and limit < needed:
+            yield f"{key}={limit} is below {total}; set {key}={needed} or lower the limits of data"
+
+
+def _actor(config: Config) -> Iterator[str]:
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    mini = actor.ppo_mini_batch_size
+    if mini is not None and mini > batch:
+        yield (
+            f"{_ACTOR}.ppo_mini_batch_size={mini} is above data.train_batch_size={batch}; "
+            f"set {_ACTOR}.ppo_mini_batch_size={batch} or data.train_batch_size={mini}"
+        )
+    elif mini is not None and batch % mini:
+        fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of {_ACTOR}.ppo_mini_batch_size="
+            f"{mini}; set {_ACTOR}.ppo_mini_batch_size={fitting}"
+        )
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
+        yield (
+            f"{_ACTOR}.use_dynamic_bsz=false needs a micro-batch size; set "
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu=8 or {_ACTOR}.use_dynamic_bsz=true"
+        )
+    if actor.clip_ratio_c <= 1:
+        yield (
+            f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c:g} must be above 1, where dual clipping "
+            f"starts; set {_ACTOR}.clip_ratio_c=3"
+        )
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if low > 1:
+        yield (
+            f"a clipping range of {low:g} below 1 lets the ratio turn negative; "
+            f"set {_ACTOR}.clip_ratio_low=0.2"
+        )
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor:g} has no effect with "
+            f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode}; set {_ACTOR}.loss_scale_factor=null or "
+            f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+        )
+    rounds = config.trainer.total_training_steps or None
+    updates = -(-batch // (mini or batch)) * actor.ppo_epochs
+    yield from _optim(f"{_ACTOR}.optim", actor.optim, rounds and rounds * updates)
+
+
+def _model(config: Config, complete: bool) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    init = model.init
+    if model.path is not None and init is not None:
+        yield (
+            f"{_MODEL}.path={model.path} and {_MODEL}.init name two models; "
+            f"set {_MODEL}.init=null or {_MODEL}.path=null"
+        )
+    if complete and model.path is None and init is None:
+        yield (
+            f"no model is named; set {_MODEL}.path=FOLDER of a Hugging Face checkpoint, or "
+            f"{_MODEL}.init.num_layers=12 for one initialised at random"
+        )
+    if init is None:
+        return
+    key = f"{_MODEL}.init"
+    if init.head_dim is None and init.hidden_size % init.num_heads:
+        pair = 2 * init.num_heads
+        fitting = -(-init.hidden_size // pair) * pair
+        yield (
+            f"{key}.hidden_size={init.hidden_size} is not a multiple of {key}.num_heads="
+            f"{init.num_heads}; set {key}.hidden_size={fitting} or {key}.head_dim=64"
+        )
+    if init.num_heads % init.num_kv_heads:
+        yield (
+            f"{key}.num_heads={init.num_heads} is not a multiple of {key}.num_kv_heads="
+            f"{init.num_kv_heads}; set {key}.num_kv_heads={init.num_heads}"
+        )
+    width = init.head_dim or init.hidden_size // init.num_heads
+    if width % 2:
+        yield (
+            f"{key}: heads of odd width {width} cannot be rotated; set {key}.head_dim={width + 1}"
+        )
+
+
+def _reference(config: Config) -> Iterator[str]:
+    uses_kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    path = config.actor_rollout_ref.ref.path
+    if path is not None and not uses_kl:
+        yield (
+            f"actor_rollout_ref.ref.path={path} has no effect without a KL term; set "
+            f"{_ACTOR}.use_kl_loss=true or actor_rollout_ref.ref.path=null"
+        )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    if rollout.do_sample and rollout.temperature == 0:
+        yield (
+            f"{_ROLLOUT}.do_sample=true needs a temperature above 0; set {_ROLLOUT}.temperature=1 "
+            f"or {_ROLLOUT}.do_sample=false"
+        )
+    if val.do_sample and val.temperature == 0:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.do_sample=true needs a temperature above 0; set "
+            f"{_ROLLOUT}.val_kwargs.temperature=1 or {_ROLLOUT}.val_kwargs.do_sample=false"
+        )
+    if not val.do_sample and val.temperature > 0:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.temperature={val.temperature:g} has no effect with "
+            f"{_ROLLOUT}.val_kwargs.do_sample=false; set {_ROLLOUT}.val_kwargs.do_sample=true or "
+            f"{_ROLLOUT}.val_kwargs.temperature=0"
+        )
+    if not val.do_sample and val.n > 1:
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n={val.n} greedy responses are all the same; set "
+            f"{_ROLLOUT}.val_kwargs.do_sample=true with a temperature, or {_ROLLOUT}.val_kwargs.n=1"
+        )
+    for key, top_p in (("top_p", rollout.top_p), ("val_kwargs.top_p", val.top_p)):
+        if top_p == 0:
+            yield f"{_ROLLOUT}.{key}=0 keeps no token; set {_ROLLOUT}.{key}=1"
+    if rollout.partial_rollout and rollout.over_sample_rate == 0:
+        yield (
+            f"{_ROLLOUT}.partial_rollout=true has nothing to carry over: no response is cut off; "
+            f"set {_ROLLOUT}.over_sample_rate=0.5 or {_ROLLOUT}.partial_rollout=false"
+        )
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    if algorithm.adv_estimator == "gae" or config.critic.enable:
+        asked = "critic.enable=true" if config.critic.enable else "algorithm.adv_estimator=gae"
+        yield (
+            f"{asked} needs a critic, which this version does not train; "
+            "set algorithm.adv_estimator=grpo critic.enable=null"
+        )
+    if algorithm.adv_estimator in GROUP_RELATIVE:
+        if rollout.n < 2:
+            yield (
+                f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to a "
+                f"prompt and {_ROLLOUT}.n={rollout.n} leaves none to compare with; "
+                f"set {_ROLLOUT}.n=8"
+            )
+        if not rollout.do_sample:
+            yield (
+                f"{_ROLLOUT}.do_sample=false makes all responses to a prompt the same and "
+                f"algorithm.adv_estimator={algorithm.adv_estimator} compares them; "
+                f"set {_ROLLOUT}.do_sample=true"
+            )
+
+
+def _run(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        yield (
+            "trainer.resume_mode=resume_path needs a checkpoint; "
+            "set trainer.resume_from_path=FOLDER or trainer.resume_mode=auto"
+        )
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        yield (
+            f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
+            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
+        )
+    if trainer.critic_warmup:
+        yield (
+            f"trainer.critic_warmup={trainer.critic_warmup} needs a critic, which this version "
+            "does not train; set trainer.critic_warmup=0"
+        )
+    if config.speculative.enable:
+        yield (
+            "speculative.enable=true: this version decodes without speculation; "
+            "set speculative.enable=false"
+        )
+    if config.speculative.train.enable_drafter_training:
+        yield (
+            "speculative.train.enable_drafter_training=true: this version trains no draft model; "
+            "set speculative.train.enable_drafter_training=false"
+        )
+    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
+        yield (
+            "custom_reward_function.reward_kwargs has no function to go to; "
+            "set custom_reward_function.path=FILE or remove the settings"
+        )
+
+
+def _place(config: Config, hardware: Hardware) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.nnodes != 1:
+        yield f"trainer.nnodes={trainer.nnodes}: one machine is used; set trainer.nnodes=1"
+    has = f"this machine has {hardware.gpus} usable GPU{'' if hardware.gpus == 1 else 's'}"
+    if trainer.n_gpus_per_node > 1:
+        remedy = "trainer.n_gpus_per_node=1" + ("" if hardware.gpus else " trainer.device=cpu")
+        yield (
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this version uses one device and "
+            f"{has}; set {remedy}"
+        )
+    elif trainer.n_gpus_per_node == 1 and trainer.device == "auto" and hardware.gpus == 0:
+        yield f"trainer.n_gpus_per_node=1: {has}; set trainer.n_gpus_per_node=0"
+    if trainer.device == "cuda" and hardware.gpus == 0:
+        yield f"trainer.device=cuda: {has}; set trainer.device=cpu"

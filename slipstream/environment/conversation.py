@@ -1,0 +1,299 @@
+"""Conversations to token ids with one author per span and a loss mask per turn.
+
+Works with any Hugging Face tokenizer whose chat template is prefix-preserving (the text of a
+conversation begins with the text of its first turns). Pure functions; knows nothing of files or
+training. Called by `sft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SFTTruncation = Literal["error", "left", "right"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpan:
+    """Tokens `[start, end)` of a conversation have one author.
+
+    `role` is "prompt" for everything before the first assistant turn. Header tokens that the
+    template writes before an assistant turn belong to the span in front of it, as in a rollout.
+    `loss_end` is where an assistant turn's loss ends: after its end-of-sequence token, since a
+    policy never samples what a template writes behind it. Without loss it equals `start`.
+    """
+
+    role: str
+    start: int
+    end: int
+    loss_end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizedConversation:
+    """`spans` cover `ids` without gap or overlap; `loss_mask` has the length of `ids`."""
+
+    ids: list[int]
+    loss_mask: list[float]
+    spans: list[TurnSpan]
+
+
+def compute_loss_mask(length: int, spans: Sequence[TurnSpan]) -> list[float]:
+    """1.0 for the tokens in `[start, loss_end)` of each span, 0.0 elsewhere; `length` entries.
+
+    Raises `DataError` for spans out of range, out of order or overlapping.
+    """
+    mask = [0.0] * length
+    previous_end = 0
+    for number, span in enumerate(spans):
+        if not previous_end <= span.start <= span.loss_end <= span.end <= length:
+            raise DataError(
+                f"loss spans: span {number} ({span}) is out of order or out of range; spans must "
+                f"follow each other inside 0 to {length} with start <= loss_end <= end"
+            )
+        mask[span.start : span.loss_end] = [1.0] * (span.loss_end - span.start)
+        previous_end = span.end
+    return mask
+
+
+def tokenize_conversation(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None = None,
+    truncation: SFTTruncation = "error",
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    ignore_input_ids_mismatch: bool = False,
+) -> TokenizedConversation:
+    """Render and tokenise a conversation; assistant turns carry loss, everything else does not.
+
+    A message may have a key `loss_mask` (0 or 1, as in VERL): 0 takes an assistant turn out of
+    the loss. Turns are tokenised one by one, as a rollout sees them; where that differs from
+    tokenising the whole text, it is an error unless `ignore_input_ids_mismatch`. `max_length`
+    in tokens; `truncation` keeps the tail (`left`), the head (`right`) or refuses (`error`).
+    Raises `DataError` naming the turn.
+    """
+    with_loss = _turns_with_loss(messages)
+    pieces = _pieces(messages, tokenizer, tools, dict(template_kwargs or {}))
+    ids: list[int] = []
+    spans: list[TurnSpan] = []
+    for piece in pieces:
+        piece_ids = _encode(tokenizer, piece.text)
+        start = len(ids)
+        ids.extend(piece_ids)
+        loss = _loss_length(piece_ids, tokenizer) if piece.turn in with_loss else 0
+        spans.append(TurnSpan(role=piece.role, start=start, end=len(ids), loss_end=start + loss))
+    if not ignore_input_ids_mismatch:
+        _check_against_whole(pieces, spans, ids, tokenizer)
+    return _finish(ids, spans, max_length, truncation)
+
+
+def tokenize_text_pair(
+    prompt: str,
+    response: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None = None,
+    truncation: SFTTruncation = "error",
+) -> TokenizedConversation:
+    """Tokenise plain text without a chat template; loss on the response and the end token."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token: set its eos_token")
+    context = [int(i) for i in tokenizer(prompt)["input_ids"]]
+    target = [*_encode(tokenizer, response), int(tokenizer.eos_token_id)]
+    start, end = len(context), len(context) + len(target)
+    spans = [
+        TurnSpan(role="prompt", start=0, end=start, loss_end=0),
+        TurnSpan(role="assistant", start=start, end=end, loss_end=end),
+    ]
+    return _finish([*context, *target], spans, max_length, truncation)
+
+
+def _finish(
+    ids: list[int], spans: list[TurnSpan], max_length: int | None, truncation: SFTTruncation
+) -> TokenizedConversation:
+    if truncation not in ("error", "left", "right"):
+        raise ConfigError(f"unknown SFT truncation {truncation!r}; use error, left or right")
+    conversation = TokenizedConversation(
+        ids=ids, loss_mask=compute_loss_mask(len(ids), spans), spans=spans
+    )
+    if max_length is None:
+        return conversation
+    return _truncate(conversation, max_length, truncation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Text with one author; `turn` is the index of its assistant message, or None."""
+
+    role: str
+    text: str
+    turn: int | None
+
+
+def _turns_with_loss(messages: Sequence[Message]) -> set[int]:
+    """Indices of the assistant messages that carry loss; validates roles and overrides."""
+    if not messages:
+        raise DataError("conversation: no messages")
+    out: set[int] = set()
+    for turn, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise DataError(
+                f"conversation turn {turn}: a message needs a string 'role', got {role!r}"
+            )
+        override = message.get("loss_mask")
+        if override not in (None, 0, 1):
+            raise DataError(f"conversation turn {turn}: loss_mask must be 0 or 1, got {override!r}")
+        if role != "assistant" and override == 1:
+            raise DataError(
+                f"conversation turn {turn}: loss_mask 1 on a message of role {role!r}; only "
+                "assistant turns can carry loss"
+            )
+        if role == "assistant" and override != 0:
+            out.add(turn)
+    if messages[0]["role"] == "assistant":
+        raise DataError(
+            "conversation turn 0 is an assistant turn: there is nothing to condition it on; "
+            "begin with a system or user message"
+        )
+    if not out:
+        raise DataError(
+            "conversation: no assistant turn carries loss, so there is nothing to learn from it; "
+            "add an assistant message or remove its loss_mask 0"
+        )
+    return out
+
+
+def _pieces(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: dict[str, Any],
+) -> list[_Piece]:
+    """The conversation's text, cut where the author changes between policy and everyone else."""
+    plain = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
+
+    def render(count: int, *, generation_prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                plain[:count],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **template_kwargs,
+            )
+        )
+
+    pieces: list[_Piece] = []
+    text = ""
+    since = 0
+    for turn, message in enumerate(plain):
+        if message["role"] != "assistant":
+            continue
+        opened = _extend(text, render(turn, generation_prompt=True), turn, "generation prompt")
+        closed = _extend(opened, render(turn + 1, generation_prompt=False), turn, "assistant text")
+        if len(opened) > len(text):
+            pieces.append(_Piece(_author(plain, since, turn), opened[len(text) :], None))
+        pieces.append(_Piece("assistant", closed[len(opened) :], turn))
+        text, since = closed, turn + 1
+    if since < len(plain):
+        last = len(plain) - 1
+        whole = _extend(text, render(len(plain), generation_prompt=False), last, "text")
+        pieces.append(_Piece(_author(plain, since, len(plain)), whole[len(text) :], None))
+    return pieces
+
+
+def _author(messages: Sequence[Message], since: int, turn: int) -> str:
+    """The role of what stands between two assistant turns: its first message's."""
+    if since == 0:
+        return "prompt"
+    return str(messages[since]["role"]) if since < turn else "template"
+
+
+def _extend(before: str, after: str, turn: int, what: str) -> str:
+    if not after.startswith(before):
+        common = next(
+            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
+            min(len(before), len(after)),
+        )
+        raise DataError(
+            f"chat template is not prefix-preserving: with the {what} of turn {turn} the text of "
+            f"the earlier turns changes at character {common} ({before[common : common + 30]!r} "
+            f"becomes {after[common : common + 30]!r}). Per-turn loss masks need a template that "
+            "only appends: set actor_rollout_ref.model.custom_chat_template (many templates drop "
+            "reasoning from earlier turns), or train on one turn per conversation"
+        )
+    return after
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # The template has written every special token already.
+    return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _loss_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    for place in range(len(ids) - 1, -1, -1):
+        if ids[place] == tokenizer.eos_token_id:
+            return place + 1
+    return len(ids)
+
+
+def _check_against_whole(
+    pieces: Sequence[_Piece],
+    spans: Sequence[TurnSpan],
+    ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    whole = _encode(tokenizer, "".join(piece.text for piece in pieces))
+    if whole == ids:
+        return
+    place = next(
+        (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b),
+        min(len(ids), len(whole)),
+    )
+    number = next((n for n, span in enumerate(spans) if place < span.end), len(spans) - 1)
+    raise DataError(
+        f"tokenising turn by turn differs from tokenising the whole conversation from token "
+        f"{place} on (in part {number}, role {spans[number].role!r}): a token spans a turn's "
+        "border. Rollouts see the turn-by-turn ids; set ignore_input_ids_mismatch to train on them"
+    )
+
+
+def _truncate(
+    conversation: TokenizedConversation, max_length: int, truncation: SFTTruncation
+) -> TokenizedConversation:
+    if max_length < 2:
+        raise ConfigError(
+            f"max_length {max_length} must be at least 2: a token of context and one of loss"
+        )
+    length = len(conversation.ids)
+    if length <= max_length:
+        return conversation
+    if truncation == "error":
+        raise DataError(
+            f"conversation of {length} tokens is longer than max_length {max_length}: raise "
+            "sft.max_length, or leave such conversations out"
+        )
+    low, high = (0, max_length) if truncation == "right" else (length - max_length, length)
+    spans = []
+    for span in conversation.spans:
+        start, end = max(span.start, low), min(span.end, high)
+        if start < end:
+            loss_end = min(max(span.loss_end, start), end)
+            spans.append(replace(span, start=start - low, end=end - low, loss_end=loss_end - low))
+    mask = compute_loss_mask(max_length, spans)
+    if not any(mask[1:]):
+        raise DataError(
+            f"truncating a conversation of {length} tokens to max_length {max_length} "
+            f"({truncation}) leaves no token with loss: raise sft.max_length"
+        )
+    return TokenizedConversation(ids=conversation.ids[low:high], loss_mask=mask, spans=spans)

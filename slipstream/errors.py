@@ -1,0 +1,72 @@
+"""The exception tree. Every error names the boundary that was crossed and the remedy.
+
+    SlipstreamError
+    ├── ConfigError (ValueError)         a setting is unknown, of the wrong type, or impossible
+    ├── DataError (ValueError)           a dataset, prompt or tokenizer cannot be used
+    ├── CheckpointError (RuntimeError)   a checkpoint or run folder is missing, corrupt or foreign
+    ├── EngineError (RuntimeError)       an inference engine refused or failed a request
+    │   └── RequestError (ValueError)    the request itself is invalid
+    ├── RewardError (RuntimeError)       a reward function failed or ran past its deadline
+    ├── TrainingError (RuntimeError)     the update cannot go on (repeated non-finite losses, ...)
+    └── StageTimeoutError (TimeoutError)      a stage ran past its deadline
+
+A failed rollout or reward is data (`Status.FAILED` with its reason), not an exception: these types
+are for what ends a run or a call. All of them pickle, so that they cross process boundaries.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Root of every error that Slipstream raises on purpose.
+
+    `exit_code` is the status with which the command line ends on it.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(SlipstreamError, ValueError):
+    """A setting is unknown, of the wrong type, or impossible together with another."""
+
+    exit_code = 2
+
+
+class DataError(SlipstreamError, ValueError):
+    """A dataset, a prompt or a tokenizer cannot be used as it is."""
+
+    exit_code = 3
+
+
+class CheckpointError(SlipstreamError, RuntimeError):
+    """A checkpoint or run folder is missing, corrupt, newer than this program or of another run."""
+
+    exit_code = 4
+
+
+class EngineError(SlipstreamError, RuntimeError):
+    """An inference engine failed."""
+
+    exit_code = 5
+
+
+class RequestError(EngineError, ValueError):
+    """A generation request is invalid: the message names the field and the limit."""
+
+
+class RewardError(SlipstreamError, RuntimeError):
+    """A reward function failed and the policy for failures is to stop."""
+
+    exit_code = 6
+
+
+class TrainingError(SlipstreamError, RuntimeError):
+    """The update cannot go on."""
+
+    exit_code = 7
+
+
+class StageTimeoutError(SlipstreamError, TimeoutError):
+    """A stage ran past its deadline; the message names the stage and what it waited for."""
+
+    exit_code = 8

@@ -1,0 +1,45 @@
+"""`embedded`: our own engine behind the asynchronous protocol."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import anyio.to_thread
+
+from slipstream.errors import EngineError
+from slipstream.inference.driver import AsyncEngine
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.engine.request import Decode
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_config
+from slipstream.types import PolicyVersion
+
+_NOT_ARCHITECTURE = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+}
+
+
+class EmbeddedEngine(AsyncEngine):
+    """`InferenceEngine` on the embedded engine; `decoder` becomes the engine's own copy."""
+
+    def __init__(
+        self, decoder: Decoder, settings: EngineSettings, *, decode: Decode | None = None
+    ) -> None:
+        super().__init__(Engine(decoder, settings, decode=decode), name="embedded")
+        self._config = decoder.config
+
+    async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:
+        # Tensors of equal shapes may belong to another architecture (heads, RoPE base, epsilon).
+        theirs = asdict(await anyio.to_thread.run_sync(load_config, path))
+        for name, ours in asdict(self._config).items():
+            if name not in _NOT_ARCHITECTURE and theirs[name] != ours:
+                raise EngineError(
+                    f"{path}: {name} is {theirs[name]}, but the policy of this engine has {ours}; "
+                    "start an engine on that checkpoint instead"
+                )
+        await super().update_weights_from_checkpoint(path, version)

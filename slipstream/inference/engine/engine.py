@@ -1,0 +1,267 @@
+"""The synchronous core: add requests, step, collect what ended.
+
+One thread calls it. It knows nothing about event loops, prompts as text, rewards or training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError, RequestError
+from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.request import Decode, Running
+from slipstream.inference.engine.runner import Runner, sampling_rows
+from slipstream.inference.engine.scheduler import Scheduler
+from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.models.decoder import Decoder
+from slipstream.models.numerics import KEY_MULTIPLE, ROW_MULTIPLE, check_widths, round_up
+from slipstream.sampling.choose import Choice, SamplingRows
+from slipstream.sampling.noise import key_words
+from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Limits of one engine.
+
+    `max_model_len` bounds context plus response; `kv_budget_bytes` bounds cached keys and values
+    (requests beyond it wait or are preempted); `max_prefill_tokens` bounds one prefill, padding
+    included, as long as it has more than one context. Keys and values set aside after a weight
+    update are not part of the budget. Raises ConfigError for limits that allow nothing.
+    """
+
+    max_model_len: int
+    dtype: torch.dtype
+    max_num_seqs: int = 256
+    kv_budget_bytes: int = 4 << 30
+    max_prefill_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.dtype not in KEY_MULTIPLE:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_MULTIPLE)
+            raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
+        for name in ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"engine: {name}={getattr(self, name)} must be at least 1")
+
+
+class Engine:
+    """Continuous batching over one policy."""
+
+    def __init__(
+        self, decoder: Decoder, settings: EngineSettings, *, decode: Decode | None = None
+    ) -> None:
+        """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
+
+        Raises ConfigError for a model whose widths exact mode does not cover.
+        """
+        config = decoder.config
+        check_widths(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            head_dim=config.head_dim,
+        )
+        self.settings = settings
+        self.version = 0
+        self._decode_text = decode
+        self._runner = Runner(decoder, settings.dtype)
+        self._scheduler = Scheduler(
+            self._store(),
+            max_num_seqs=settings.max_num_seqs,
+            max_prefill_tokens=settings.max_prefill_tokens,
+        )
+        self._rows: SamplingRows | None = None
+        self._ended: list[Generation] = []
+        # Versions may repeat (a resumed run publishes its first one again); loads do not.
+        self._weights = 0
+        self._stats = EngineStats()
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises RequestError when it can never be served."""
+        config = self._runner.config
+        limit = min(self.settings.max_model_len, config.max_position_embeddings)
+        check_request(request, vocab_size=config.vocab_size, max_model_len=limit)
+        name = request.request_id
+        if any(r.request_id == name for r in self._scheduler.all()):
+            raise RequestError(f"request {name!r}: a request of this id is already running")
+        if request.params.stop and self._decode_text is None:
+            raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")
+        context = [*request.prompt_ids, *request.prior_ids]
+        if not self._scheduler.store.fits(1, len(context) + request.params.max_tokens):
+            raise RequestError(
+                f"request {name!r}: {len(context)} + {request.params.max_tokens} tokens do not fit "
+                f"the KV budget of {self.settings.kv_budget_bytes} bytes"
+            )
+        self._scheduler.add(
+            Running(
+                request=request,
+                key=key_words(astuple(request.key)),
+                eos_ids=frozenset(config.eos_token_ids),
+                context=context,
+            )
+        )
+
+    @torch.no_grad()
+    def step(self) -> list[Generation]:
+        """Admit what fits, decode one token for everyone, return what ended."""
+        self._admit()
+        self._decode()
+        self._scheduler.release_when_idle()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
+
+    def run(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Generate for all of `requests` and return results in their order (no other work)."""
+        for request in requests:
+            self.add(request)
+        done: dict[str, Generation] = {}
+        while self.has_work():
+            done.update((g.request_id, g) for g in self.step())
+        return [done[r.request_id] for r in requests]
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
+        """Stop requests (all when None); partial tokens are kept. Unknown ids are ignored."""
+        wanted = None if request_ids is None else set(request_ids)
+        stopped = [r for r in self._scheduler.all() if wanted is None or r.request_id in wanted]
+        # From the last row to the first, so that few rows move.
+        for request in reversed(stopped):
+            self._scheduler.remove(request)
+            request.stop_reason = StopReason.ABORT
+        self._scheduler.release_when_idle()
+        self._rows = None
+        self._count(aborted=len(stopped))
+        return [request.generation(self._decode_text) for request in stopped]
+
+    def interrupt(self, wanted: bool) -> None:
+        """Steps are short: whoever wants something waits for the one under way."""
+
+    def preempt(self, request_ids: Sequence[str]) -> None:
+        """Send running requests back to the queue, as a lack of memory would."""
+        for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
+            self._scheduler.preempt(request, self._weights)
+            self._count(preempted=1)
+        self._rows = None
+
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Take new weights between two steps; see `KVPolicy` for running requests.
+
+        Raises EngineError, and changes nothing, when the update does not fit the model.
+        """
+        tensors = self._runner.check(update)
+        if update.kv_policy is KVPolicy.RECOMPUTE:
+            self._scheduler.forget_kv()
+            self._rows = None
+        else:
+            self._set_aside_preempted()
+        self._runner.load(tensors)
+        self._weights += 1
+        self.version = update.version
+
+    def _set_aside_preempted(self) -> None:
+        """Compute the keys and values of preempted requests while their weights are still here."""
+        for request in self._scheduler.unsaved():
+            store = self._store()
+            store.reserve(1, request.length)
+            self._runner.prefill(store, [request.context], [0], [0])
+            self._scheduler.set_aside(request, store.take(0, request.length - 1))
+
+    def stats(self) -> EngineStats:
+        return replace(
+            self._stats,
+            version=self.version,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            kv_bytes=self._scheduler.kv_bytes,
+        )
+
+    def _store(self) -> KVStore:
+        runner, budget = self._runner, self.settings.kv_budget_bytes
+        return KVStore(runner.config, runner.dtype, runner.device, budget)
+
+    def _admit(self) -> None:
+        """Prefill waiting requests, one pass per distinct context, and sample their next token."""
+        while self._scheduler.waiting:
+            fresh, restored = self._scheduler.admit()
+            if not fresh and not restored:
+                return
+            self._rows = None
+            if fresh:
+                started = time.perf_counter()
+                self._prefill(fresh)
+                self._count(prefill_seconds=time.perf_counter() - started)
+
+    def _prefill(self, fresh: list[Running]) -> None:
+        index: dict[tuple[int, ...], int] = {}
+        sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
+        rows = [self._scheduler.row(r) for r in fresh]
+        hidden = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
+        positions = torch.tensor([r.length for r in fresh], device=hidden.device)
+        sampling = sampling_rows(fresh, len(fresh), hidden.device)
+        choice = self._runner.choose(hidden, positions, sampling)
+        for request in fresh:
+            request.kv_weights = {self._weights}
+        computed = sum(len(context) for context in index)
+        self._count(
+            prompt_tokens=computed,
+            shared_prompt_tokens=sum(r.length for r in fresh) - computed,
+        )
+        self._accept(fresh, choice, hidden)
+
+    def _decode(self) -> None:
+        """One token for every running request."""
+        preempted = self._scheduler.make_room(self._weights)
+        running = list(self._scheduler.running)
+        if not running:
+            return
+        started = time.perf_counter()
+        n = round_up(len(running), ROW_MULTIPLE)
+        if self._rows is None or preempted:
+            self._rows = sampling_rows(running, n, self._runner.device)
+        padding = n - len(running)
+        device = self._runner.device
+        ids = torch.tensor([r.context[-1] for r in running] + [0] * padding, device=device)
+        lengths = torch.tensor([r.length for r in running] + [1] * padding, device=device)
+        longest = max(r.length for r in running)
+        hidden = self._runner.decode(self._scheduler.store, ids, lengths - 1, longest)
+        choice = self._runner.choose(hidden, lengths, self._rows)
+        for request in running:
+            request.kv_weights.add(self._weights)
+        self._accept(running, choice, hidden)
+        self._count(
+            preempted=len(preempted),
+            decode_steps=1,
+            decode_tokens=len(running),
+            max_batch=max(0, len(running) - self._stats.max_batch),
+            decode_seconds=time.perf_counter() - started,
+        )
+
+    def _accept(self, requests: list[Running], choice: Choice, hidden: Tensor) -> None:
+        """Hand each request its token; free the rows of those that end with it."""
+        tokens = choice.tokens.tolist()
+        full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
+        for i, request in enumerate(requests):
+            request.push(tokens[i], full[i], law[i], self.version, self._decode_text)
+            if request.request.return_hidden_states and request.stop_reason is not StopReason.ERROR:
+                request.hidden.append(hidden[i].clone())
+        for request in requests:
+            if request.stop_reason is not None:
+                if request.stop_reason is StopReason.ERROR:
+                    self._scheduler.store.clear(self._scheduler.row(request))
+                self._scheduler.remove(request)
+                self._ended.append(request.generation(self._decode_text))
+                self._rows = None
+                self._count(finished=1)
+        self._count(generated_tokens=sum(r.stop_reason is not StopReason.ERROR for r in requests))
+
+    def _count(self, **more: float) -> None:
+        now = {name: getattr(self._stats, name) + value for name, value in more.items()}
+        self._stats = replace(self._stats, **now)

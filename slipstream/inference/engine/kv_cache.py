@@ -1,0 +1,146 @@
+"""Keys and values of the running requests: contiguous, one row per request, dense from row 0.
+
+A row is a request's whole context: slot s holds position s. When a request ends the last row moves
+into its place, so a shrinking batch stays dense. Rows and slots grow by doubling up to a budget in
+bytes (while they are copied, old and new exist); the engine releases them when it runs out of work.
+Shapes: L layers, N rows, H key-value heads, S slots, K head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.models.attention import padded_keys
+from slipstream.models.config import ModelConfig
+from slipstream.models.numerics import ROW_MULTIPLE, round_up
+
+
+class KVStore:
+    """The tensors (L, 2, N, H, S, K), and moving rows in them."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, budget_bytes: int
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self._budget = budget_bytes
+        self.data = self._allocate(0, 0)
+
+    @property
+    def rows(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[4]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether the budget holds `rows` contexts of `length` tokens."""
+        rows = round_up(rows, ROW_MULTIPLE)
+        return rows * padded_keys(length, self._dtype) * self._slot_bytes <= self._budget
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room; what is stored stays. The caller has asked `fits`."""
+        rows = round_up(rows, ROW_MULTIPLE)
+        slots = padded_keys(length, self._dtype)
+        if rows <= self.rows and slots <= self.slots:
+            return
+        # Doubling keeps copies rare; near the budget take exactly what is needed.
+        new_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
+        new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
+        if new_rows * new_slots * self._slot_bytes > self._budget:
+            new_rows, new_slots = rows, slots
+        old = self.data
+        self.data = self._allocate(new_rows, new_slots)
+        n, s = min(old.shape[2], new_rows), min(old.shape[4], new_slots)
+        if n and s:
+            self.data[:, :, :n, :, :s] = old[:, :, :n, :, :s]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of one row over another."""
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+    def take(self, row: int, length: int) -> Tensor:
+        """A copy of one row, (L, 2, H, length, K): what a set-aside request keeps."""
+        return self.data[:, :, row, :, :length].clone()
+
+    def put(self, row: int, saved: Tensor) -> None:
+        """Bring a set-aside row back."""
+        self.data[:, :, row, :, : saved.shape[3]] = saved
+
+    def clear(self, row: int) -> None:
+        """Zero a row that may hold NaN: 0 * NaN would reach the row's next user."""
+        self.data[:, :, row].zero_()
+
+    def release(self) -> None:
+        """Give all memory back; nothing stored is kept."""
+        self.data = self._allocate(0, 0)
+
+    @property
+    def _slot_bytes(self) -> int:
+        c = self._config
+        return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
+
+    def _allocate(self, rows: int, slots: int) -> Tensor:
+        c = self._config
+        shape = (c.num_layers, 2, rows, c.num_kv_heads, slots, c.head_dim)
+        # Zeros: an unwritten slot has weight zero, and 0 * NaN would still be NaN.
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+class PrefillView:
+    """`KVCache` of a prefill: new contexts only, each written to every row that shares it.
+
+    `rows` (M,) are the rows to fill and `sources` (M,) the index of the context for each.
+    """
+
+    def __init__(self, store: KVStore, rows: Tensor, sources: Tensor, length: int) -> None:
+        self._store = store
+        self._rows = rows
+        self._sources = sources
+        self._length = length
+
+    @property
+    def num_keys(self) -> int:
+        return padded_keys(self._length, self._store.data.dtype)
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+        fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3)
+        block = self._store.data[layer]
+        block[:, self._rows, :, : self._length] = fresh[:, self._sources]
+        missing = self.num_keys - self._length
+        padded = torch.nn.functional.pad(fresh, (0, 0, 0, missing)) if missing else fresh
+        return padded[0], padded[1]
+
+
+class DecodeView:
+    """`KVCache` of one decode step: rows 0 .. N-1, one new token each."""
+
+    def __init__(self, store: KVStore, positions_N: Tensor, length: int) -> None:
+        _, _, rows, heads, slots, width = store.data.shape
+        self._store = store
+        self._n = n = positions_N.shape[0]
+        self._num_keys = padded_keys(length, store.data.dtype)
+        # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K).
+        line = torch.arange(n, device=positions_N.device)[:, None] * heads
+        line = (line + torch.arange(heads, device=positions_N.device)) * slots
+        first = (line + positions_N[:, None]).reshape(-1)
+        self._index = torch.cat([first, first + rows * heads * slots])
+        self._width = width
+
+    @property
+    def num_keys(self) -> int:
+        return self._num_keys
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+        block = self._store.data[layer]
+        fresh = torch.cat([k_BTHK.reshape(-1, self._width), v_BTHK.reshape(-1, self._width)])
+        block.view(-1, self._width).index_copy_(0, self._index, fresh)
+        seen = block[:, : self._n, :, : self._num_keys]
+        return seen[0], seen[1]

@@ -1,0 +1,105 @@
+"""Weights and forward passes of the engine. Knows rows and positions, not requests' lifetimes.
+
+Shapes: N rows of a decode step (padded to the row multiple), U distinct contexts of a prefill,
+M rows that share them, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.errors import EngineError
+from slipstream.inference.engine.kv_cache import DecodeView, KVStore, PrefillView
+from slipstream.inference.engine.request import Running
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import copy_tensors, tensor_problems
+from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
+from slipstream.sampling.choose import Choice, SamplingRows, choose
+from slipstream.types import WeightUpdate
+
+
+class Runner:
+    """The policy in compute form, and one batch at a time through it."""
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+        self.config = decoder.config
+        self.dtype = dtype
+        self.device = decoder.device
+        self._decoder = decoder
+        with torch.no_grad():
+            self._packed = decoder.pack(dtype)
+
+    def check(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """The tensors of an update that fits. Raises EngineError for one that does not."""
+        tensors = dict(update.tensors())
+        problems = tensor_problems(self._decoder, tensors)
+        if problems:
+            raise EngineError(
+                f"weight update to version {update.version} refused, the weights in use stay: "
+                + "; ".join(problems[:3])
+            )
+        return tensors
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights by tensors that `check` returned."""
+        copy_tensors(self._decoder, tensors)
+        with torch.no_grad():
+            self._packed = self._decoder.pack(self.dtype)
+
+    def prefill(
+        self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
+    ) -> Tensor:
+        """Compute each distinct context once, fill the rows that share it.
+
+        Returns the hidden state of each row's last token, (M, D).
+        """
+        width = round_up(max(len(c) for c in contexts), ROW_MULTIPLE)
+        ids = torch.zeros(len(contexts), width, dtype=torch.int64)
+        for i, context in enumerate(contexts):
+            ids[i, : len(context)] = torch.tensor(context)
+        ids = ids.to(self.device)
+        # Padding may reach beyond the last position that the model knows; nothing looks at it.
+        positions = torch.arange(width, device=self.device)
+        positions = positions.clamp(max=self.config.max_position_embeddings - 1)
+        positions = positions.expand(len(contexts), -1)
+        sources_M = torch.tensor(sources, device=self.device)
+        rows_M = torch.tensor(rows, device=self.device)
+        view = PrefillView(store, rows_M, sources_M, width)
+        hidden = self._packed.forward(ids, positions, kv_cache=view).final
+        last = torch.tensor([len(contexts[s]) - 1 for s in sources], device=self.device)
+        return hidden[sources_M, last]
+
+    def decode(self, store: KVStore, ids_N: Tensor, positions_N: Tensor, length: int) -> Tensor:
+        """One token per row: cache it, and return its hidden state (N, D)."""
+        view = DecodeView(store, positions_N, length)
+        states = self._packed.forward(ids_N[:, None], positions_N[:, None], kv_cache=view)
+        return states.final[:, 0]
+
+    def choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+        """Next tokens after `hidden_ND`, to stand at `positions_N`."""
+        n = hidden_ND.shape[0]
+        logits = F.linear(pad_rows(hidden_ND), self._packed.lm_head).float()
+        return choose(logits[:n], positions_N, rows)
+
+
+def sampling_rows(requests: Sequence[Running], count: int, device: torch.device) -> SamplingRows:
+    """Settings of `requests` as tensors of length `count` (padded with copies of the first)."""
+    padded = [*requests, *[requests[0]] * (count - len(requests))]
+    params = [r.request.params for r in padded]
+    return SamplingRows(
+        keys_N2=torch.tensor([r.key for r in padded], dtype=torch.int32, device=device),
+        temperature_N=torch.tensor(
+            [p.temperature for p in params], dtype=torch.float32, device=device
+        ),
+        top_k_N=torch.tensor([p.top_k for p in params], device=device),
+        top_p_N=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        min_p_N=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
+        any_sampled=any(p.temperature > 0 for p in params),
+        any_greedy=any(p.temperature == 0 for p in params),
+        any_tempered=any(p.temperature not in (0, 1) for p in params),
+        cuts=any(p.truncates for p in params),
+    )

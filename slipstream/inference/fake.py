@@ -1,0 +1,118 @@
+"""`fake`: a scripted engine. Real asynchronous behaviour, no model.
+
+For tests of rollouts and loops, and for trying a reward function without waiting for tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+
+from slipstream.errors import EngineError, RequestError
+from slipstream.inference.driver import AsyncEngine
+from slipstream.inference.engine.request import Decode, Running
+from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.sampling.noise import key_words
+from slipstream.types import GenerateRequest, Generation, StopReason, WeightUpdate
+
+Script = Callable[[GenerateRequest], Sequence[int]]
+"""The tokens to answer a request with; they are repeated until something stops the response."""
+
+
+class ScriptedCore:
+    """One token per step and request, taken from the script."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        log_prob: float = -1.0,
+        decode: Decode | None = None,
+    ) -> None:
+        self._script = script
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._log_prob = log_prob
+        self._decode = decode
+        self._running: dict[str, tuple[Running, Sequence[int]]] = {}
+        self._stats = EngineStats()
+
+    def add(self, request: GenerateRequest) -> None:
+        check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        if request.request_id in self._running:
+            raise RequestError(
+                f"request {request.request_id!r}: a request of this id is already running"
+            )
+        if request.return_hidden_states:
+            raise RequestError(f"request {request.request_id!r}: a script has no hidden states")
+        if request.params.stop and self._decode is None:
+            raise RequestError(
+                f"request {request.request_id!r}: stop strings need an engine with a tokenizer"
+            )
+        script = self._script(request)
+        if not script:
+            raise RequestError(f"request {request.request_id!r}: the script is empty")
+        state = Running(
+            request=request,
+            key=key_words(astuple(request.key)),
+            eos_ids=self._eos,
+            context=[*request.prompt_ids, *request.prior_ids],
+        )
+        self._running[request.request_id] = (state, script)
+
+    def step(self) -> list[Generation]:
+        ended = []
+        count = len(self._running)
+        for state, script in list(self._running.values()):
+            offset = len(state.request.prior_ids) + len(state.token_ids)
+            token = script[offset % len(script)]
+            state.push(token, self._log_prob, self._log_prob, self._stats.version, self._decode)
+            if state.stop_reason is not None:
+                del self._running[state.request_id]
+                ended.append(state.generation(self._decode))
+        self._stats = replace(
+            self._stats,
+            finished=self._stats.finished + len(ended),
+            generated_tokens=self._stats.generated_tokens + count,
+            decode_steps=self._stats.decode_steps + 1,
+        )
+        return ended
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def interrupt(self, wanted: bool) -> None:
+        pass
+
+    def abort(self, request_ids: Sequence[str] | None) -> list[Generation]:
+        wanted = None if request_ids is None else set(request_ids)
+        stopped = [s for s, _ in self._running.values() if wanted is None or s.request_id in wanted]
+        for state in stopped:
+            del self._running[state.request_id]
+            state.stop_reason = StopReason.ABORT
+        self._stats = replace(self._stats, aborted=self._stats.aborted + len(stopped))
+        return [state.generation(self._decode) for state in stopped]
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Takes tensors of any name, as long as their values are finite."""
+        for name, tensor in update.tensors():
+            if not tensor.isfinite().all():
+                raise EngineError(
+                    f"weight update to version {update.version} refused, the weights in use stay: "
+                    f"tensor {name} has NaN or infinite values"
+                )
+        self._stats = replace(self._stats, version=update.version)
+
+    def stats(self) -> EngineStats:
+        return replace(self._stats, running=len(self._running))
+
+
+class FakeEngine(AsyncEngine):
+    """`InferenceEngine` that answers from a script."""
+
+    def __init__(self, core: ScriptedCore) -> None:
+        super().__init__(core, name="fake", slice_seconds=0.001)

@@ -1,0 +1,195 @@
+"""`hf`: transformers' `generate` behind the protocol, for architectures the embedded engine lacks.
+
+Tokens are chosen by our keyed sampler, called as a logits processor, so that a response depends on
+its own key as with the embedded engine (up to last bits: transformers pads on the left). The
+requests that are there form one batch, which runs to its end unless it is interrupted; then, and
+after a weight update whatever its `KVPolicy`, requests under way go on from their tokens, keys and
+values computed again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import EngineError, RequestError
+from slipstream.inference.driver import AsyncEngine
+from slipstream.inference.engine.request import Decode, Running
+from slipstream.inference.engine.runner import sampling_rows
+from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.sampling.choose import choose
+from slipstream.sampling.noise import key_words
+from slipstream.types import GenerateRequest, Generation, StopReason, WeightUpdate
+
+
+class HFCore:
+    """One transformers model and the requests that wait for it."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        max_num_seqs: int = 256,
+        eos_token_ids: Sequence[int] = (),
+        decode: Decode | None = None,
+    ) -> None:
+        """`model` is an `AutoModelForCausalLM` that becomes the engine's own.
+
+        Its generation defaults (repetition penalty, sampling) are dropped: requests say it all.
+        """
+        from transformers import GenerationConfig
+
+        self._model = model.eval()
+        self._model.generation_config = GenerationConfig()
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._eos = frozenset(eos_token_ids)
+        self._decode = decode
+        self._requests: dict[str, Running] = {}
+        self._running = 0
+        self._interrupt = threading.Event()
+        self._stats = EngineStats()
+
+    def add(self, request: GenerateRequest) -> None:
+        name = request.request_id
+        vocab = int(self._model.config.vocab_size)
+        check_request(request, vocab_size=vocab, max_model_len=self._max_model_len)
+        if name in self._requests:
+            raise RequestError(f"request {name!r}: a request of this id is already running")
+        if request.params.stop and self._decode is None:
+            raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")
+        if request.return_hidden_states:
+            raise RequestError(
+                f"request {name!r}: hidden states come from the embedded engine only; set "
+                "actor_rollout_ref.rollout.name=embedded"
+            )
+        self._requests[name] = Running(
+            request=request,
+            key=key_words(astuple(request.key)),
+            eos_ids=self._eos,
+            context=[*request.prompt_ids, *request.prior_ids],
+        )
+
+    @torch.no_grad()
+    def step(self) -> list[Generation]:
+        """Generate one batch, the oldest requests first, to its end or until interrupted."""
+        states = list(self._requests.values())[: self._max_num_seqs]
+        if not states:
+            return []
+        started = time.perf_counter()
+        self._running = len(states)
+        try:
+            self._generate(states)
+        finally:
+            self._running = 0
+        ended = [s for s in states if s.stop_reason is not None]
+        for state in ended:
+            del self._requests[state.request_id]
+        self._stats = replace(
+            self._stats,
+            finished=self._stats.finished + len(ended),
+            decode_seconds=self._stats.decode_seconds + time.perf_counter() - started,
+        )
+        return [s.generation(self._decode) for s in ended]
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def interrupt(self, wanted: bool) -> None:
+        if wanted:
+            self._interrupt.set()
+        else:
+            self._interrupt.clear()
+
+    def abort(self, request_ids: Sequence[str] | None) -> list[Generation]:
+        wanted = None if request_ids is None else set(request_ids)
+        stopped = [s for name, s in self._requests.items() if wanted is None or name in wanted]
+        for state in stopped:
+            del self._requests[state.request_id]
+            state.stop_reason = StopReason.ABORT
+        self._stats = replace(self._stats, aborted=self._stats.aborted + len(stopped))
+        return [s.generation(self._decode) for s in stopped]
+
+    @torch.no_grad()
+    def update_weights(self, update: WeightUpdate) -> None:
+        own = self._model.state_dict()
+        new = dict(update.tensors())
+        # A tied head shares its memory with the embedding and need not be sent.
+        sent = {own[name].data_ptr() for name in new if name in own}
+        problems = [f"tensor {n} is missing" for n, t in own.items() if t.data_ptr() not in sent]
+        for name, tensor in new.items():
+            if name not in own or own[name].shape != tensor.shape or not tensor.isfinite().all():
+                problems.append(f"tensor {name} is unknown, misshapen or not finite")
+        if problems:
+            raise EngineError(
+                f"weight update to version {update.version} refused, the weights in use stay: "
+                + "; ".join(problems[:3])
+            )
+        for name, tensor in new.items():
+            own[name].copy_(tensor)
+        self._stats = replace(self._stats, version=update.version)
+
+    def stats(self) -> EngineStats:
+        running = self._running
+        return replace(self._stats, running=running, waiting=len(self._requests) - running)
+
+    def _generate(self, states: list[Running]) -> None:
+        device = self._model.device
+        width = max(s.length for s in states)
+        ids = torch.zeros(len(states), width, dtype=torch.int64, device=device)
+        attention = torch.zeros_like(ids)
+        for row, state in enumerate(states):
+            ids[row, width - state.length :] = torch.tensor(state.context)
+            attention[row, width - state.length :] = 1
+        rows = sampling_rows(states, len(states), device)
+        version = self._stats.version
+
+        def pick(_: Tensor, logits: Tensor) -> Tensor:
+            """Logits processor: the keyed choice, as scores with one finite entry per row."""
+            positions = torch.tensor([s.length for s in states], device=device)
+            choice = choose(logits.float(), positions, rows)
+            tokens = choice.tokens.tolist()
+            full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
+            going = sum(s.stop_reason is None for s in states)
+            for i, state in enumerate(states):
+                if state.stop_reason is None:
+                    state.push(tokens[i], full[i], law[i], version, self._decode)
+            self._stats = replace(
+                self._stats,
+                generated_tokens=self._stats.generated_tokens + going,
+                decode_steps=self._stats.decode_steps + 1,
+                decode_tokens=self._stats.decode_tokens + going,
+                max_batch=max(self._stats.max_batch, going),
+            )
+            scores = torch.full_like(logits, float("-inf"))
+            return scores.scatter(1, choice.tokens[:, None], 0.0)
+
+        def ended(_: Tensor, __: Tensor, **___: Any) -> Tensor:
+            """Stopping criterion, per row."""
+            interrupted = self._interrupt.is_set()
+            stop = [interrupted or s.stop_reason is not None for s in states]
+            return torch.tensor(stop, device=device)
+
+        self._model.generate(
+            input_ids=ids,
+            attention_mask=attention,
+            do_sample=False,
+            max_new_tokens=max(s.request.params.max_tokens - len(s.token_ids) for s in states),
+            pad_token_id=0,
+            logits_processor=[pick],
+            stopping_criteria=[ended],
+        )
+
+
+class HFEngine(AsyncEngine):
+    """`InferenceEngine` on transformers."""
+
+    def __init__(self, core: HFCore) -> None:
+        super().__init__(core, name="hf")

@@ -1,0 +1,137 @@
+"""The seam between rollouts and whatever generates tokens.
+
+An engine takes token ids and returns token ids. It knows nothing about prompts as text, rewards,
+groups as a statistical notion, or training. One contract suite (`tests/inference/contract.py`) runs
+over every implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.errors import RequestError
+from slipstream.types import GenerateRequest, Generation, PolicyVersion, WeightUpdate
+
+MIN_TEMPERATURE = 1e-5
+"""Below it logits / temperature may overflow in float32."""
+
+MAX_TOP_K = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine was made; seconds are of the compute thread.
+
+    `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
+    response too. `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what
+    keys and values take now, and `running` and `waiting` are no counters.
+    """
+
+    version: PolicyVersion = 0
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preempted: int = 0
+    prompt_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    max_batch: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    kv_bytes: int = 0
+
+
+class InferenceEngine(Protocol):
+    """Generates responses; takes weight updates while requests run."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Generate one response; returns when it ends. Many calls run at once.
+
+        Raises RequestError for a request that can never be served. A failure of the engine under
+        way comes back as a Generation with `StopReason.ERROR` and its reason. Cancelling the call
+        aborts the request.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
+        """Stop requests (all when None) and return their partial generations.
+
+        Their `generate` calls return the same objects, with `StopReason.ABORT`. Unknown ids are
+        ignored.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop decoding after the step under way; requests stay."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        """Take new policy weights between two steps.
+
+        Names, shapes and values are checked first: on EngineError the old weights stay. Tokens
+        sampled from then on carry the new version in their spans.
+        """
+        ...
+
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        """Take new draft-head weights. EngineError where the engine has no drafter."""
+        ...
+
+    async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:
+        """Take the weights of a Hugging Face folder, as `update_weights` with `KVPolicy.KEEP`.
+
+        Raises CheckpointError when its files cannot be read.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters so far."""
+        ...
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Refuse a request that can never be served. Raises RequestError naming field and limit."""
+    p = request.params
+    length = len(request.prompt_ids) + len(request.prior_ids)
+    problem = None
+    if not request.prompt_ids:
+        problem = "the prompt is empty; it needs at least one token"
+    elif p.max_tokens < 1:
+        problem = f"max_tokens={p.max_tokens} must be at least 1"
+    elif length + p.max_tokens > max_model_len:
+        problem = (
+            f"{length} tokens of context plus max_tokens={p.max_tokens} exceed the engine's "
+            f"max_model_len={max_model_len}; shorten the prompt, lower max_tokens or raise "
+            "actor_rollout_ref.rollout.max_model_len"
+        )
+    elif not (p.temperature == 0 or MIN_TEMPERATURE <= p.temperature < math.inf):
+        problem = (
+            f"temperature={p.temperature} must be 0 (greedy) or a number of at least "
+            f"{MIN_TEMPERATURE:g}"
+        )
+    elif p.top_k > MAX_TOP_K:
+        problem = f"top_k={p.top_k} is more than {MAX_TOP_K} (0 switches it off)"
+    elif not 0 < p.top_p <= 1:
+        problem = f"top_p={p.top_p} must be in (0, 1] (1 switches it off)"
+    elif not 0 <= p.min_p < 1:
+        problem = f"min_p={p.min_p} must be in [0, 1) (0 switches it off)"
+    elif not all(p.stop):
+        problem = "an empty stop string would end every response before it begins; leave it out"
+    else:
+        ids = (*request.prompt_ids, *request.prior_ids, *p.stop_token_ids)
+        outside = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if outside is not None:
+            problem = f"token id {outside} is outside the vocabulary of {vocab_size}"
+    if problem:
+        raise RequestError(f"request {request.request_id!r}: {problem}")

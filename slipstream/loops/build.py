@@ -1,0 +1,369 @@
+"""Wiring: the only place that reads the whole configuration and puts objects together.
+
+Every function takes the configuration and gives one part. One process and a cluster differ only in
+what this module makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.algorithms import get_adv_estimator_fn, get_kl_controller
+from slipstream.config.schema import Config
+from slipstream.config.schema_actor import OptimConfig
+from slipstream.environment.data_buffer import DataBuffer
+from slipstream.errors import ConfigError
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import EngineSettings
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops.build_data import (
+    decode_with,
+    make_data_buffer,
+    make_demonstrations,
+    make_reward_manager,
+    make_task,
+    make_tokenizer,
+    rl_steps,
+    validation_prompts,
+)
+from slipstream.loops.evaluate import EvalSettings
+from slipstream.loops.rl import RLTrainingConfig
+from slipstream.loops.rl_batch import KLInReward
+from slipstream.loops.snapshot import policy_folder
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
+from slipstream.rewards.protocol import RewardManager
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.training.losses import policy_loss_fn
+from slipstream.training.optim import OptimSettings
+from slipstream.training.single import SingleProcessBackend
+from slipstream.types import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "decode_with",
+    "device_of",
+    "eval_settings",
+    "make_backend",
+    "make_data_buffer",
+    "make_decoder",
+    "make_demonstrations",
+    "make_engine",
+    "make_kl_in_reward",
+    "make_reference",
+    "make_reward_manager",
+    "make_rollouts",
+    "make_task",
+    "make_tokenizer",
+    "max_model_len",
+    "optim_settings",
+    "optimizer_steps",
+    "rl_config",
+    "rl_steps",
+    "rollout_dtype",
+    "sampling_params",
+    "set_threads",
+    "validation_prompts",
+]
+
+DEFAULT_KV_BYTES = 4 << 30
+
+
+def device_of(config: Config) -> torch.device:
+    """`trainer.device`, with auto resolved."""
+    name = config.trainer.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def set_threads(config: Config) -> None:
+    """Apply `trainer.num_threads`; null leaves PyTorch's choice, one per core."""
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
+
+
+def make_decoder(
+    config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
+) -> Decoder:
+    """The policy: weights from `folder`, or freshly drawn after `model.init`."""
+    if folder is not None:
+        return load_checkpoint(folder, device=device_of(config))
+    init = config.actor_rollout_ref.model.init
+    if init is None:
+        raise ConfigError(
+            "no model: set actor_rollout_ref.model.path=FOLDER, or sizes under "
+            "actor_rollout_ref.model.init for random weights"
+        )
+    vocab = init.vocab_size or round_up(len(tokenizer), WIDTH_MULTIPLE)
+    if vocab < len(tokenizer):
+        raise ConfigError(
+            f"actor_rollout_ref.model.init.vocab_size={vocab} is smaller than the tokenizer's "
+            f"{len(tokenizer)} tokens"
+        )
+    decoder = Decoder(
+        ModelConfig(
+            family=init.family,
+            vocab_size=vocab,
+            hidden_size=init.hidden_size,
+            intermediate_size=init.intermediate_size,
+            num_layers=init.num_layers,
+            num_heads=init.num_heads,
+            num_kv_heads=init.num_kv_heads,
+            head_dim=init.head_dim or init.hidden_size // init.num_heads,
+            max_position_embeddings=init.max_position_embeddings,
+            rope_theta=init.rope_theta,
+            tie_word_embeddings=init.tie_word_embeddings,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    decoder.init_weights(config.trainer.seed)
+    return decoder.to(device_of(config))
+
+
+def optim_settings(optim: OptimConfig, total_steps: int) -> OptimSettings:
+    """Optimizer and schedule; warm-up as a step count or as a share of all steps."""
+    steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
+    warmup = optim.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(optim.lr_warmup_steps_ratio * steps)
+    return OptimSettings(
+        lr=optim.lr,
+        optimizer=optim.optimizer,
+        muon_lr=(optim.lr if optim.muon_lr is None else optim.muon_lr)
+        if optim.optimizer == "Muon"
+        else None,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        warmup_steps=warmup,
+        schedule=optim.lr_scheduler_type,
+        min_lr_ratio=optim.min_lr_ratio,
+        total_steps=steps,
+    )
+
+
+def optimizer_steps(config: Config, rl_steps: int) -> int:
+    """Optimizer steps in so many RL steps."""
+    actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
+    return rl_steps * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
+
+
+def make_backend(
+    config: Config, decoder: Decoder, *, optim: OptimSettings, sft: bool = False
+) -> SingleProcessBackend:
+    """The trainer of one phase."""
+    actor = config.actor_rollout_ref.actor
+    device = device_of(config)
+    by_rows = not sft and not actor.use_dynamic_bsz
+    tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
+    return SingleProcessBackend(
+        decoder,
+        optim=optim,
+        dtype=dtype_from_name(actor.dtype, device),
+        device=device,
+        max_tokens_per_micro_batch=None if by_rows else tokens,
+        max_rows_per_micro_batch=actor.ppo_micro_batch_size_per_gpu if by_rows else None,
+        grad_clip=actor.grad_clip,
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        max_nonfinite_steps=actor.max_nonfinite_steps,
+        log_prob_chunk=actor.log_prob_chunk_tokens,
+        metrics_prefix="sft" if sft else "actor",
+    )
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    r = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=r.temperature if r.do_sample else 0.0,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        min_p=r.min_p,
+        stop_token_ids=r.stop_token_ids,
+        stop=r.stop,
+        ignore_eos=r.ignore_eos,
+    )
+
+
+def eval_settings(config: Config) -> EvalSettings:
+    """How validation is sampled: `rollout.val_kwargs`."""
+    r = config.actor_rollout_ref.rollout
+    v = r.val_kwargs
+    return EvalSettings(
+        params=SamplingParams(
+            max_tokens=config.data.max_response_length,
+            temperature=v.temperature if v.do_sample else 0.0,
+            top_k=v.top_k,
+            top_p=v.top_p,
+            stop_token_ids=r.stop_token_ids,
+            stop=r.stop,
+        ),
+        seed=config.trainer.seed,
+        n=v.n,
+        batch_size=config.data.val_batch_size,
+        timeout_s=config.trainer.stage_timeout_s,
+    )
+
+
+def rollout_dtype(config: Config) -> torch.dtype:
+    """`rollout.dtype`, where auto is the actor's."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    name = actor.dtype if rollout.dtype == "auto" else rollout.dtype
+    return dtype_from_name(name, device_of(config))
+
+
+def max_model_len(config: Config) -> int:
+    """Context of the engine: as set, else longest prompt plus longest response."""
+    data = config.data
+    wanted = data.max_prompt_length + data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or wanted
+
+
+def make_engine(
+    config: Config, decoder: Decoder, tokenizer: PreTrainedTokenizerBase
+) -> InferenceEngine:
+    """The rollout engine with weights of its own, equal to `decoder`'s."""
+    rollout = config.actor_rollout_ref.rollout
+    device = device_of(config)
+    dtype = rollout_dtype(config)
+    limit = max_model_len(config)
+    if limit > decoder.config.max_position_embeddings:
+        raise ConfigError(
+            f"prompt and response may take {limit} tokens, but the model has "
+            f"{decoder.config.max_position_embeddings} positions; lower data.max_prompt_length or "
+            "data.max_response_length"
+        )
+    decode = decode_with(tokenizer)
+    if rollout.name == "hf":
+        return _hf_engine(config, decoder, dtype, decode)
+    if rollout.name == "fake":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
+            "embedded or hf"
+        )
+    own = Decoder(decoder.config).to(device)
+    own.load_state_dict(decoder.state_dict())
+    settings = EngineSettings(
+        max_model_len=limit,
+        dtype=dtype,
+        max_num_seqs=rollout.max_num_seqs,
+        kv_budget_bytes=rollout.kv_cache_bytes or DEFAULT_KV_BYTES,
+    )
+    return EmbeddedEngine(own, settings, decode=decode)
+
+
+def _hf_engine(
+    config: Config, decoder: Decoder, dtype: torch.dtype, decode: Callable[[list[int]], str]
+) -> InferenceEngine:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from slipstream.inference.hf import HFCore, HFEngine
+
+    raw = decoder.config.to_hf()
+    hf_config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(decoder.device)
+    model.load_state_dict({n: p.detach() for n, p in decoder.named_parameters()}, strict=False)
+    core = HFCore(
+        model,
+        max_model_len=max_model_len(config),
+        max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
+        eos_token_ids=decoder.config.eos_token_ids,
+        decode=decode,
+    )
+    return HFEngine(core)
+
+
+def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConfig:
+    """Settings of the RL loop."""
+    a, r = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    mini, horizon = a.ppo_mini_batch_size, a.loss_scale_factor
+    if a.loss_agg_mode == "seq-mean-token-sum-norm" and horizon is None:
+        horizon = float(config.data.max_response_length)
+    try:
+        get_adv_estimator_fn(config.algorithm.adv_estimator)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from error
+    return RLTrainingConfig(
+        num_steps=num_steps,
+        start_step=start_step,
+        loss=policy_loss_fn(
+            loss_mode=a.policy_loss.loss_mode,
+            loss_agg_mode=a.loss_agg_mode,
+            clip_ratio=a.clip_ratio,
+            clip_ratio_low=a.clip_ratio_low,
+            clip_ratio_high=a.clip_ratio_high,
+            clip_ratio_c=a.clip_ratio_c,
+            entropy_coeff=a.entropy_coeff,
+            use_kl_loss=a.use_kl_loss,
+            kl_loss_coef=a.kl_loss_coef,
+            kl_loss_type=a.kl_loss_type,
+            loss_scale_factor=horizon,
+        ),
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        adv_estimator=config.algorithm.adv_estimator,
+        norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+        # The engine records the log-probs of greedy tokens at temperature 1.
+        temperature=r.temperature if r.do_sample else 1.0,
+        mini_batch_size=None if mini in (None, config.data.train_batch_size) else mini,
+        ppo_epochs=a.ppo_epochs,
+        shuffle=f"mini-batches/{config.trainer.seed}" if a.shuffle else None,
+        sync_every=config.trainer.sync_every,
+    )
+
+
+def make_rollouts(
+    config: Config,
+    engine: InferenceEngine,
+    data_buffer: DataBuffer,
+    rewards: RewardManager,
+) -> AsyncRolloutManager:
+    """The rollout manager over one engine."""
+    r = config.actor_rollout_ref.rollout
+    settings = RolloutSettings(
+        batch_size=config.data.train_batch_size,
+        n=r.n,
+        params=sampling_params(config),
+        seed=config.trainer.seed,
+        over_sampling=r.over_sample_rate,
+        partial_rollout=r.partial_rollout,
+        timeout_s=r.timeout_s or config.trainer.stage_timeout_s,
+    )
+    return AsyncRolloutManager([engine], data_buffer, rewards, settings)
+
+
+def make_kl_in_reward(config: Config) -> KLInReward | None:
+    """The KL penalty of `algorithm.use_kl_in_reward`."""
+    algorithm = config.algorithm
+    if not algorithm.use_kl_in_reward:
+        return None
+    ctrl = algorithm.kl_ctrl
+    controller = get_kl_controller(
+        ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
+    )
+    return KLInReward(controller, algorithm.kl_penalty)
+
+
+def make_reference(
+    config: Config, tokenizer: PreTrainedTokenizerBase, initial: Path | None
+) -> SingleProcessBackend | None:
+    """A frozen copy of the initial policy (or `ref.path`), where a KL term needs one."""
+    if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+        return None
+    path = config.actor_rollout_ref.ref.path
+    folder = initial if path is None else policy_folder(Path(path))
+    decoder = make_decoder(config, tokenizer, folder)
+    return make_backend(config, decoder, optim=OptimSettings(lr=0.0))

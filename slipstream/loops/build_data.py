@@ -1,0 +1,214 @@
+"""Wiring of the data: tokenizer, task, prompts, demonstrations, rewards.
+
+The half of `loops.build` that needs no model. Every function takes the configuration and gives one
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config.schema import Config
+from slipstream.environment.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
+from slipstream.environment.datasets import load_prompts
+from slipstream.environment.registry import Task, get_task
+from slipstream.environment.sft import load_sft_samples, sft_samples
+from slipstream.environment.tokenizer import build_tokenizer, load_tokenizer
+from slipstream.errors import ConfigError, DataError
+from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
+from slipstream.rewards.manager import load_reward_manager
+from slipstream.rewards.protocol import RewardManager
+from slipstream.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def data_seed(config: Config) -> int:
+    """The seed of data order: `data.seed`, else `trainer.seed`."""
+    return config.trainer.seed if config.data.seed is None else config.data.seed
+
+
+def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None:
+    """The built-in task, where `data.task` names one; `tokenizer` renders its prompts."""
+    data = config.data
+    if data.task is None:
+        return None
+    task = get_task(data.task, data_seed(config), tokenizer=tokenizer, **data.task_kwargs)
+    if data.max_prompt_length < task.max_prompt_tokens():
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} is below the longest prompt of "
+            f"data.task={data.task}, {task.max_prompt_tokens()} tokens; set "
+            f"data.max_prompt_length={task.max_prompt_tokens()}"
+        )
+    return task
+
+
+def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedTokenizerBase:
+    """From `data.tokenizer`, `model.tokenizer_path`, the model's folder, or the built-in task."""
+    model = config.actor_rollout_ref.model
+    path = config.data.tokenizer or model.tokenizer_path or model_folder
+    if path is None:
+        if config.data.task is None:
+            raise ConfigError(
+                "no tokenizer: set actor_rollout_ref.model.tokenizer_path=FOLDER (a random "
+                "initialisation has none of its own)"
+            )
+        return build_tokenizer()
+    return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+
+
+def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Ids to text, without special tokens."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return decode
+
+
+def make_reward_manager(config: Config, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
+    """The scorer of responses."""
+    r, custom = config.reward_model, config.custom_reward_function
+    return load_reward_manager(
+        r.reward_manager,
+        decode=decode_with(tokenizer),
+        timeout_s=r.timeout_s,
+        on_failure=r.on_failure,
+        num_workers=r.num_workers,
+        custom_path=custom.path,
+        custom_name=custom.name,
+        custom_kwargs=custom.reward_kwargs or None,
+        reward_kwargs=r.reward_kwargs or None,
+    )
+
+
+def _file_prompts(
+    config: Config,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+) -> list[Prompt]:
+    d = config.data
+    return load_prompts(
+        list(files),
+        tokenizer,
+        prompt_key=d.prompt_key,
+        max_prompt_length=d.max_prompt_length,
+        truncation=d.truncation,
+        filter_overlong=d.filter_overlong_prompts,
+        max_samples=max_samples,
+        seed=data_seed(config) if d.shuffle else None,
+        reward_fn_key=d.reward_fn_key,
+    )
+
+
+def make_data_buffer(
+    config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None
+) -> DataBuffer:
+    """The training prompts."""
+    d, seed = config.data, data_seed(config)
+    if d.train_files is None:
+        assert task is not None, "checked by resolve_mode"
+        return DataBuffer(TaskSource(task, "train"))
+    if d.mixture_weights is None:
+        prompts = _file_prompts(config, d.train_files, tokenizer, d.train_max_samples)
+        return DataBuffer(prompts, seed=seed, shuffle=d.shuffle)
+    parts = []
+    for file, weight in zip(d.train_files, d.mixture_weights, strict=True):
+        prompts = _file_prompts(config, [file], tokenizer, d.train_max_samples)
+        parts.append((ListSource(prompts, seed=f"{seed}/{file}", shuffle=d.shuffle), weight))
+    return DataBuffer(MixtureSource(parts, seed=seed))
+
+
+def validation_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | None,
+    *,
+    count: int | None = None,
+) -> list[Prompt]:
+    """The fixed held-out prompts: `data.val_files`, else the task's held-out split."""
+    d = config.data
+    if d.val_files is not None:
+        limit = d.val_max_samples if count is None else count
+        return _file_prompts(config, d.val_files, tokenizer, limit)
+    if task is None:
+        return []
+    prompts = [task.prompt("held_out", index) for index in range(count or d.val_size)]
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    if len(longest.ids) > d.max_prompt_length:
+        raise DataError(
+            f"the prompt {longest.uid} has {len(longest.ids)} tokens of this tokenizer, more than "
+            f"data.max_prompt_length={d.max_prompt_length}; raise it"
+        )
+    return prompts
+
+
+def make_demonstrations(
+    config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None
+) -> SampleStream:
+    """The SFT samples: `sft.train_files`, else the built-in task's demonstrations."""
+    sft = config.sft
+    if sft.train_files is None:
+        if task is None:
+            raise ConfigError("no SFT data: set sft.train_files=FILE or data.task=countdown")
+        return TaskDemonstrations(task, tokenizer, sft.max_length)
+    seed, files = data_seed(config), sft.train_files
+
+    def stream(chosen: Sequence[str], place: str) -> SampleStream:
+        samples = load_sft_samples(list(chosen), tokenizer, max_length=sft.max_length)
+        return ShuffledSamples(samples, seed=f"{seed}{place}")
+
+    if sft.mixture_weights is None:
+        return stream(files, "")
+    weights = zip(files, sft.mixture_weights, strict=True)
+    parts = [(stream([file], f"/{place}"), w) for place, (file, w) in enumerate(weights)]
+    return MixedSamples(parts, seed=seed)
+
+
+def rl_steps(config: Config, data_buffer: DataBuffer) -> int:
+    """`trainer.total_training_steps`, else whole epochs over the prompts."""
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    if data_buffer.endless:
+        raise ConfigError(
+            "data.mixture_weights draws without end, so the number of RL steps must be given; set "
+            "trainer.total_training_steps=100"
+        )
+    steps = trainer.total_epochs * len(data_buffer) // batch
+    if steps == 0:
+        raise DataError(
+            f"{len(data_buffer)} training prompts, {trainer.total_epochs} times over, do not fill "
+            f"one batch of data.train_batch_size={batch}; lower it, or set "
+            "trainer.total_training_steps"
+        )
+    return steps
+
+
+class TaskDemonstrations:
+    """`SampleStream` of a task's demonstrations, endless, from `start` on."""
+
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, start: int = 0
+    ) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._index = start
+
+    def next_sample(self) -> Sample:
+        (sample,) = sft_samples(
+            self._task, self._tokenizer, self._index, 1, max_length=self._max_length
+        )
+        self._index += 1
+        return sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._index = int(state["index"])

@@ -1,0 +1,150 @@
+"""What a person reads of a run's metrics: the bar's values, and a line now and then.
+
+Stands in for the plain `console` logger wherever a progress display is shown, so that the two do
+not talk past each other. Called by the phases of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from slipstream.metrics.names import METRICS, find
+from slipstream.metrics.progress import Progress
+from slipstream.types import Group
+
+LINES_PER_PHASE = 25
+"""About how many steps of a phase get a line of their own."""
+
+LONGEST_SILENCE = 10.0
+"""Seconds after which a step gets a line in any case."""
+
+_ORDER = {id(metric): place for place, metric in enumerate(METRICS)}
+_ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/mean@(?P<n>\d+)")
+_FIRST = ("reward", "loss", "length")
+_NOT_SHOWN = ("s/step",)
+"""The remaining time says it."""
+
+_TEXT_WIDTH = 72
+
+
+class StepLines:
+    """A `MetricsLogger` on a `Progress`: every step moves the bar, some are printed.
+
+    `lines=False` moves the bar only. Printed are the first and the last step, about
+    `LINES_PER_PHASE` in between, and steps after a long silence.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        name: str,
+        total: int,
+        *,
+        lines: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress = progress
+        self._name = name
+        self._total = total
+        self._lines = lines
+        self._clock = clock
+        self._every = math.ceil(total / LINES_PER_PHASE)
+        self._last = float("-inf")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 0:
+            return  # the validation before the first step, shown where it is made
+        values = headlines(metrics)
+        self._progress.step(**values)
+        if not self._lines or not self._due(step):
+            return
+        self._last = self._clock()
+        place = f"{self._name} {step}/{self._total}"
+        shown = "  ".join(f"{label} {short(value):<6}" for label, value in values.items())
+        left = self._progress.remaining()
+        eta = f"  {duration(left)} left" if left is not None and step < self._total else ""
+        self._progress.note(f"{place:<{len(self._name) + 8}} {shown}{eta}".rstrip())
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _due(self, step: int) -> bool:
+        return (
+            step % self._every == 0
+            or step in (1, self._total)
+            or self._clock() - self._last >= LONGEST_SILENCE
+        )
+
+
+def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that the table gives a short label, what matters most first."""
+    found = [(metric, value) for name, value in metrics.items() if (metric := find(name))]
+    labelled = [
+        (metric, value)
+        for metric, value in found
+        if metric.headline
+        and metric.headline not in _NOT_SHOWN
+        and not metric.name.startswith("val-core/")
+    ]
+    labelled.sort(key=lambda pair: (pair[0].headline not in _FIRST, _ORDER[id(pair[0])]))
+    return {metric.headline: value for metric, value in labelled}
+
+
+def accuracies(metrics: Mapping[str, float]) -> list[str]:
+    """One text per validated data source: accuracy, its interval, and on how many problems."""
+    texts = []
+    for name, value in metrics.items():
+        match = _ACCURACY.fullmatch(name)
+        if match is None:
+            continue
+        source, aux = match["source"], f"val-aux/{match['source']}"
+        low = metrics.get(f"{aux}/acc/mean@{match['n']}/ci_low")
+        high = metrics.get(f"{aux}/acc/mean@{match['n']}/ci_high")
+        interval = "" if low is None or high is None else f" (95 %: {low:.3f} to {high:.3f})"
+        count = metrics.get(f"{aux}/num_prompts")
+        on = "" if count is None else f" on {count:.0f} held-out problems"
+        texts.append(f"accuracy {value:.3f}{interval}{on}, {source}")
+    return texts
+
+
+def sample_texts(groups: Sequence[Group], count: int) -> list[str]:
+    """The first response to each of `count` prompts spread over `groups`, on one line each."""
+    texts = []
+    chosen = min(count, len(groups))
+    for number in range(chosen):
+        group = groups[number * len(groups) // chosen]
+        sample = group.samples[0]
+        prompt = group.prompt.messages
+        asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+        texts.append(
+            f"  {short(sample.reward):>5} | {_one_line(asked)} => {_one_line(sample.response)}"
+        )
+    return texts
+
+
+def short(value: float) -> str:
+    """Three significant digits, large numbers whole."""
+    if not math.isfinite(value) or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`75` -> `1m15s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _one_line(text: str) -> str:
+    """On one line; of a long text the beginning and, where answers stand, the end."""
+    text = " ".join(text.split())
+    half = _TEXT_WIDTH // 2
+    return (
+        text if len(text) <= _TEXT_WIDTH else f"{text[:half].rstrip()} ... {text[-half:].lstrip()}"
+    )

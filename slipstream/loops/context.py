@@ -1,0 +1,199 @@
+"""What the phases of a run share: configuration, folder, tokenizer, task, rewards, display.
+
+Knows where checkpoints lie and which one to go on from; nothing of training itself. Made by
+`loops.run`, used by `loops.phases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.checkpoint.manager import CheckpointManager, verify
+from slipstream.checkpoint.state import RunState, huggingface_folder
+from slipstream.config.load import diff
+from slipstream.config.schema import Config
+from slipstream.config.tree import from_dict, to_dict
+from slipstream.environment.registry import Task
+from slipstream.errors import CheckpointError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops import build
+from slipstream.loops.console import StepLines, accuracies, sample_texts
+from slipstream.loops.evaluate import Evaluation
+from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.loops.records import dump_groups
+from slipstream.loops.snapshot import Snapshots, policy_folder
+from slipstream.loops.stages import Stages
+from slipstream.metrics.loggers import TeeLogger, build_loggers
+from slipstream.metrics.progress import Progress
+from slipstream.rewards.protocol import RewardManager
+from slipstream.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONSOLE = "console"
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts that both phases share, and where the run writes."""
+
+    config: Config
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    task: Task | None
+    rewards: RewardManager
+    held_out: list[Prompt]
+    progress: Progress
+    interrupt: GracefulInterrupt
+    stages: Stages = field(default_factory=Stages)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds by phase, of this process."""
+    _resume: dict[str, Path | None] = field(default_factory=dict)
+
+    def root(self, phase: str) -> Path:
+        """Where a phase keeps its checkpoints and its log."""
+        return self.folder / "sft" if phase == "sft" else self.folder
+
+    def snapshots(self, phase: str) -> Snapshots:
+        keep = self.config.trainer.max_actor_ckpt_to_keep
+        return Snapshots(
+            manager=CheckpointManager(self.root(phase), keep=keep),
+            phase=phase,
+            config=to_dict(self.config),
+            save_tokenizer=self.tokenizer.save_pretrained,
+        )
+
+    def resume_folder(self, phase: str) -> Path | None:
+        """The verified checkpoint of `phase` to go on from, as `trainer.resume_mode` says.
+
+        A path that `resume_from_path` names counts for the phase that it was made in. Asked again,
+        the answer is the same: reading all of a checkpoint to verify it takes its time.
+        """
+        if phase not in self._resume:
+            self._resume[phase] = self._find_resume(phase)
+        return self._resume[phase]
+
+    def _find_resume(self, phase: str) -> Path | None:
+        trainer, manager = self.config.trainer, self.snapshots(phase).manager
+        path = manager.resolve(trainer.resume_mode, trainer.resume_from_path)
+        if path is None or trainer.resume_mode == "auto":
+            return path
+        state = RunState.load(path)
+        if state.phase != phase:
+            return None
+        saved, problems = from_dict(state.config)
+        if not problems and (differences := diff(saved, self.config)):
+            self.progress.note(f"{path} was made with other settings: {'; '.join(differences)}")
+        return path
+
+    def sft_result(self, rl_checkpoint: Path) -> Path | None:
+        """The policy that the SFT beside an RL checkpoint ended with, None where it is gone."""
+        latest = CheckpointManager(rl_checkpoint.parent / "sft", keep=None).latest()
+        if latest is None:
+            return None
+        verify(latest)
+        return huggingface_folder(latest)
+
+    def logger(self, phase: str, total: int, resume_step: int | None) -> TeeLogger:
+        """The loggers of one phase; the console's lines go through the progress display."""
+        trainer = self.config.trainer
+        tee = build_loggers(
+            [name for name in trainer.logger if name != CONSOLE],
+            self.root(phase),
+            trainer.project_name,
+            trainer.experiment_name,
+            resume_step=resume_step,
+        )
+        lines = CONSOLE in trainer.logger
+        self.progress.phase(phase.upper(), total, done=resume_step or 0, lines=not lines)
+        tee.loggers.append(StepLines(self.progress, phase.upper(), total, lines=lines))
+        return tee
+
+    async def validate(self, engines: Sequence[InferenceEngine]) -> Evaluation:
+        """Accuracy on the held-out prompts, with `rollout.val_kwargs`."""
+        settings = build.eval_settings(self.config)
+        batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
+        with self.stages.last_resort(
+            "validation: a thread of the inference engine does not return",
+            settings.timeout_s * batches,
+        ):
+            return await run_evaluation(engines, self.held_out, self.rewards, settings)
+
+    @property
+    def validation_folder(self) -> Path:
+        """Where the responses of validations are recorded."""
+        return Path(self.config.trainer.validation_data_dir or self.folder / "validation")
+
+    def record_validation(self, phase: str, step: int, evaluation: Evaluation) -> None:
+        """Write the responses of a validation, and show its result and a few of them."""
+        name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
+        dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
+        count = self.config.trainer.log_val_generations
+        when = f"after {phase.upper()} step {step}" if step else f"before {phase.upper()}"
+        for text in accuracies(evaluation.metrics):
+            self.progress.note(f"{when}: {text}")
+        for text in sample_texts(evaluation.groups, count):
+            self.progress.note(text)
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    progress: Progress,
+    interrupt: GracefulInterrupt,
+    stages: Stages | None = None,
+) -> Run:
+    """Tokenizer, task, rewards and held-out prompts of a run."""
+    tokenizer = build.make_tokenizer(config, initial_policy(config))
+    task = build.make_task(config, tokenizer)
+    return Run(
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        task=task,
+        rewards=build.make_reward_manager(config, tokenizer),
+        held_out=build.validation_prompts(config, tokenizer, task),
+        progress=progress,
+        interrupt=interrupt,
+        stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
+    )
+
+
+def initial_policy(config: Config) -> Path | None:
+    """The Hugging Face folder of `model.path`, None where weights are drawn at random.
+
+    Raises CheckpointError where there is no such folder.
+    """
+    path = config.actor_rollout_ref.model.path
+    if path is None:
+        return None
+    if not Path(path).is_dir():
+        hub = "/" in path and path.count("/") == 1 and not path.startswith((".", "~", "/"))
+        remedy = (
+            f"download it first: hf download {path} --local-dir models/{path.split('/')[1]}"
+            if hub
+            else "give a folder with config.json and model.safetensors"
+        )
+        raise CheckpointError(f"actor_rollout_ref.model.path={path} is not a folder; {remedy}")
+    return policy_folder(Path(path))
+
+
+def check_resumable(run: Run, phases: Sequence[str]) -> None:
+    """Refuse a `resume_from_path` of a phase that the run does not have."""
+    trainer = run.config.trainer
+    if trainer.resume_mode != "resume_path":
+        return
+    manager = run.snapshots(phases[-1]).manager
+    path = manager.resolve(trainer.resume_mode, trainer.resume_from_path)
+    assert path is not None, "resume_path names one or fails"
+    phase = RunState.load(path).phase
+    if phase not in phases:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {phase.upper()} and this run is {' + '.join(phases)}; "
+            f"start from its weights with actor_rollout_ref.model.path={huggingface_folder(path)}"
+        )

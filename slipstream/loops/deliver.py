@@ -1,0 +1,123 @@
+"""What `slipstream eval` and `slipstream export` call: a checkpoint measured, or handed on.
+
+Knows checkpoints, and the configuration that says what to evaluate on; nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from safetensors import safe_open
+
+from slipstream.config.schema import Config
+from slipstream.environment.tokenizer import load_tokenizer
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.loops import build
+from slipstream.loops.console import accuracies
+from slipstream.loops.evaluate import Evaluation
+from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.loops.records import dump_groups
+from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.stages import Stages, close_parts
+from slipstream.models.hf_io import load_checkpoint, save_checkpoint
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Path | None) -> int:
+    """Accuracy of a checkpoint (or of a run's newest one) on the held-out prompts."""
+    build.set_threads(config)
+    source = policy_folder(checkpoint)
+    tokenizer = build.make_tokenizer(config, source if _has_tokenizer(source) else None)
+    task = build.make_task(config, tokenizer)
+    decoder = load_checkpoint(source, device=build.device_of(config))
+    prompts = build.validation_prompts(config, tokenizer, task, count=problems)
+    if not prompts:
+        raise ConfigError("nothing to evaluate on: set data.val_files=FILE or data.task=countdown")
+    rewards = build.make_reward_manager(config, tokenizer)
+    engine = build.make_engine(config, decoder, tokenizer)
+
+    async def work() -> Evaluation:
+        return await run_evaluation([engine], prompts, rewards, build.eval_settings(config))
+
+    print(f"evaluating {source} on {len(prompts)} problems", file=sys.stderr)
+    try:
+        result = anyio.run(work)
+    finally:
+        close_parts(Stages(), engine)
+    for name, value in result.metrics.items():
+        print(f"{name:<48} {value:.4f}")
+    for text in accuracies(result.metrics):
+        print(text)
+    if output is not None:
+        dump_groups(output, result.groups, tokenizer, step=0)
+        print(f"responses    {output}")
+    return 0
+
+
+def export(checkpoint: Path, output: Path, dtype: str) -> int:
+    """Write a checkpoint's policy as a plain Hugging Face folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists and is not an empty folder; give a new one")
+    source = policy_folder(checkpoint)
+    decoder = load_checkpoint(source)
+    save_tokenizer: Any = None
+    if _has_tokenizer(source):
+        save_tokenizer = load_tokenizer(source).save_pretrained
+    kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
+    # Written aside: an export that is cut short leaves nothing that looks like a model.
+    aside = output.with_name(f".{output.name}.exporting")
+    shutil.rmtree(aside, ignore_errors=True)
+    save_checkpoint(
+        decoder,
+        aside,
+        dtype=kind,
+        generation=_generation_defaults(source),
+        save_tokenizer=save_tokenizer,
+    )
+    if output.exists():
+        output.rmdir()
+    aside.rename(output)
+    name = str(kind).removeprefix("torch.")
+    print(f"model  {output} ({decoder.config.family}, {name}, from {source})")
+    if save_tokenizer is None:
+        print(f"note: {source} has no tokenizer, so {output} has none", file=sys.stderr)
+    return 0
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of the weights in a Hugging Face folder; the widest where they differ."""
+    found: set[torch.dtype] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
+    if len(found) == 1 and next(iter(found)) in _DTYPES.values():
+        return found.pop()
+    return torch.float32
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling defaults that the checkpoint carries; token ids come from the model itself."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); repair it") from error
+    return {name: value for name, value in values.items() if not name.endswith("_token_id")}

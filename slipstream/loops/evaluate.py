@@ -1,0 +1,96 @@
+"""Evaluation: fixed prompts, fixed noise, scored responses.
+
+The same problems with the same keys at every call, so that two evaluations differ by the policy
+alone and can be compared problem by problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.errors import DataError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.metrics.batch_metrics import validation_metrics
+from slipstream.rewards.protocol import RewardManager
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.types import Group, Prompt, SamplingParams, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """`n` responses per prompt, at most `batch_size` prompts at a time (None: all).
+
+    `timeout_s` is the deadline of one such batch.
+    """
+
+    params: SamplingParams
+    seed: int
+    n: int = 1
+    batch_size: int | None = None
+    timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Scored groups in the order of the prompts, and what they amount to."""
+
+    groups: list[Group]
+    metrics: dict[str, float]
+
+    @property
+    def correct(self) -> list[bool]:
+        """Whether each response is right, prompt by prompt, response by response."""
+        return [
+            s.status is not Status.FAILED and s.reward_parts.get("acc", s.reward) > 0
+            for group in self.groups
+            for s in group.samples
+        ]
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.correct) / len(self.correct)
+
+
+class _Fixed:
+    """A prompt supply that hands out a list once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._left = list(prompts)
+
+    def get_prompts(self, n: int) -> list[Prompt]:
+        taken, self._left = self._left[:n], self._left[n:]
+        return taken
+
+
+async def evaluate(
+    engines: Sequence[InferenceEngine],
+    prompts: Sequence[Prompt],
+    reward_manager: RewardManager,
+    settings: EvalSettings,
+) -> Evaluation:
+    """Generate and score `settings.n` responses to each prompt.
+
+    Raises DataError without prompts, StageTimeoutError past the deadline, and RewardError where a
+    failed reward must end the run.
+    """
+    if not prompts:
+        raise DataError("there is no prompt to evaluate on; set data.val_files or data.task")
+    manager = AsyncRolloutManager(
+        engines,
+        _Fixed(prompts),
+        reward_manager,
+        RolloutSettings(
+            batch_size=settings.batch_size or max(len(prompts), 1),
+            n=settings.n,
+            params=settings.params,
+            seed=settings.seed,
+            namespace="val",
+            timeout_s=settings.timeout_s,
+        ),
+    )
+    groups: list[Group] = []
+    while len(groups) < len(prompts):
+        groups += await manager.generate_batch()
+    metrics = validation_metrics(groups, max_response_length=settings.params.max_tokens)
+    return Evaluation(groups=groups, metrics=metrics)

@@ -1,0 +1,283 @@
+"""The two phases of a run, with their checkpoints, logs and validations.
+
+Each takes a `Run`, puts its parts together with `loops.build`, and hands them to the pure loop
+(`loops.sft`, `loops.rl`). Called by `loops.run` and by the quickstart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.state import huggingface_folder
+from slipstream.errors import CheckpointError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops import build
+from slipstream.loops.context import Run, initial_policy
+from slipstream.loops.folder import forget_after
+from slipstream.loops.records import dump_groups
+from slipstream.loops.rl import WeightReceiver, run_rl_training
+from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
+from slipstream.loops.snapshot import LastPublished
+from slipstream.loops.stages import close_parts, run_in_daemon
+from slipstream.metrics.timers import Timers
+from slipstream.types import Group
+
+
+async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
+    """SFT from the configured model; the Hugging Face folder of the last step, None if stopped.
+
+    `validate_last` validates after the last step, also where `sft.test_freq` does not ask for it.
+    """
+    config, sft = run.config, run.config.sft
+    snapshots = run.snapshots("sft")
+    resume = run.resume_folder("sft")
+    total = sft.total_training_steps
+    decoder = build.make_decoder(config, run.tokenizer, initial_policy(config))
+    optim = build.optim_settings(sft.optim, total)
+    backend = build.make_backend(config, decoder, optim=optim, sft=True)
+    stream = build.make_demonstrations(config, run.tokenizer, run.task)
+    done = 0
+    if resume is not None:
+        done, data = snapshots.restore(resume, decoder, backend, run.progress.note)
+        stream.load_state_dict(data["stream"])
+        if done >= total:
+            run.progress.note(f"SFT has all of its {total} steps")
+            backend.close()
+            return huggingface_folder(resume)
+    forget_after(run.validation_folder, done if resume is not None else None, prefix="sft_")
+    logger = run.logger("sft", total, done if resume is not None else None)
+    engine: InferenceEngine | None = None
+
+    async def after_step(step: int, metrics: dict[str, float]) -> bool:
+        nonlocal engine
+        if run.held_out and _due(step, sft.test_freq, total if validate_last else None):
+            if engine is None:
+                engine = build.make_engine(config, decoder, run.tokenizer)
+            await engine.update_weights(backend.publish(advance=False))
+            evaluation = await run.validate([engine])
+            run.record_validation("sft", step, evaluation)
+            metrics |= evaluation.metrics
+        return run.interrupt.requested
+
+    async def save(step: int, stopping: bool) -> None:
+        if stopping or step == total or (sft.save_freq > 0 and step % sft.save_freq == 0):
+            state = {"stream": stream.state_dict()}
+            await _save(run, lambda: snapshots.save(step, backend, state))
+
+    with _timed(run, "sft"):
+        try:
+            history = await run_sft_training(
+                backend,
+                stream,
+                SFTTrainingConfig(num_steps=total, batch_tokens=sft.batch_tokens, start_step=done),
+                logger,
+                after_step=after_step,
+                save=save,
+                stages=run.stages,
+            )
+        finally:
+            close_parts(run.stages, logger, backend, engine)
+    if done + len(history) < total:
+        return None
+    return huggingface_folder(snapshots.manager.folder(total))
+
+
+async def rl_phase(run: Run, start: Path | None) -> bool:
+    """RL from the weights in `start`; False if it was stopped before the last step."""
+    phase = _RLPhase(run, start)
+    with _timed(run, "rl"):
+        try:
+            return await phase.train()
+        finally:
+            phase.close()
+
+
+async def validate_policy(run: Run, start: Path | None) -> None:
+    """Validate the policy that RL would go on from, log it, and stop (`trainer.val_only`)."""
+    resume = run.resume_folder("rl")
+    folder = huggingface_folder(resume) if resume is not None else start
+    decoder = build.make_decoder(run.config, run.tokenizer, folder)
+    engine = build.make_engine(run.config, decoder, run.tokenizer)
+    run.progress.note(f"validating {folder or 'freshly initialised weights'}")
+    try:
+        evaluation = await run.validate([engine])
+    finally:
+        close_parts(run.stages, engine)
+    for name, value in evaluation.metrics.items():
+        run.progress.note(f"{name:<48} {value:.4f}")
+    run.record_validation("rl", 0, evaluation)
+
+
+class _RLPhase:
+    """The parts of RL, and what happens around its steps."""
+
+    def __init__(self, run: Run, start: Path | None) -> None:
+        config = run.config
+        self._run = run
+        self._snapshots = run.snapshots("rl")
+        self._resume = run.resume_folder("rl")
+        decoder = build.make_decoder(config, run.tokenizer, start)
+        self._data = build.make_data_buffer(config, run.tokenizer, run.task)
+        self._total = build.rl_steps(config, self._data)
+        optim = build.optim_settings(
+            config.actor_rollout_ref.actor.optim, build.optimizer_steps(config, self._total)
+        )
+        self._decoder = decoder
+        self._backend = build.make_backend(config, decoder, optim=optim)
+        self._reference = build.make_reference(config, run.tokenizer, start)
+        self._engine = build.make_engine(config, decoder, run.tokenizer)
+        self._rollouts = build.make_rollouts(config, self._engine, self._data, run.rewards)
+        self._kl = build.make_kl_in_reward(config)
+        self._published = LastPublished() if config.trainer.sync_every > 1 else None
+
+    async def train(self) -> bool:
+        run, trainer = self._run, self._run.config.trainer
+        done = await self._restore()
+        if self._resume is not None and done >= self._total:
+            run.progress.note(f"RL has all of its {self._total} steps")
+            return True
+        resumed_at = done if self._resume is not None else None
+        forget_after(self._rollout_folder, resumed_at)
+        forget_after(run.validation_folder, resumed_at)
+        logger = run.logger("rl", self._total, resumed_at)
+        receivers: list[WeightReceiver] = [self._engine]
+        if self._published is not None:
+            receivers.append(self._published)
+        try:
+            if run.held_out and trainer.val_before_train and self._resume is None:
+                logger.log(0, await self._validate(0))
+            if run.interrupt.requested:
+                return False
+            history = await run_rl_training(
+                self._backend,
+                self._data,
+                self._rollouts,
+                receivers,
+                build.rl_config(run.config, self._total, done),
+                logger,
+                reference=self._reference,
+                kl_in_reward=self._kl,
+                after_step=self._after_step,
+                save=self._save,
+                notify=run.progress.note,
+                stages=run.stages,
+            )
+        finally:
+            logger.close()
+        return done + len(history) >= self._total
+
+    def close(self) -> None:
+        close_parts(self._run.stages, self._backend, self._reference, self._engine)
+
+    @property
+    def _rollout_folder(self) -> Path:
+        return Path(self._run.config.trainer.rollout_data_dir or self._run.folder / "rollouts")
+
+    async def _restore(self) -> int:
+        """Load the checkpoint to go on from, if any; the steps done."""
+        done = 0
+        if self._resume is not None:
+            note = self._run.progress.note
+            done, data = self._snapshots.restore(
+                self._resume, self._decoder, self._backend, note, self._published
+            )
+            self._data.load_state_dict(data["data_buffer"])
+            self._rollouts.load_state_dict(data["rollouts"])
+            if self._kl is not None:
+                self._kl.load_state_dict(data["kl_in_reward"])
+        if self._published is not None and not self._published.tensors:
+            await self._published.update_weights(self._backend.publish(advance=False))
+        if self._resume is not None:
+            await self._engine.update_weights(
+                self._backend.publish(advance=False)
+                if self._published is None
+                else self._published.as_update()
+            )
+        return done
+
+    async def _after_step(
+        self, step: int, groups: Sequence[Group], metrics: dict[str, float], timers: Timers
+    ) -> bool:
+        run = self._run
+        with timers.span("dump_rollout_generations"):
+            path = self._rollout_folder / f"{step}.jsonl"
+            dump_groups(path, groups, run.tokenizer, step)
+        if run.held_out and _due(step, run.config.trainer.test_freq, self._total):
+            with timers.span("testing"):
+                metrics |= await self._validate(step)
+        return run.interrupt.requested
+
+    async def _validate(self, step: int) -> dict[str, float]:
+        async with self._with_trained_weights(step):
+            evaluation = await self._run.validate([self._engine])
+        self._run.record_validation("rl", step, evaluation)
+        return evaluation.metrics
+
+    @contextlib.asynccontextmanager
+    async def _with_trained_weights(self, step: int) -> AsyncIterator[None]:
+        """The engine has the trainer's weights in the body, and its own again after it."""
+        if self._published is None or step % self._run.config.trainer.sync_every == 0:
+            yield
+            return
+        await self._engine.update_weights(self._backend.publish(advance=False))
+        try:
+            yield
+        finally:
+            await self._engine.update_weights(self._published.as_update())
+
+    async def _save(self, step: int, stopping: bool, timers: Timers) -> None:
+        freq = self._run.config.trainer.save_freq
+        if not (stopping or step == self._total or (freq > 0 and step % freq == 0)):
+            return
+        state: dict[str, Any] = {
+            "data_buffer": self._data.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+        }
+        if self._kl is not None:
+            state["kl_in_reward"] = self._kl.state_dict()
+        with timers.span("save_checkpoint"):
+            await _save(
+                self._run,
+                lambda: self._snapshots.save(step, self._backend, state, self._published),
+            )
+
+
+def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
+    """The policy that an RL run of mode sft+rl, resumed from `rl_checkpoint`, had started from.
+
+    Only a reference policy needs it. Raises CheckpointError where one does and it is gone.
+    """
+    start = run.sft_result(rl_checkpoint)
+    actor = run.config.actor_rollout_ref
+    needs = actor.actor.use_kl_loss or run.config.algorithm.use_kl_in_reward
+    if start is None and needs and actor.ref.path is None:
+        raise CheckpointError(
+            f"the KL term compares with the policy that RL started from, the result of SFT, and "
+            f"{rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it back, or go on in "
+            "a new trainer.default_local_dir with trainer.resume_mode=resume_path, "
+            f"trainer.resume_from_path={rl_checkpoint} and actor_rollout_ref.ref.path=FOLDER"
+        )
+    return huggingface_folder(rl_checkpoint) if start is None else start
+
+
+async def _save(run: Run, write: Callable[[], object]) -> None:
+    """Write a checkpoint off the event loop, within the deadline of a stage."""
+    async with run.stages.stage("checkpoint", "writing it to disk"):
+        await run_in_daemon(write)
+
+
+def _due(step: int, freq: int, last: int | None) -> bool:
+    return step == last or (freq > 0 and step % freq == 0)
+
+
+@contextlib.contextmanager
+def _timed(run: Run, phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        run.seconds[phase] = time.perf_counter() - started

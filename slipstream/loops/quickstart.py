@@ -1,0 +1,324 @@
+"""The quickstart: a reasoning model from nothing, by SFT and then RL, on this machine, in minutes.
+
+    measure the CPU -> choose a recipe -> SFT -> evaluate -> RL (GRPO) -> evaluate -> a table
+
+With `sft_control` the SFT is also continued for as long as RL took, so that what RL adds is not
+what more SFT would have added. Everything here can be done with `slipstream train` and `eval`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from slipstream import __version__
+from slipstream.checkpoint.files import write_json
+from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.checkpoint.state import huggingface_folder
+from slipstream.config.load import load_config
+from slipstream.loops import build
+from slipstream.loops.evaluate import Evaluation
+from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.loops.run import PICTURE, Run, claim_folder, open_run, rl_phase, sft_phase
+from slipstream.metrics.batch_metrics import accuracy_interval, paired_difference
+from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
+from slipstream.metrics.picture import plot_run
+from slipstream.metrics.progress import Progress
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.models.numerics import cpu_has_bf16_units
+from slipstream.types import Sample
+
+PROBLEMS = 1024
+"""Held-out problems of the final comparison."""
+
+SUMMARY = "summary.json"
+
+READABLE = 64
+"""Tokens of a sample answer that is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rated:
+    """A policy on the held-out problems."""
+
+    name: str
+    evaluation: Evaluation
+    seconds: float
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.evaluation.groups for sample in group.samples]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [sample.response_length for sample in self.samples]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.lengths) / self.seconds
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def lap(self, name: str) -> float:
+        """Book the time since the last lap under `name`."""
+        now = time.perf_counter()
+        spent, self.started = now - self.started, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        return spent
+
+
+def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) -> int:
+    """Run the quickstart into `output`; the exit status (130 if interrupted)."""
+    console = Console()
+    chosen, dtype, reason = choose_recipe(recipe, bf16=bf16)
+    console.print(f"recipe {chosen} in {dtype}: {reason}", highlight=False)
+    overrides = [
+        f"trainer.seed={seed}",
+        f"trainer.default_local_dir={output}",
+        f"actor_rollout_ref.actor.dtype={dtype}",
+        f"actor_rollout_ref.rollout.dtype={dtype}",
+    ]
+    config = load_config(overrides, recipe=chosen)
+    build.set_threads(config)
+    claim_folder(output, config)
+    clock = Clock()
+    with Progress() as progress, GracefulInterrupt() as interrupt:
+        run = open_run(config, output, progress, interrupt)
+        rated = anyio.run(_stages, run, clock, sft_control)
+    if rated is None:
+        console.print(f"stopped; `slipstream quickstart --output {output}` goes on from here")
+        return 130
+    summary = summarize(run, rated, clock, chosen, dtype)
+    write_json(output / SUMMARY, summary)
+    plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
+    report(console, output, rated, summary)
+    return 0
+
+
+def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
+    """(recipe, dtype, why): what fits this machine, by a measurement of matrix products."""
+    units = bf16 and cpu_has_bf16_units()
+    dtype = torch.bfloat16 if units else torch.float32
+    rate = matmul_rate(dtype)
+    name = str(dtype).removeprefix("torch.")
+    measured = f"{rate:.0f} GFLOP/s in {name} with {torch.get_num_threads()} threads"
+    if not units:
+        measured += ", bf16 switched off" if not bf16 else ", this CPU has no bf16 units"
+    if recipe != "auto":
+        return recipe, name, f"as asked ({measured})"
+    if rate >= FAST_GFLOPS:
+        return "quickstart", name, measured
+    return "quickstart_small", name, f"{measured}: the smaller model, so that it ends in minutes"
+
+
+FAST_GFLOPS = 300.0
+"""From this measured rate on, the full recipe ends within its seven minutes."""
+
+
+def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """GFLOP/s of matrix products of the sizes that training uses."""
+    a, b = torch.randn(1024, 192, dtype=dtype), torch.randn(192, 768, dtype=dtype)
+    rates = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        a @ b
+        rates.append(2 * 1024 * 192 * 768 / (time.perf_counter() - start) / 1e9)
+    return float(np.median(rates))
+
+
+async def _stages(run: Run, clock: Clock, sft_control: bool) -> list[Rated] | None:
+    sft = await sft_phase(run)
+    if sft is None:
+        return None
+    clock.lap("sft")
+    rated = [await rate(run, "after SFT", sft)]
+    clock.lap("evaluate")
+    if not await rl_phase(run, sft):
+        return None
+    spent = clock.lap("rl")
+    policy = run.snapshots("rl").manager.latest()
+    assert policy is not None, "rl_phase ends with a checkpoint"
+    after = await rate(run, "after RL", huggingface_folder(policy))
+    clock.lap("evaluate")
+    if sft_control:
+        continued = await continue_sft(run, sft, spent)
+        if continued is None:
+            return None
+        clock.lap("sft_control")
+        rated.append(await rate(run, "after more SFT", continued))
+        clock.lap("evaluate")
+    return [*rated, after]
+
+
+async def rate(run: Run, name: str, policy: Path) -> Rated:
+    """Evaluate a policy on `PROBLEMS` held-out problems, sampled at temperature 1."""
+    config = run.config
+    prompts = build.validation_prompts(config, run.tokenizer, run.task, count=PROBLEMS)
+    engine = build.make_engine(config, load_checkpoint(policy), run.tokenizer)
+    run.progress.note(f"{name}: {len(prompts)} held-out problems")
+    started = time.perf_counter()
+    settings = build.eval_settings(config)
+    evaluation = await run_evaluation([engine], prompts, run.rewards, settings)
+    return Rated(name=name, evaluation=evaluation, seconds=time.perf_counter() - started)
+
+
+async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
+    """SFT from where it ended, with fresh demonstrations and its own warm-up and decay, for as many
+    steps as take `seconds`."""
+    history = read_jsonl(run.folder / "sft" / METRICS_FILE)
+    per_step = float(np.median([metrics["timing_s/step"] for _, metrics in history]))
+    folder = run.folder / "sft_control"
+    config = load_config(
+        [
+            f"trainer.default_local_dir={folder}",
+            f"actor_rollout_ref.model.path={sft}",
+            "actor_rollout_ref.model.init=null",
+            f"sft.total_training_steps={max(1, round(seconds / per_step))}",
+            "trainer.mode=sft",
+            # Other demonstrations than those it has seen.
+            f"data.seed={run.config.trainer.seed + 1_000_000}",
+        ],
+        file=run.folder / "config.yaml",
+    )
+    claim_folder(folder, config)
+    return await sft_phase(open_run(config, folder, run.progress, run.interrupt))
+
+
+def summarize(
+    run: Run, rated: Sequence[Rated], clock: Clock, recipe: str, dtype: str
+) -> dict[str, Any]:
+    """Everything the table says, and what it was made with, as JSON values."""
+    by_name = {r.name: r for r in rated}
+    before, after = rated[0], rated[-1]
+    more = by_name.get("after more SFT")
+    history = read_jsonl(run.folder / METRICS_FILE)
+    steps = [metrics for _, metrics in history if "rollout/tokens_per_second" in metrics]
+    sft = [metrics for _, metrics in read_jsonl(run.folder / "sft" / METRICS_FILE)]
+    intervals = {r.name: list(accuracy_interval(r.evaluation.correct)[1:]) for r in rated}
+    gains = {"rl_minus_sft": _gain(before, after)}
+    if more is not None:
+        gains["rl_minus_sft_continued"] = _gain(more, after)
+    return {
+        "recipe": recipe,
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "seed": run.config.trainer.seed,
+        "accuracy_sft": before.evaluation.accuracy,
+        "accuracy_sft_continued": None if more is None else more.evaluation.accuracy,
+        "accuracy_rl": after.evaluation.accuracy,
+        "accuracy_ci": {**intervals, **gains},
+        "problems": len(before.samples),
+        "steps": {"sft": len(sft), "rl": len(steps)},
+        "tokens": {
+            "sft": sum(m["sft/tokens_per_second"] * m["timing_s/step"] for m in sft),
+            "rl": sum(m["perf/total_num_tokens"] for m in steps),
+            "rl_sampled": sum(m["response_length/mean"] * m["rollout/num_samples"] for m in steps),
+        },
+        "seconds": {**clock.seconds, "total": sum(clock.seconds.values())},
+        "seconds_rl": {
+            name: sum(m.get(f"timing_s/{name}", 0.0) for m in steps)
+            for name in ("gen", "update_actor", "sync", "testing", "save_checkpoint")
+        },
+        "tokens_per_second_rollout": float(
+            np.median([m["rollout/tokens_per_second"] for m in steps])
+        ),
+        "evaluation": {
+            r.name: {
+                "tokens_per_second": r.tokens_per_second,
+                "median_length": float(np.median(r.lengths)),
+                "longest": max(r.lengths),
+            }
+            for r in rated
+        },
+        "rollout_log_probs_differing": sum(
+            m["training/rollout_log_probs_differing"] for m in steps
+        ),
+        "versions": {"slipstream": __version__, "torch": str(torch.__version__)},
+    }
+
+
+def _gain(a: Rated, b: Rated) -> list[float]:
+    """[difference, low, high] of accuracies on the same problems, paired bootstrap."""
+    return list(paired_difference(a.evaluation.correct, b.evaluation.correct))
+
+
+def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict[str, Any]) -> None:
+    """The last screen: what was gained, how fast, some problems, and where everything is."""
+    table = Table(title=f"mini-Countdown, {summary['problems']} held-out problems")
+    columns = ("", "accuracy (95 %)", "tokens/s", "median", "longest")
+    for column in columns:
+        table.add_column(column, justify="left" if not column else "right")
+    for r in rated:
+        low, high = summary["accuracy_ci"][r.name]
+        table.add_row(
+            r.name,
+            f"{r.evaluation.accuracy:.3f} ({low:.3f} to {high:.3f})",
+            f"{r.tokens_per_second:.0f}",
+            f"{np.median(r.lengths):.0f}",
+            f"{max(r.lengths)}",
+        )
+    console.print(table)
+    for name, against in (("rl_minus_sft", "SFT"), ("rl_minus_sft_continued", "more SFT")):
+        if name in summary["accuracy_ci"]:
+            gain, low, high = summary["accuracy_ci"][name]
+            console.print(
+                f"RL over {against}: {100 * gain:+.1f} points "
+                f"(paired 95 % interval {100 * low:+.1f} to {100 * high:+.1f})",
+                highlight=False,
+            )
+    console.print()
+    for before, after in examples(rated[0].samples, rated[-1].samples):
+        console.print(f"problem      {before.prompt[0]['content']}", highlight=False)  # type: ignore[index]
+        console.print(f"  after SFT  {_marked(before)}", highlight=False)
+        console.print(f"  after RL   {_marked(after)}", highlight=False)
+    seconds = summary["seconds"]
+    console.print(
+        f"\n{seconds['total']:.0f} s: SFT {seconds['sft']:.0f}, RL {seconds['rl']:.0f} "
+        f"({summary['steps']['rl']} steps, {summary['tokens_per_second_rollout']:.0f} tokens/s in "
+        f"rollouts), evaluation {seconds['evaluate']:.0f}; log-probs of rollout and trainer differ "
+        f"for {summary['rollout_log_probs_differing']:.0f} of "
+        f"{summary['tokens']['rl_sampled']:.0f} tokens",
+        highlight=False,
+    )
+    policy = huggingface_folder(output / f"global_step_{summary['steps']['rl']}")
+    console.print(f"picture      {output / PICTURE}", highlight=False)
+    console.print(f"summary      {output / SUMMARY}", highlight=False)
+    console.print(f"policy       {policy}  (AutoModelForCausalLM.from_pretrained)", highlight=False)
+    console.print(
+        "next         slipstream eval --checkpoint "
+        f"{output} --problems 2048\n"
+        "             slipstream train --recipe quickstart_small "
+        "trainer.default_local_dir=runs/mine actor_rollout_ref.rollout.n=16",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Two problems that RL has learned to solve and one that it fails: the first of each kind
+    whose answers are short enough to read."""
+    pairs = list(zip(before, after, strict=True))
+    pairs = [(b, a) for b, a in pairs if max(b.response_length, a.response_length) <= READABLE]
+    learned = [(b, a) for b, a in pairs if a.reward > 0 and b.reward == 0]
+    failed = [(b, a) for b, a in pairs if a.reward == 0]
+    return [*learned[:2], *failed[:1]]
+
+
+def _marked(sample: Sample) -> str:
+    return f"{'right' if sample.reward > 0 else 'wrong'}  {sample.response}"

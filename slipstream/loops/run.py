@@ -1,0 +1,157 @@
+"""What `slipstream train` calls: from a configuration to a run folder.
+
+<default_local_dir>/
+  config.yaml            the resolved configuration
+  metrics.jsonl          RL, a line per step;  sft/metrics.jsonl for SFT
+  rollouts/N.jsonl       the samples of step N;  validation/ those of validations
+  global_step_N/         checkpoints of RL;  sft/global_step_N of SFT
+  run.png                reward, accuracy, lengths
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import anyio
+import torch
+
+from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.config.launch import INTERRUPTED
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+from slipstream.errors import StageTimeoutError
+from slipstream.loops import build
+from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
+from slipstream.loops.deliver import evaluate, export
+from slipstream.loops.folder import PICTURE, claim_folder, locked
+from slipstream.loops.phases import rl_phase, sft_phase, start_of_rl, validate_policy
+from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.stages import Stages, end_process
+from slipstream.metrics.loggers import METRICS_FILE
+from slipstream.metrics.picture import plot_run
+from slipstream.metrics.progress import Progress, SteadyConsole
+from slipstream.models.numerics import dtype_from_name
+
+__all__ = [
+    "PICTURE",
+    "Run",
+    "claim_folder",
+    "evaluate",
+    "export",
+    "open_run",
+    "rl_phase",
+    "sft_phase",
+    "train",
+]
+
+FORCED_EXIT_SECONDS = 5.0
+"""Seconds that a second Ctrl-C gives to a computation that cannot be cancelled."""
+
+
+def train(config: Config, mode: Mode) -> int:
+    """Run SFT, RL, or one after the other. Returns the exit status."""
+    build.set_threads(config)
+    folder = Path(config.trainer.default_local_dir)
+    forced = threading.Timer(FORCED_EXIT_SECONDS, end_process, ["interrupted", INTERRUPTED])
+    forced.daemon = True
+
+    def on_stuck(message: str) -> None:
+        if forced.is_alive():
+            end_process("interrupted", INTERRUPTED)
+        end_process(f"error: {message}", StageTimeoutError.exit_code)
+
+    stages = Stages(timeout_s=config.trainer.stage_timeout_s, on_stuck=on_stuck)
+    interrupt = GracefulInterrupt(on_second=forced.start)
+    progress = Progress(console=SteadyConsole(file=sys.stdout))
+    try:
+        with locked(folder), progress, interrupt:
+            claim_folder(folder, config, progress.note)
+            run = open_run(config, folder, progress, interrupt, stages)
+            announce(run, mode)
+            finished = anyio.run(_train, run, mode)
+    finally:
+        forced.cancel()
+    if config.trainer.val_only:
+        return 0
+    _conclude(folder, finished=finished)
+    return 0 if finished else INTERRUPTED
+
+
+def announce(run: Run, mode: Mode) -> None:
+    """Say once what will be computed, and how."""
+    device = build.device_of(run.config)
+    actor = run.config.actor_rollout_ref.actor
+    data, rollout = run.config.data, run.config.actor_rollout_ref.rollout
+    train_dtype = _short(dtype_from_name(actor.dtype, device))
+    rollout_dtype = _short(build.rollout_dtype(run.config))
+    exact = rollout.name == "embedded" and device.type == "cpu" and train_dtype == rollout_dtype
+    threads = torch.get_num_threads()
+    note = run.progress.note
+    note(
+        f"{mode.replace('sft', 'SFT').replace('rl', 'RL').replace('+', ', then ')} on "
+        f"{device.type} in {train_dtype}"
+        + (f" (rollouts in {rollout_dtype})" if train_dtype != rollout_dtype else "")
+        + f", {threads} thread{'s' if threads > 1 else ''}; engine {rollout.name}"
+        + (", exact: rollout and trainer compute the same bits" if exact else "")
+    )
+    if mode != "sft":
+        mini = actor.ppo_mini_batch_size or data.train_batch_size
+        epochs = f", {actor.ppo_epochs} times over" if actor.ppo_epochs > 1 else ""
+        note(
+            f"an RL step: {data.train_batch_size} prompts x {rollout.n} responses of at most "
+            f"{data.max_response_length} tokens; {mini} prompts per optimizer step{epochs}"
+        )
+    note(f"run folder: {run.folder}")
+
+
+async def _train(run: Run, mode: Mode) -> bool:
+    """The phases of `mode`; False if the run was stopped before its end."""
+    start = initial_policy(run.config)
+    phases = mode.split("+")
+    check_resumable(run, phases)
+    if run.config.trainer.val_only:
+        await _validate_only(run, start)
+        return True
+    rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
+    if "sft" in phases:
+        if rl_checkpoint is not None:
+            start = start_of_rl(run, rl_checkpoint)
+        else:
+            # RL begins with the same validation.
+            again = "rl" in phases and run.config.trainer.val_before_train
+            start = await sft_phase(run, validate_last=not again)
+            if start is None:
+                return False
+    if "rl" not in phases:
+        return True
+    return not run.interrupt.requested and await rl_phase(run, start)
+
+
+async def _validate_only(run: Run, start: Path | None) -> None:
+    checkpoint = run.resume_folder("sft")
+    if checkpoint is not None:
+        start = policy_folder(checkpoint)
+    await validate_policy(run, start)
+
+
+def _conclude(folder: Path, *, finished: bool) -> None:
+    """Draw the picture and say where things are."""
+    logs = [folder / "sft" / METRICS_FILE, folder / METRICS_FILE]
+    logs = [path for path in logs if path.exists() and path.stat().st_size > 0]
+    if not finished:
+        print(f"stopped; the same command goes on from the last checkpoint in {folder}")
+    if logs:
+        try:
+            print(f"picture      {plot_run(logs, folder / PICTURE)}")
+        except OSError as error:
+            # The run is done; a full disk must not make it look failed.
+            print(f"picture      none: {error}")
+    print(f"checkpoints  {folder}")
+    if finished:
+        print(f"evaluate     slipstream eval --checkpoint {folder}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

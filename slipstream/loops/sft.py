@@ -1,0 +1,189 @@
+"""Supervised fine-tuning: batch, forward and backward, step, log.
+
+A pure loop over what it is given; it does not know where samples come from or what a backend is
+made of (`loops.build` does).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slipstream.errors import DataError
+from slipstream.loops.stages import Stages
+from slipstream.metrics.loggers import MetricsLogger
+from slipstream.training.losses import sft_loss
+from slipstream.training.protocol import TrainingBackend
+from slipstream.types import Sample, TrainBatch, TrainRow
+
+AfterStep = Callable[[int, dict[str, float]], Awaitable[bool]]
+"""Called with the finished step and its metrics, to which it may add; True ends the loop."""
+
+Save = Callable[[int, bool], Awaitable[None]]
+"""Called when a step's metrics are logged, with the step and whether the loop ends with it."""
+
+_MAX_UNUSED = 1000
+"""Samples in a row without a token to train on, after which the data must be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTTrainingConfig:
+    """`batch_tokens` is the size of one optimizer step: samples are added until it is reached.
+
+    `start_step` is the number of steps done already (resume).
+    """
+
+    num_steps: int
+    batch_tokens: int
+    start_step: int = 0
+    log_every: int = 1
+
+
+class SampleStream(Protocol):
+    """An unending sequence of training samples with an exact position."""
+
+    def next_sample(self) -> Sample: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ShuffledSamples:
+    """`SampleStream` over a finite list: epochs, each in a seeded order of its own."""
+
+    def __init__(self, samples: Sequence[Sample], *, seed: int | str) -> None:
+        if not samples:
+            raise DataError("there are no SFT samples; check sft.train_files")
+        self._samples = samples
+        self._seed = seed
+        self._epoch = 0
+        self._offset = 0
+        self._order = self._shuffled()
+
+    def next_sample(self) -> Sample:
+        if self._offset == len(self._samples):
+            self._epoch, self._offset = self._epoch + 1, 0
+            self._order = self._shuffled()
+        self._offset += 1
+        return self._samples[self._order[self._offset - 1]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "offset": self._offset, "count": len(self._samples)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["count"] != len(self._samples):
+            raise DataError(
+                f"the checkpoint was made with {state['count']} SFT samples, now there are "
+                f"{len(self._samples)}; resume with the same files"
+            )
+        self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self._samples)))
+        random.Random(f"sft/{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+
+class MixedSamples:
+    """`SampleStream` that draws each sample from one of several streams, with given weights.
+
+    Which stream is drawn is a function of the seed and of how many were drawn before.
+    """
+
+    def __init__(self, parts: Sequence[tuple[SampleStream, float]], *, seed: int) -> None:
+        if not parts:
+            raise DataError("a mixture needs at least one stream of samples, got none")
+        self._streams = [stream for stream, _ in parts]
+        self._weights = [weight for _, weight in parts]
+        self._seed = seed
+        self._drawn = 0
+
+    def next_sample(self) -> Sample:
+        draw = random.Random(f"sft-mixture/{self._seed}/{self._drawn}")
+        self._drawn += 1
+        (stream,) = draw.choices(self._streams, weights=self._weights)
+        return stream.next_sample()
+
+    def state_dict(self) -> dict[str, Any]:
+        streams = [stream.state_dict() for stream in self._streams]
+        return {"drawn": self._drawn, "weights": self._weights, "streams": streams}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("weights") != self._weights:
+            raise DataError(
+                f"the checkpoint was made with sft.mixture_weights={state.get('weights')}, now "
+                f"they are {self._weights}; resume with the same mixture"
+            )
+        for stream, position in zip(self._streams, state["streams"], strict=True):
+            stream.load_state_dict(position)
+        self._drawn = int(state["drawn"])
+
+
+async def run_sft_training(
+    backend: TrainingBackend,
+    samples: Sequence[Sample] | SampleStream,
+    config: SFTTrainingConfig,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    after_step: AfterStep | None = None,
+    save: Save | None = None,
+    seed: int = 0,
+    stages: Stages | None = None,
+) -> list[dict[str, float]]:
+    """Train on demonstrations; the metrics of every step.
+
+    `seed` orders a finite list of samples. Raises StageTimeoutError past a deadline of `stages`,
+    DataError where the samples have nothing to train on, and what the backend raises.
+    """
+    stream = ShuffledSamples(samples, seed=seed) if isinstance(samples, Sequence) else samples
+    stages = stages or Stages()
+    loss = sft_loss()
+    history: list[dict[str, float]] = []
+    for step in range(config.start_step + 1, config.num_steps + 1):
+        started = time.perf_counter()
+        batch = next_batch(stream, config.batch_tokens)
+        async with stages.stage("update", "the trainer's optimizer step"):
+            metrics = dict(await backend.forward_backward(batch, loss))
+            metrics |= await backend.optim_step()
+        seconds = time.perf_counter() - started
+        metrics |= {
+            "sft/tokens": batch.num_target_tokens,
+            "sft/tokens_per_second": batch.num_tokens / seconds,
+            "training/global_step": step,
+            "timing_s/step": seconds,
+        }
+        done = await after_step(step, metrics) if after_step is not None else False
+        history.append(metrics)
+        if metrics_logger is not None and (step % config.log_every == 0 or done):
+            metrics_logger.log(step, metrics)
+        if save is not None:
+            await save(step, done)
+        if done:
+            break
+    return history
+
+
+def next_batch(stream: SampleStream, batch_tokens: int) -> TrainBatch:
+    """Samples until `batch_tokens` tokens are reached; those without a target are passed over."""
+    rows: list[TrainRow] = []
+    count = unused = 0
+    while count < batch_tokens:
+        sample = stream.next_sample()
+        row = TrainRow(tokens=sample.tokens, loss_mask=sample.loss_mask, uid=sample.uid)
+        if any(row.loss_mask[1:]):
+            rows.append(row)
+            count += len(row.tokens)
+            unused = 0
+        else:
+            unused += 1
+        if unused == _MAX_UNUSED:
+            raise DataError(
+                f"{unused} SFT samples in a row have no token to train on (the last one: "
+                f"{sample.uid!r}); check that the conversations have assistant turns"
+            )
+    return TrainBatch(rows=rows)

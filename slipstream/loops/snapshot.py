@@ -1,0 +1,154 @@
+"""A run's checkpoint: policy, optimizer, data position, and what they were made with.
+
+Knows what must be saved for a bitwise equal continuation; atomic folders are `checkpoint`'s matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream import __version__
+from slipstream.checkpoint.files import read_json
+from slipstream.checkpoint.manager import CheckpointManager, verify
+from slipstream.checkpoint.state import RunState, data_file, huggingface_folder, optimizer_file
+from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.errors import CheckpointError
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_tensors, read_tensors
+from slipstream.training.protocol import TrainingBackend
+from slipstream.types import WeightUpdate
+
+
+class LastPublished:
+    """Keeps a copy of the weights that the engines have, next to them.
+
+    Needed where they are not the trainer's: between two weight updates (`trainer.sync_every`).
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.tensors: dict[str, Tensor] = {}
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self.version, self.tensors = update.version, dict(update.tensors())
+
+    def as_update(self) -> WeightUpdate:
+        return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshots:
+    """Saves and restores one phase ("sft" or "rl") of a run."""
+
+    manager: CheckpointManager
+    phase: str
+    config: dict[str, Any]
+    save_tokenizer: Callable[[str], object]
+
+    def save(
+        self,
+        step: int,
+        backend: TrainingBackend,
+        data: Mapping[str, Any],
+        published: LastPublished | None = None,
+    ) -> Path:
+        """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
+
+        Blocks: not for the event loop. Raises CheckpointError where `data` is no JSON or the disk
+        refuses; the checkpoint before stays.
+        """
+        state = RunState(
+            step=step,
+            phase=self.phase,
+            threads=torch.get_num_threads(),
+            config=self.config,
+            policy_version=backend.weight_version,
+            versions={"slipstream": __version__, "torch": str(torch.__version__)},
+        )
+        try:
+            text = json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"step {step}: the position in the data cannot be written as JSON ({error}); keep "
+                "only strings, finite numbers, lists and objects in extra_info and metadata"
+            ) from error
+
+        def write(folder: Path) -> None:
+            backend.save_policy(huggingface_folder(folder), self.save_tokenizer)
+            save_tree(optimizer_file(folder), backend.state_dict())
+            if published is not None:
+                tree = {"version": published.version, "tensors": published.tensors}
+                save_tree(published_file(folder), tree)
+            data_file(folder).write_text(text)
+            state.save(folder)
+
+        return self.manager.save(step, write)
+
+    def restore(
+        self,
+        folder: Path,
+        decoder: Decoder,
+        backend: TrainingBackend,
+        notify: Callable[[str], None],
+        published: LastPublished | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """Load the verified `folder` into `decoder` (the backend's own), `backend`, `published`.
+
+        Returns the step and the data state. `published` stays empty where the checkpoint was made
+        with every step's weights published. Raises CheckpointError where the folder is corrupt, of
+        another phase or of a newer format.
+        """
+        state = RunState.load(folder)
+        if state.phase != self.phase:
+            raise CheckpointError(
+                f"{folder} is a checkpoint of phase {state.phase!r}, not {self.phase!r}; start "
+                f"from its weights with actor_rollout_ref.model.path={huggingface_folder(folder)}"
+            )
+        notify(f"going on from {folder}")
+        threads = torch.get_num_threads()
+        if state.threads != threads:
+            notify(
+                f"the checkpoint was written with {state.threads} threads and this run has "
+                f"{threads}: sums are taken in another order, so numbers may differ in last bits "
+                f"(trainer.num_threads={state.threads} avoids it)"
+            )
+        source = huggingface_folder(folder)
+        load_tensors(decoder, read_tensors(source), source=str(source))
+        backend.load_state_dict(load_tree(optimizer_file(folder)))
+        if published is not None and published_file(folder).exists():
+            tree = load_tree(published_file(folder))
+            published.version, published.tensors = tree["version"], tree["tensors"]
+        data = read_json(data_file(folder))
+        if not isinstance(data, dict):
+            raise CheckpointError(f"{data_file(folder)} is corrupt: not a JSON object")
+        return state.step, data
+
+
+def published_file(checkpoint: Path) -> Path:
+    """The engines' weights, where they may differ from the trainer's."""
+    return checkpoint / "actor" / "published.safetensors"
+
+
+def policy_folder(checkpoint: Path) -> Path:
+    """The Hugging Face folder of a run, of one of its checkpoints, or `checkpoint` itself.
+
+    Of a run it is the newest RL checkpoint, else the newest of SFT. Raises CheckpointError where a
+    checkpoint is corrupt.
+    """
+    for root in (checkpoint, checkpoint / "sft"):
+        latest = CheckpointManager(root, keep=None).latest() if root.is_dir() else None
+        if latest is not None:
+            checkpoint = latest
+            break
+    inner = huggingface_folder(checkpoint)
+    if not inner.is_dir():
+        return checkpoint
+    verify(checkpoint)
+    return inner

@@ -1,0 +1,113 @@
+"""Deadlines: each stage of a step ends in time, or the run ends and names it.
+
+A stage that can be cancelled raises `StageTimeoutError`. One that cannot (a kernel or a foreign
+library that never returns, on a thread that Python cannot stop) is given some grace and then
+`on_stuck` is called, from a thread of its own: the command line ends the process there. Knows
+nothing of what the stages do. Called by the loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, TypeVar, runtime_checkable
+
+import anyio
+import anyio.from_thread
+import anyio.lowlevel
+
+from slipstream.errors import StageTimeoutError
+
+T = TypeVar("T")
+
+REMEDY = "raise trainer.stage_timeout_s if it only needs more time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """`timeout_s` is the deadline of each stage, `grace_s` what is added before `on_stuck`."""
+
+    timeout_s: float = 3600.0
+    grace_s: float = 30.0
+    on_stuck: Callable[[str], None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def stage(
+        self, name: str, waiting_for: str, *, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Bound the body. Raises StageTimeoutError naming the stage and what it waited for."""
+        seconds = self.timeout_s if timeout_s is None else timeout_s
+        message = f"{name}: {waiting_for} was not done after {seconds:g} s; {REMEDY}"
+        with self.last_resort(message, seconds):
+            with anyio.move_on_after(seconds) as scope:
+                yield
+            if scope.cancelled_caught:
+                raise StageTimeoutError(message)
+
+    @contextlib.contextmanager
+    def last_resort(self, message: str, seconds: float = 0.0) -> Iterator[None]:
+        """Call `on_stuck(message)` where the body has not ended `grace_s` after `seconds`."""
+        if self.on_stuck is None:
+            yield
+            return
+        timer = threading.Timer(seconds + self.grace_s, self.on_stuck, [message])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+async def run_in_daemon(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread of its own, which does not keep the process from ending.
+
+    Cancelling leaves the thread alone: it ends with its work or with the process.
+    """
+    done = anyio.Event()
+    token = anyio.lowlevel.current_token()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # handed to the waiting task
+            result.set_exception(error)
+        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody waits
+            anyio.from_thread.run_sync(done.set, token=token)
+
+    threading.Thread(target=run, name="stage", daemon=True).start()
+    await done.wait()
+    return result.result()
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def close_parts(stages: Stages, *parts: object) -> None:
+    """Give back threads and files of those `parts` that have any; waits for the work under way.
+
+    Work that never ends keeps the error from being seen that it led to, so that one is said.
+    """
+    message = "closing: a thread of the engine or the trainer does not return"
+    with stages.last_resort(str(sys.exc_info()[1] or "") or message):
+        for part in parts:
+            if isinstance(part, _Closable):
+                part.close()
+
+
+def end_process(message: str, status: int) -> NoReturn:
+    """Say why and end at once, whatever other threads do: as after a kill, nothing is half-written
+    that a resumed run would read."""
+    show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""
+    # The main thread may hold the lock of the buffered stream.
+    with contextlib.suppress(OSError):
+        os.write(2, show_cursor + f"{message}\n".encode())
+    os._exit(status)

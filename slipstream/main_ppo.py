@@ -1,0 +1,43 @@
+"""`python -m slipstream.main_ppo`: takes the launch lines of VERL's `main_ppo`.
+
+Knows only which defaults of VERL matter and differ; everything else is `config.launch`, and
+training is `loops.run.train`, imported when the settings are known to be good.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from slipstream.config.launch import launch_training
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+
+VERL_DEFAULTS = {
+    "algorithm.adv_estimator": "gae",
+    "actor_rollout_ref.rollout.n": 1,
+    "data.train_batch_size": 1024,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "trainer.total_epochs": 30,
+}
+
+
+def _train(config: Config, mode: Mode) -> int:
+    from slipstream.loops.run import train
+
+    return train(config, mode)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one launch line (default: the process's); returns the exit code."""
+    return launch_training(
+        argv,
+        prog="python -m slipstream.main_ppo",
+        system="VERL",
+        system_defaults=VERL_DEFAULTS,
+        train=_train,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

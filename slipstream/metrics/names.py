@@ -1,0 +1,357 @@
+"""Every metric that a run logs: its name, unit and meaning, in one table.
+
+The names are VERL's where VERL has one. Knows nothing of how a number is computed. Called by the
+loggers (strict mode), by tests, by tools that compare runs, and, as `python -m
+slipstream.metrics.names`, to print docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PLACEHOLDERS = {
+    "source": r".+?",  # a data_source may hold slashes: "openai/gsm8k"
+    "part": r".+?",
+    "N": r"[1-9]\d*",
+    "k": r"[1-9]\d*",
+}
+
+
+def _compile(name: str) -> re.Pattern[str]:
+    parts = re.split(r"(\{[^}]*\}|<[^>]*>)", name)
+    out = []
+    for part in parts:
+        if part.startswith("{"):
+            out.append("(?:" + "|".join(map(re.escape, part[1:-1].split(","))) + ")")
+        elif part.startswith("<"):
+            out.append(_PLACEHOLDERS[part[1:-1]])
+        else:
+            out.append(re.escape(part))
+    return re.compile("".join(out))
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table.
+
+    `name` may hold alternatives `{mean,max}` and placeholders `<source>`. `wall_time`: the value
+    depends on the clock or the machine, so that two runs that compute the same differ in it.
+    `headline`: its label on the console; rows without one are not printed there.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    wall_time: bool = False
+    headline: str = ""
+    pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", _compile(self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows of the table that belong together."""
+
+    title: str
+    about: str
+    metrics: tuple[Metric, ...]
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section(
+        "Policy update",
+        "Averages over the mini-batches of one step. A token is one that carries loss.",
+        (
+            Metric("actor/pg_loss", "nats", "policy-gradient loss"),
+            Metric(
+                "actor/pg_clipfrac", "share", "tokens whose ratio was clipped from above or below"
+            ),
+            Metric("actor/pg_clipfrac_lower", "share", "tokens cut by the dual-clip bound"),
+            Metric(
+                "actor/ppo_kl", "nats", "mean of old minus new log-prob: how far the update went"
+            ),
+            Metric("actor/entropy", "nats", "mean entropy of the policy", headline="entropy"),
+            Metric("actor/kl_loss", "nats", "KL estimate to the reference policy in the loss"),
+            Metric("actor/kl_coef", "", "weight of that KL loss"),
+            Metric("actor/reward_kl_penalty", "nats", "KL estimate to the reference in the reward"),
+            Metric("actor/reward_kl_penalty_coeff", "", "weight of that KL penalty"),
+            Metric("actor/grad_norm", "", "gradient norm before clipping", headline="grad_norm"),
+            Metric("actor/lr", "", "learning rate"),
+            Metric("actor/muon_lr", "", "learning rate of Muon's matrices"),
+        ),
+    ),
+    Section(
+        "Scores",
+        "Over samples; advantages and returns over tokens. Failed samples have no score. (The name "
+        "critic is VERL's; no critic is needed.)",
+        (
+            Metric(
+                "critic/score/mean", "reward", "what the reward function gave", headline="reward"
+            ),
+            Metric("critic/score/{max,min}", "reward", "largest and smallest score"),
+            Metric(
+                "critic/rewards/{mean,max,min}", "reward", "score after KL and length penalties"
+            ),
+            Metric("critic/advantages/{mean,max,min}", "", "advantages that weight the update"),
+            Metric("critic/returns/{mean,max,min}", "reward", "returns"),
+            Metric("reward/<part>/{mean,max,min}", "reward", "a named part of a composed reward"),
+        ),
+    ),
+    Section(
+        "Lengths and turns",
+        "Response: everything after the prompt, tool replies included.",
+        (
+            Metric("response_length/mean", "tokens", "mean response", headline="length"),
+            Metric("response_length/{max,min,median,p90}", "tokens", "spread of responses"),
+            Metric("response_length/clip_ratio", "share", "responses of the maximal length"),
+            Metric("response/aborted_ratio", "share", "samples stopped from outside"),
+            Metric("prompt_length/{mean,max,min}", "tokens", "prompts"),
+            Metric("prompt_length/clip_ratio", "share", "prompts of the maximal length"),
+            Metric(
+                "num_turns/{mean,max,min}", "turns", "prompt, assistant and tool turns together"
+            ),
+        ),
+    ),
+    Section(
+        "Rollout",
+        "How generation went.",
+        (
+            Metric("rollout/num_prompts", "prompts", "groups in the step"),
+            Metric("rollout/num_samples", "samples", "samples in the step"),
+            Metric(
+                "rollout/longest_over_median",
+                "ratio",
+                "longest over median response of a group, mean over groups: the long tail",
+            ),
+            Metric(
+                "rollout/tokens_per_second",
+                "tokens/s",
+                "generated tokens per second of generation",
+                wall_time=True,
+                headline="tok/s",
+            ),
+            Metric("rollout/num_dropped_groups", "groups", "groups that a filter left out"),
+            Metric(
+                "rollout/num_restarted_samples",
+                "samples",
+                "samples generated again after a failure",
+            ),
+            Metric(
+                "rollout/num_carried_over",
+                "samples",
+                "unfinished samples that a later step goes on with",
+            ),
+            Metric(
+                "rollout/staleness/{mean,max}",
+                "versions",
+                "how old the policy of a token was at its update",
+            ),
+        ),
+    ),
+    Section(
+        "Run",
+        "Where the run stands, and how well rollout and trainer agree.",
+        (
+            Metric("training/global_step", "steps", "finished steps"),
+            Metric("training/epoch", "epochs", "passes over the prompts"),
+            Metric("training/policy_version", "versions", "published weight updates"),
+            Metric(
+                "training/num_zero_variance_groups",
+                "groups",
+                "groups of two or more samples with one and the same score: they teach nothing",
+            ),
+            Metric(
+                "training/num_failed_rewards",
+                "samples",
+                "samples whose engine, tool or reward failed",
+            ),
+            Metric(
+                "training/num_lone_samples",
+                "samples",
+                "samples left out since all others of their group failed: nothing to compare with",
+            ),
+            Metric(
+                "training/skipped_batch",
+                "0 or 1",
+                "1 where no sample could be trained on, and the update was left out",
+            ),
+            Metric(
+                "training/skipped_steps",
+                "steps",
+                "optimizer steps left out since the gradient was not finite",
+            ),
+            Metric(
+                "training/rollout_probs_diff_{max,mean}",
+                "probability",
+                "difference of a sampled token's probability in rollout and trainer",
+            ),
+            Metric(
+                "training/rollout_log_probs_bitwise_equal",
+                "share",
+                "sampled tokens whose log-prob is the same number in rollout and trainer",
+            ),
+            Metric(
+                "training/rollout_log_probs_differing",
+                "tokens",
+                "sampled tokens whose log-prob is another number in the trainer; 0 in exact mode",
+            ),
+        ),
+    ),
+    Section(
+        "Validation",
+        "`<source>` is the data source; N responses per prompt. A failed sample counts as wrong.",
+        (
+            Metric(
+                "val-core/<source>/acc/mean@<N>", "share", "right responses", headline="accuracy"
+            ),
+            Metric(
+                "val-aux/<source>/acc/mean@<N>/{ci_low,ci_high}",
+                "share",
+                "95 % Wilson interval of it; a prompt counts as one trial",
+            ),
+            Metric(
+                "val-core/<source>/acc/best@<N>/mean",
+                "share",
+                "prompts with a right one among N responses",
+            ),
+            Metric(
+                "val-aux/<source>/acc/best@<k>/mean",
+                "share",
+                "chance of a right one among k responses (exact expectation, not resampled)",
+            ),
+            Metric("val-aux/<source>/num_prompts", "prompts", "prompts evaluated"),
+            Metric("val-aux/<source>/num_failed", "samples", "responses that failed"),
+            Metric("val-aux/<source>/response_length/{mean,max}", "tokens", "their lengths"),
+            Metric(
+                "val-aux/<source>/response_length/clip_ratio",
+                "share",
+                "responses of the maximal length",
+            ),
+        ),
+    ),
+    Section(
+        "Supervised fine-tuning",
+        "Averages over one step.",
+        (
+            Metric("sft/loss", "nats", "cross-entropy per target token", headline="loss"),
+            Metric("sft/entropy", "nats", "mean entropy of the model"),
+            Metric("sft/lr", "", "learning rate"),
+            Metric("sft/muon_lr", "", "learning rate of Muon's matrices"),
+            Metric("sft/grad_norm", "", "gradient norm before clipping", headline="grad_norm"),
+            Metric("sft/tokens", "tokens", "target tokens of the step"),
+            Metric(
+                "sft/tokens_per_second",
+                "tokens/s",
+                "all tokens per second",
+                wall_time=True,
+                headline="tok/s",
+            ),
+        ),
+    ),
+    Section(
+        "Time and machine",
+        "Wall time: these differ between runs that compute the same.",
+        (
+            Metric(
+                "timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,testing,sync,"
+                "dump_rollout_generations}",
+                "s",
+                "duration of one stage of the step",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/save_checkpoint",
+                "s",
+                "duration of the last save: a step is logged before it is saved",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/step",
+                "s",
+                "duration of generation, update and weight update",
+                wall_time=True,
+                headline="s/step",
+            ),
+            Metric(
+                "timing_per_token_ms/{gen,update_actor}",
+                "ms",
+                "stage per token: gen per response token, update_actor per token of the batch",
+                wall_time=True,
+            ),
+            Metric("perf/total_num_tokens", "tokens", "prompt and response tokens of the step"),
+            Metric("perf/time_per_step", "s", "the same as timing_s/step", wall_time=True),
+            Metric(
+                "perf/throughput", "tokens/s", "total_num_tokens / time_per_step", wall_time=True
+            ),
+            Metric("perf/cpu_memory_used_gb", "GB", "memory used by the machine", wall_time=True),
+        ),
+    ),
+)
+
+METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS for metric in section.metrics)
+
+
+def find(name: str) -> Metric | None:
+    """The row that `name` belongs to, None where there is none."""
+    return next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+
+
+def check_names(metrics: Mapping[str, float]) -> None:
+    """Raise ValueError for names that no row of the table allows."""
+    unknown = [name for name in metrics if find(name) is None]
+    if not unknown:
+        return
+    known = [metric.name for metric in METRICS]
+    near = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.5)
+    hint = f" (near {unknown[0]}: {', '.join(near)})" if near else ""
+    raise ValueError(
+        f"unknown metric names: {', '.join(unknown)}{hint}; use a name of docs/metrics.md or add a "
+        "row to slipstream/metrics/names.py"
+    )
+
+
+def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those of `metrics` that equal runs must agree on, bit for bit.
+
+    Leaves out what depends on wall time or on the machine's load. Unknown names stay: dropping them
+    could hide a difference.
+    """
+    kept: dict[str, float] = {}
+    for name, value in metrics.items():
+        metric = find(name)
+        if metric is None or not metric.wall_time:
+            kept[name] = value
+    return kept
+
+
+def markdown() -> str:
+    """The table as docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- Printed by `python -m slipstream.metrics.names`; edit the table in names.py. -->",
+        "",
+        "Every number that a run logs, one line of `metrics.jsonl` a step:",
+        '`{"step": 12, "data": {"critic/score/mean": 0.41, ...}}`. `{mean,max}` stands for',
+        "one metric each, `<source>` for a name of yours. Metrics marked with *t* depend on wall",
+        "time; all others are equal, bit for bit, in two runs of one configuration, seed and",
+        "thread count.",
+        "A statistic of nothing (the mean score of a step whose samples all failed) is left out.",
+        'An infinity or a NaN is written as `"Infinity"`, `"-Infinity"` or `"NaN"`.',
+    ]
+    for section in SECTIONS:
+        lines += ["", f"## {section.title}", "", section.about, ""]
+        lines += ["| name | unit | meaning | |", "|---|---|---|---|"]
+        for metric in section.metrics:
+            mark = "*t*" if metric.wall_time else ""
+            lines.append(f"| `{metric.name}` | {metric.unit} | {metric.meaning} | {mark} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,182 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else.
+
+Knows nothing of training. Called by the loops. Never ends a run: where the terminal is gone,
+it falls silent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+_WINDOW = 20
+"""Steps whose mean duration the remaining time is estimated from."""
+
+_LABELS = {
+    "reward": "reward",
+    "mean_length": "length",
+    "tokens_per_second": "tok/s",
+    "loss": "loss",
+    "accuracy": "accuracy",
+}
+
+
+def is_interactive(console: Console, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a bar that redraws itself makes sense: a real terminal, no CI log."""
+    return (
+        console.is_terminal
+        and environ.get("TERM", "").lower() not in ("dumb", "unknown")
+        and environ.get("CI", "").lower() in ("", "0", "false")
+    )
+
+
+class SteadyConsole(Console):
+    """A console that falls silent when its reader is gone; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class Progress:
+    """Phase, step of total, values of the last step, remaining time.
+
+    `plain=None` decides by `is_interactive`. Plain lines come at the first and the last step of a
+    phase and otherwise every `every_seconds`. A context manager; outside of it nothing is drawn.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: SteadyConsole | None = None,
+        plain: bool | None = None,
+        every_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or SteadyConsole(file=sys.stderr)
+        self._plain = not is_interactive(self._console) if plain is None else plain
+        self._every = every_seconds
+        self._clock = clock
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._name = ""
+        self._total = 0
+        self._done = 0
+        self._lines = True
+        self._last_line = float("-inf")
+        self._times: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        if not self._plain:
+            self._bar = RichProgress(
+                TextColumn("[bold]{task.description}", markup=True),
+                BarColumn(bar_width=20),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                _Values(),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._guard(self._bar.start)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._guard(self._bar.stop)
+        self._entered = False
+
+    def phase(self, name: str, total: int, *, done: int = 0, lines: bool = True) -> None:
+        """Begin a phase of `total` steps, `done` of which a resumed run has behind it.
+
+        `lines=False` leaves step lines to somebody else (a console logger).
+        """
+        self._name, self._total, self._done = name, total, done
+        self._lines = lines
+        self._times.clear()
+        self._times.append(self._clock())
+        self._last_line = float("-inf")
+        if self._bar is not None:
+            bar = self._bar
+            if self._task is not None:
+                bar.stop_task(self._task)
+            self._task = bar.add_task(name, total=total, completed=done, values="")
+        elif self._entered:
+            self._line(f"{name}: {total} steps" + (f", {done} done" if done else ""))
+
+    def step(self, **values: float) -> None:
+        """One more step is done; `values` (reward, mean_length, tokens_per_second, ...) of it."""
+        self._done += 1
+        now = self._clock()
+        self._times.append(now)
+        parts = [f"{_LABELS.get(key, key)} {_short(value)}" for key, value in values.items()]
+        if (left := self.remaining()) is not None and self._done < self._total:
+            parts.append(f"{_duration(left)} left")
+        text = "  ".join(parts)
+        if self._bar is not None and self._task is not None:
+            bar, task = self._bar, self._task
+            self._guard(lambda: bar.update(task, completed=self._done, values=text))
+        elif self._bar is None and self._entered and self._lines:
+            edge = self._done >= self._total or len(self._times) == 2
+            if edge or now - self._last_line >= self._every:
+                self._last_line = now
+                self._line(f"{self._name} {self._done}/{self._total}  {text}".rstrip())
+
+    def remaining(self) -> float | None:
+        """Seconds that the rest of the phase will take at the pace of the last steps."""
+        if len(self._times) < 2:
+            return None
+        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        return pace * max(0, self._total - self._done)
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._entered:
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        self._guard(lambda: self._console.print(Text(text), soft_wrap=True))
+
+    def _guard(self, act: Callable[[], object]) -> None:
+        """Do it, unless the terminal is gone: a closed pipe or session is no reason to stop."""
+        if self._console.quiet:
+            return
+        try:
+            act()
+        except OSError:
+            self._console.quiet = True
+
+
+class _Values(ProgressColumn):
+    """The values of the last step, cut where the terminal ends."""
+
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("values", "")), no_wrap=True, overflow="ellipsis")
+
+
+def _short(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,53 @@
+"""Seconds per stage of a step.
+
+Knows nothing of what the stages do. Called by the loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Timers:
+    """Accumulates wall seconds per name until they are collected.
+
+    Spans of different names may nest or overlap; each counts its whole duration.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the duration of the body to `name`, also where it raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.add(name, self._clock() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds that were measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def collect(self) -> dict[str, float]:
+        """`timing_s/<name>` in seconds since the last call, which starts them anew."""
+        out = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return out
+
+
+def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[str, float]:
+    """`timing_per_token_ms/<name>` for each stage in `tokens` that was timed.
+
+    `timings`: what `Timers.collect` returned; `tokens`: tokens by stage. A stage without tokens is
+    left out.
+    """
+    return {
+        f"timing_per_token_ms/{name}": 1000.0 * timings[f"timing_s/{name}"] / count
+        for name, count in tokens.items()
+        if count > 0 and f"timing_s/{name}" in timings
+    }

@@ -1,0 +1,205 @@
+"""Architecture of a decoder, and its translation to and from a Hugging Face `config.json`.
+
+Knows file formats and sizes, not tensors. Families: Qwen2 and Qwen2.5 (`qwen2`), Qwen3 (`qwen3`),
+Llama 2 and 3 without RoPE scaling (`llama`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from slipstream.errors import CheckpointError, ConfigError
+
+Family = Literal["qwen2", "qwen3", "llama"]
+
+_ARCHITECTURES: dict[str, str] = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+_DEFAULT_THETA = 10000.0
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes of one decoder. `head_dim * num_heads` may differ from `hidden_size` (Qwen3)."""
+
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int = 4096
+    rope_theta: float = _DEFAULT_THETA
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in get_args(Family):
+            raise ConfigError(
+                f"unknown model family {self.family!r}; known: {', '.join(get_args(Family))}"
+            )
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads="
+                f"{self.num_kv_heads}: every key-value head serves equally many query heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+
+    @property
+    def attention_bias(self) -> bool:
+        """Qwen2 adds a bias to q, k and v."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises queries and keys per head."""
+        return self.family == "qwen3"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        if self.eos_token_id is None:
+            return ()
+        if isinstance(self.eos_token_id, int):
+            return (self.eos_token_id,)
+        return self.eos_token_id
+
+    def to_hf(self, *, dtype: str = "float32") -> dict[str, Any]:
+        """The contents of `config.json`. RoPE is written in both spellings in use."""
+        eos = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id
+        out: dict[str, Any] = {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "initializer_range": self.initializer_range,
+            "attention_dropout": 0.0,
+            "use_cache": True,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": self.pad_token_id,
+        }
+        if self.family != "qwen2":
+            out["attention_bias"] = False
+        if self.family == "llama":
+            out["mlp_bias"] = False
+        return out
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], *, source: str) -> ModelConfig:
+        """Read `config.json`. `source` names the file in errors.
+
+        Raises CheckpointError for another architecture, scaled RoPE, sliding windows that are on,
+        biases that the family does not have, or a missing key.
+        """
+        family = _family(raw.get("model_type"))
+        if family is None:
+            raise CheckpointError(
+                f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
+                f"decoder reads ({', '.join(get_args(Family))})"
+            )
+        _refuse_unsupported(raw, family, source)
+        rope = raw.get("rope_parameters") or {}
+        try:
+            hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+            eos = raw.get("eos_token_id")
+            return cls(
+                family=family,
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=hidden,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_layers=int(raw["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or hidden // heads),
+                max_position_embeddings=int(raw["max_position_embeddings"]),
+                rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))),
+                rms_norm_eps=float(raw["rms_norm_eps"]),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                initializer_range=float(raw.get("initializer_range", 0.02)),
+                bos_token_id=raw.get("bos_token_id"),
+                eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+                pad_token_id=raw.get("pad_token_id"),
+            )
+        except KeyError as missing:
+            raise CheckpointError(f"{source}: key {missing} is missing") from None
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise CheckpointError(f"{source}: {error}") from None
+
+
+def _family(model_type: object) -> Family | None:
+    for family in get_args(Family):
+        if family == model_type:
+            return cast(Family, family)
+    return None
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> None:
+    if raw.get("quantization_config"):
+        raise CheckpointError(
+            f"{source}: quantized checkpoints are not supported; save the model in bf16 or fp32"
+        )
+    # Both spellings are looked at: a file may carry the default in one and a scaling in the other.
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"{source}: {key} must be an object, got {rope!r}")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(
+                f"{source}: RoPE scaling {kind!r} ({key}) is not supported by Slipstream's "
+                "decoder; use a checkpoint without scaling, or roll out with "
+                "actor_rollout_ref.rollout.name=hf"
+            )
+        partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        if partial not in (None, 1, 1.0):
+            raise CheckpointError(f"{source}: partial_rotary_factor {partial} is not supported")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+        raise CheckpointError(f"{source}: sliding-window attention is not supported")
+    if family != "qwen2" and raw.get("attention_bias"):
+        raise CheckpointError(f"{source}: attention_bias=true is not supported for {family}")
+    if family == "llama" and raw.get("mlp_bias"):
+        raise CheckpointError(f"{source}: mlp_bias=true is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported")

@@ -1,0 +1,314 @@
+"""The decoder: token ids to hidden states. Qwen2, Qwen3 and Llama in one readable form.
+
+`Decoder` owns the parameters under their Hugging Face names (fp32 master weights when it trains).
+`Decoder.pack` turns them into a `PackedDecoder`: cast to the compute dtype, q|k|v and gate|up
+concatenated. The forward pass is a function of the packed weights alone, so the trainer (which
+packs with gradients, once per micro-batch) and the engine (once per weight update) run the same
+operations on the same shapes. It does not know about sampling, losses, log-probs or batching.
+
+Shapes: B sequences, T tokens, D hidden width, H key-value heads, G query heads per key-value head,
+K head width, S key slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
+from slipstream.models.config import ModelConfig
+
+
+class KVCache(Protocol):
+    """Where an engine keeps keys and values; positions are slots (contiguous)."""
+
+    @property
+    def num_keys(self) -> int:
+        """Key slots that `extend` returns: a whole number of attention chunks."""
+        ...
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of one layer; return all of them, (B, H, S, K) each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a forward pass yields.
+
+    `final` (B, T, D) has gone through the last norm: the input of every head. `taps` are outputs of
+    the requested layers, before any norm (EAGLE-3's features).
+    """
+
+    final: Tensor
+    taps: dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """Weights of one layer as the forward pass uses them."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """(H * G + H, K): the query norm for every query head, then the key norm."""
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class _Attention(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, q, bias=c.attention_bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv, bias=c.attention_bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv, bias=c.attention_bias)
+        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
+        if c.qk_norm:
+            self.q_norm = _Norm(c.head_dim)
+            self.k_norm = _Norm(c.head_dim)
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+
+class _MLP(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = _Attention(c)
+        self.mlp = _MLP(c)
+        self.input_layernorm = _Norm(c.hidden_size)
+        self.post_attention_layernorm = _Norm(c.hidden_size)
+
+    def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
+        a, m = self.self_attn, self.mlp
+        bias = norm = None
+        if c.attention_bias:
+            bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(dtype)
+        if c.qk_norm:
+            norm = torch.cat(
+                [
+                    a.q_norm.weight.expand(c.num_heads, -1),
+                    a.k_norm.weight.expand(c.num_kv_heads, -1),
+                ]
+            ).to(dtype)
+        return PackedLayer(
+            input_norm=self.input_layernorm.weight.to(dtype),
+            qkv=torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype),
+            qkv_bias=bias,
+            qk_norm=norm,
+            out=a.o_proj.weight.to(dtype),
+            post_norm=self.post_attention_layernorm.weight.to(dtype),
+            gate_up=torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype),
+            down=m.down_proj.weight.to(dtype),
+        )
+
+
+class _Trunk(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
+        self.norm = _Norm(c.hidden_size)
+
+
+class Decoder(nn.Module):
+    """The parameters, under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`).
+
+    With tied embeddings there is no `lm_head.weight`, as in Hugging Face checkpoints.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Trunk(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal(0, initializer_range); projections into the residual stream are scaled by
+        1/sqrt(2 * layers) (GPT-2), biases are zero and norms one."""
+        generator = torch.Generator().manual_seed(seed)
+        std = self.config.initializer_range
+        residual = std / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                drawn = torch.empty(parameter.shape).normal_(
+                    0.0, residual if into_residual else std, generator=generator
+                )
+                parameter.copy_(drawn)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """(V, D); the embedding when tied."""
+        if self.config.tie_word_embeddings:
+            return self.model.embed_tokens.weight
+        return self.lm_head.weight
+
+    def pack(self, dtype: torch.dtype) -> PackedDecoder:
+        """Weights as the forward pass uses them. Differentiable with respect to the parameters."""
+        layers: Iterator[nn.Module] = iter(self.model.layers)
+        packed = []
+        for layer in layers:
+            assert isinstance(layer, _Layer)
+            packed.append(layer.pack(self.config, dtype))
+        return PackedDecoder(
+            config=self.config,
+            embedding=self.model.embed_tokens.weight.to(dtype),
+            layers=packed,
+            norm=self.model.norm.weight.to(dtype),
+            lm_head=self.lm_head_weight.to(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDecoder:
+    """Weights in compute form, and the forward pass over them."""
+
+    config: ModelConfig
+    embedding: Tensor
+    layers: list[PackedLayer]
+    norm: Tensor
+    lm_head: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        kv_cache: KVCache | None = None,
+        taps: Collection[int] = (),
+        recompute: bool = False,
+    ) -> HiddenStates:
+        """Hidden states of `ids_BT` (int64) at `positions_BT`.
+
+        Without a cache the sequences stand alone: positions must be 0 .. T-1; pad on the right, the
+        causal mask keeps padding unseen. With a cache, keys and values are stored in it and earlier
+        ones are attended to. In exact mode B * T must be a multiple of 4 (`numerics.pad_rows`).
+        `recompute` trades time for memory in the backward pass (gradient checkpointing).
+        """
+        c = self.config
+        cos_sin = rope_tables(positions_BT, c, self.dtype)
+        num_keys = kv_cache.num_keys if kv_cache else padded_keys(ids_BT.shape[1], self.dtype)
+        mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size)
+        kept: dict[int, Tensor] = {}
+        x = F.embedding(ids_BT, self.embedding)
+        for index, layer in enumerate(self.layers):
+            if recompute:
+                x = checkpoint(
+                    _layer_forward, layer, index, x, cos_sin, mask, kv_cache, c, use_reentrant=False
+                )
+            else:
+                x = _layer_forward(layer, index, x, cos_sin, mask, kv_cache, c)
+            if index in taps:
+                kept[index] = x
+        return HiddenStates(rms_norm(x, self.norm, c.rms_norm_eps), kept)
+
+
+def _layer_forward(
+    w: PackedLayer,
+    index: int,
+    x_BTD: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    mask_NRS: Tensor,
+    kv_cache: KVCache | None,
+    c: ModelConfig,
+) -> Tensor:
+    B, T, _ = x_BTD.shape
+    heads = c.num_heads + c.num_kv_heads
+    normed = rms_norm(x_BTD, w.input_norm, c.rms_norm_eps)
+    qkv = F.linear(normed, w.qkv, w.qkv_bias).view(B, T, heads + c.num_kv_heads, c.head_dim)
+    qk = qkv[:, :, :heads]
+    if w.qk_norm is not None:
+        qk = rms_norm(qk, w.qk_norm, c.rms_norm_eps)
+    qk = rotate(qk, *cos_sin)
+    k, v = qk[:, :, c.num_heads :], qkv[:, :, heads:]
+    if kv_cache is None:
+        keys, values = _pad_keys(k, mask_NRS.shape[-1]), _pad_keys(v, mask_NRS.shape[-1])
+    else:
+        keys, values = kv_cache.extend(index, k, v)
+    # Query heads of one key-value head become rows of one matrix: (B, T, H*G, K) -> (B, H, G*T, K).
+    q = qk[:, :, : c.num_heads].reshape(B, T, c.num_kv_heads, c.group_size, c.head_dim)
+    q = q.permute(0, 2, 3, 1, 4).reshape(B, c.num_kv_heads, c.group_size * T, c.head_dim)
+    attended = attend(pad_query_rows(q), keys, values, mask_NRS)
+    rows = attended[:, :, : c.group_size * T]
+    rows = rows.reshape(B, c.num_kv_heads, c.group_size, T, c.head_dim)
+    joined = rows.permute(0, 3, 1, 2, 4).reshape(B, T, c.num_heads * c.head_dim)
+    x_BTD = x_BTD + F.linear(joined, w.out)
+    gate, up = F.linear(rms_norm(x_BTD, w.post_norm, c.rms_norm_eps), w.gate_up).chunk(2, dim=-1)
+    return x_BTD + F.linear(F.silu(gate) * up, w.down)
+
+
+def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
+    """(B, T, H, K) -> (B, H, S, K), zeros beyond T (their weights are exactly zero)."""
+    x = x_BTHK.transpose(1, 2)
+    missing = num_keys - x.shape[2]
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def rope_tables(positions_BT: Tensor, c: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (B, T, 1, K) of rotary embeddings (Su et al. 2021), the sign of the rotation in
+    the sine: x * cos + roll(x, K/2) * sin."""
+    cos, sin = _rope_table(
+        c.rope_theta, c.head_dim, c.max_position_embeddings, dtype, positions_BT.device
+    )
+    return cos[positions_BT][:, :, None], sin[positions_BT][:, :, None]
+
+
+@cache
+def _rope_table(
+    theta: float, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    # One table for all callers: sines computed in buffers of other sizes may differ in a bit.
+    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    # Times the reciprocal, as transformers does: far positions are sensitive to the last bit.
+    angles = torch.arange(positions, device=device).float()[:, None] * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of queries or keys (B, T, H, K)."""
+    return x_BTHK * cos + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin

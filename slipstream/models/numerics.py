@@ -1,0 +1,81 @@
+"""Row and width rules of exact mode: what makes a token's numbers independent of its neighbours.
+
+A matrix product computes row i the same way whatever else is in the batch only if the row count
+avoids the kernels' special cases; an element-wise kernel handles the last few elements of a buffer
+with other instructions. The rules here avoid both (measurements: `docs/log.md`). They are applied
+by the engine and by the trainer alike, so that both compute the same bits for the same token.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+
+ROW_MULTIPLE = 4
+"""Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
+
+KEY_MULTIPLE = {torch.float32: 64, torch.bfloat16: 512}
+"""Keys per attention chunk: partial sums end at these multiples of the position."""
+
+WIDTH_MULTIPLE = 16
+"""Hidden, head and inner widths: no vector kernel is left with a remainder, however its work is
+split among threads. The vocabulary is exempt: what is computed over it is computed row by row."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def check_widths(**widths: int) -> None:
+    """Refuse widths for which exact mode does not hold. Raises ConfigError naming the multiple."""
+    for name, width in widths.items():
+        if width % WIDTH_MULTIPLE:
+            raise ConfigError(
+                f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
+                "choose another size, or roll out with actor_rollout_ref.rollout.name=hf"
+            )
+
+
+def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
+    """(N, ...) -> (N', ...) with N' a multiple of `multiple`, filled with copies of row 0."""
+    missing = -x.shape[0] % multiple
+    if not missing:
+        return x
+    return torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
+
+
+@cache
+def cpu_has_bf16_units() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512_BF16, AMX or Arm's BF16).
+
+    Elsewhere bf16 is emulated and slower than fp32.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    words = set(flags.split())
+    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the hardware has units for it, fp32 elsewhere."""
+    if device.type == "cpu":
+        return torch.bfloat16 if cpu_has_bf16_units() else torch.float32
+    return torch.bfloat16
+
+
+def dtype_from_name(name: str, device: torch.device) -> torch.dtype:
+    """`auto`, `bfloat16` or `float32` as a dtype for `device`."""
+    if name == "auto":
+        return default_dtype(device)
+    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in known:
+        raise ConfigError(f"dtype {name!r} is not one of auto, {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,1 @@
+"""What a response is worth: reward functions and the managers that run them."""

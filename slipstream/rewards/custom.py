@@ -1,0 +1,106 @@
+"""Loads a user's reward function from a Python file.
+
+Knows the file and the call signature, not what the function computes. Called by
+`load_reward_manager`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def get_custom_reward_fn(
+    path: str | Path, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The function `name` of the file `path`, with `reward_kwargs` bound.
+
+    It is called with the keywords `data_source, solution_str, ground_truth, extra_info` and
+    returns a number or a mapping with the key `score`; it may be `async def` (VERL's signature).
+    Raises `ConfigError` for a missing file or name, a file that does not import, and a signature
+    that does not take these arguments.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(
+            f"custom_reward_function.path {str(path)!r} is not a file: give the path of a Python "
+            "file"
+        )
+    module = _import_file(file)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = _defined(module)
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(
+            f"custom_reward_function.name {name!r} is not a function of {str(path)!r}{hint} It "
+            f"defines: {', '.join(own) or 'no functions'}"
+        )
+    kwargs = dict(reward_kwargs or {})
+    _check_signature(function, kwargs, name, file)
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def _import_file(file: Path) -> ModuleType:
+    # The name depends on the full path, so that two files of one name do not replace each other.
+    digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
+    module_name = f"slipstream_custom_reward_{file.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(
+            f"custom_reward_function.path {str(file)!r} is not a Python file: its name must end "
+            "in .py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # user code may raise anything; the reason is passed on
+        del sys.modules[module_name]
+        raise ConfigError(
+            f"custom_reward_function.path {str(file)!r} does not import: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _defined(module: ModuleType) -> list[str]:
+    return sorted(
+        key
+        for key, value in vars(module).items()
+        if callable(value)
+        and not key.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def _check_signature(
+    function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: Path
+) -> None:
+    clash = sorted(set(kwargs) & set(ARGUMENTS))
+    if clash:
+        raise ConfigError(
+            f"custom_reward_function.reward_kwargs must not contain {', '.join(clash)}: these come "
+            "from the data"
+        )
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+    except TypeError as error:
+        extra = f" and the reward_kwargs {', '.join(kwargs)}" if kwargs else ""
+        raise ConfigError(
+            f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(ARGUMENTS)}"
+            f"{extra}: {error}"
+        ) from error

@@ -1,0 +1,327 @@
+"""Reward managers: from a finished sample to its score, whatever the reward function does.
+
+A function that raises, hangs or returns nonsense gives a failure with a reason, and `on_failure`
+decides what that means. Knows samples and decoding (injected), not rollouts or advantages. Called
+by the rollout manager and by evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.custom import get_custom_reward_fn
+from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, RewardManager, Score
+from slipstream.rewards.runner import DeadlineRunner, is_async
+from slipstream.types import Sample
+
+Decode = Callable[[list[int]], str]
+
+_ON_FAILURE = ("zero", "drop", "stop")
+
+
+class NaiveRewardManager:
+    """Scores every sample by itself with one function.
+
+    `compute_score` has VERL's signature (see `rewards.custom`), or is a `Reward`, which sees the
+    whole sample. `decode` turns response ids into text, without special tokens. `timeout_s` is the
+    deadline of one call, counted from its start; at most `num_workers` calls run at once.
+    `extra_info` gains `num_turns`, the number of assistant segments. `failures` and `timeouts`
+    count since the start.
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] | Reward = default_compute_score,
+        *,
+        decode: Decode,
+        timeout_s: float = 30.0,
+        on_failure: OnFailure = "zero",
+        num_workers: int = 4,
+    ) -> None:
+        if on_failure not in _ON_FAILURE:
+            raise ConfigError(
+                f"reward_model.on_failure {on_failure!r} is unknown; use {', '.join(_ON_FAILURE)}"
+            )
+        self.failures = 0
+        self._decode = decode
+        self._on_failure = on_failure
+        self._runner = DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers)
+        self._reward = compute_score if isinstance(compute_score, Reward) else None
+        self._compute_score = None if isinstance(compute_score, Reward) else compute_score
+        target = compute_score.score if isinstance(compute_score, Reward) else compute_score
+        self._asynchronous = is_async(target)
+        self._name = _name(compute_score)
+
+    @property
+    def timeouts(self) -> int:
+        """Calls that ran past the deadline."""
+        return self._runner.timeouts
+
+    @property
+    def abandoned(self) -> int:
+        """Calls past the deadline that still run in a thread."""
+        return self._runner.abandoned
+
+    async def score_sample(self, sample: Sample) -> Score:
+        """The score of a finished sample; the sample is not changed (see `apply_score`).
+
+        Raises `RewardError` on a failure with policy "stop", on any `RewardError` of the function
+        (no reward for this data source) and when too many calls hang.
+        """
+        outcome = await self._runner.run(
+            self._call(sample), name=self._name, asynchronous=self._asynchronous
+        )
+        result = outcome.failure if outcome.failure is not None else read_result(outcome.value)
+        if isinstance(result, str):
+            return self._failed(sample, result)
+        return self.finish(sample, result)
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score for each sample, in order, computed at the same time.
+
+        Raises the first `RewardError`, after cancelling the others.
+        """
+        scores: list[Score | None] = [None] * len(samples)
+        errors: list[RewardError] = []
+
+        async def one(place: int, scope: anyio.CancelScope) -> None:
+            try:
+                scores[place] = await self.score_sample(samples[place])
+            except RewardError as error:
+                errors.append(error)
+                scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for place in range(len(samples)):
+                group.start_soon(one, place, group.cancel_scope)
+        if errors:
+            raise errors[0]
+        return [score for score in scores if score is not None]
+
+    def finish(self, sample: Sample, score: Score) -> Score:
+        """A hook for managers that adjust a successful score."""
+        return score
+
+    def _call(self, sample: Sample) -> Callable[[], Any]:
+        if self._reward is not None:
+            return functools.partial(self._reward.score, sample)
+        assert self._compute_score is not None
+        turns = sum(1 for segment in sample.segments if segment.role == "assistant")
+        return functools.partial(
+            self._compute_score,
+            data_source=sample.data_source,
+            solution_str=self._decode(sample.response_ids),
+            ground_truth=sample.ground_truth,
+            extra_info={**sample.extra_info, "num_turns": turns},
+        )
+
+    def _failed(self, sample: Sample, reason: str) -> Score:
+        self.failures += 1
+        if self._on_failure == "stop":
+            raise RewardError(
+                f"the reward function {self._name} failed on sample {sample.uid!r} (data_source "
+                f"{sample.data_source!r}): {reason}. Repair it, or set reward_model.on_failure to "
+                "zero or drop"
+            )
+        return Score(0.0, ok=self._on_failure == "zero", failure=reason)
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """Naive scoring plus DAPO's soft penalty for overlong responses (Yu et al. 2025, eq. 13).
+
+    The last `len` of `max_resp_len` tokens are a buffer: a response that uses x of them gets
+    `-penalty_factor * x / len`, at most. `overlong_buffer_cfg` has VERL's keys: enable, len,
+    penalty_factor, log (add `overlong` and `overlong_reward` to the parts).
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] | Reward = default_compute_score,
+        *,
+        decode: Decode,
+        timeout_s: float = 30.0,
+        on_failure: OnFailure = "zero",
+        num_workers: int = 4,
+        max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            compute_score,
+            decode=decode,
+            timeout_s=timeout_s,
+            on_failure=on_failure,
+            num_workers=num_workers,
+        )
+        config = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
+        unknown = sorted(set(overlong_buffer_cfg or {}) - set(config))
+        if unknown:
+            raise ConfigError(
+                f"reward_model.reward_kwargs.overlong_buffer_cfg: unknown {', '.join(unknown)} "
+                f"(known: {', '.join(config)})"
+            )
+        config.update(overlong_buffer_cfg or {})
+        self._penalise = bool(config["enable"])
+        self._log = bool(config["log"])
+        self._buffer = int(config["len"])
+        self._factor = float(config["penalty_factor"])
+        self._max_resp_len = max_resp_len or 0
+        if self._penalise and not 0 < self._buffer <= self._max_resp_len:
+            raise ConfigError(
+                f"reward_model.reward_kwargs: overlong_buffer_cfg.len {self._buffer} must be "
+                f"between 1 and max_resp_len ({max_resp_len})"
+            )
+
+    def finish(self, sample: Sample, score: Score) -> Score:
+        if not self._penalise:
+            return score
+        over = sample.response_length - (self._max_resp_len - self._buffer)
+        penalty = min(-over / self._buffer * self._factor, 0.0)
+        parts = dict(score.parts)
+        if self._log:
+            parts |= {"overlong": float(penalty < 0.0), "overlong_reward": penalty}
+        return Score(score.value + penalty, parts)
+
+
+def read_result(result: Any) -> Score | str:
+    """A function's return value as a score, or what is wrong with it.
+
+    A number, or a mapping with the key `score`; its other numbers become `parts`, other values are
+    for the function's own use. Zero-dimensional arrays and tensors count as numbers.
+    """
+    if isinstance(result, Score):
+        if not result.ok:
+            return result.failure or "the reward gave no usable score and no reason"
+        number = _number(result.value)
+        usable = number is not None and math.isfinite(number)
+        return result if usable else f"returned a score of {result.value!r}, not a finite number"
+    parts: dict[str, float] = {}
+    value = result
+    if isinstance(result, Mapping):
+        if SCORE_PART not in result:
+            return f"returned a mapping without 'score' (keys: {', '.join(map(str, result))})"
+        value = result[SCORE_PART]
+        for key, entry in result.items():
+            part = _number(entry)
+            if key != SCORE_PART and part is not None and math.isfinite(part):
+                parts[str(key)] = part
+    number = _number(value)
+    if inspect.iscoroutine(value):
+        value.close()
+        return "returned a coroutine: define the function with async def, so that it is awaited"
+    if number is None:
+        return f"returned {type(value).__name__}, not a number"
+    if not math.isfinite(number):
+        return f"returned {number}, not a finite number"
+    return Score(number, parts)
+
+
+def _number(value: Any) -> float | None:
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None
+
+
+def _name(compute_score: Any) -> str:
+    inner = compute_score
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def compute_reward(sample: Sample) -> float:
+    """The reward of a sample that was scored, or graded by its environment (`rollouts` design).
+
+    A scored sample (see `apply_score`) gives its reward; otherwise `metadata["correct"]` gives 1.0
+    or 0.0. Raises `RewardError` where there is neither.
+    """
+    if SCORE_PART in sample.reward_parts:
+        return sample.reward
+    if "correct" in sample.metadata:
+        return 1.0 if sample.metadata["correct"] else 0.0
+    raise RewardError(
+        f"sample {sample.uid!r} has no reward: score it with a reward manager, or let its "
+        "environment set metadata['correct']"
+    )
+
+
+_MANAGERS: dict[str, Callable[..., RewardManager]] = {
+    "naive": NaiveRewardManager,
+    "dapo": DAPORewardManager,
+}
+
+
+def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
+    """Add a manager; the factory takes what `NaiveRewardManager` takes, and its own options."""
+    if name in _MANAGERS:
+        raise ConfigError(f"reward manager {name!r} exists already; choose another name")
+    _MANAGERS[name] = factory
+
+
+def load_reward_manager(
+    name: str = "naive",
+    *,
+    decode: Decode,
+    timeout_s: float = 30.0,
+    on_failure: OnFailure = "zero",
+    num_workers: int = 4,
+    custom_path: str | Path | None = None,
+    custom_name: str = "compute_score",
+    custom_kwargs: Mapping[str, Any] | None = None,
+    reward_kwargs: Mapping[str, Any] | None = None,
+) -> RewardManager:
+    """The manager `name` around the user's reward function, or the built-in ones.
+
+    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`;
+    `reward_kwargs` are the manager's own options. Raises `ConfigError` for unknown ones.
+    """
+    factory = _MANAGERS.get(name)
+    if factory is None:
+        raise ConfigError(
+            f"reward_model.reward_manager {name!r} is unknown; use {', '.join(sorted(_MANAGERS))}"
+        )
+    if custom_path is None and custom_kwargs:
+        raise ConfigError(
+            "custom_reward_function.reward_kwargs are set, but custom_reward_function.path is not: "
+            "the built-in reward functions take none"
+        )
+    compute_score = (
+        default_compute_score
+        if custom_path is None
+        else get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
+    )
+    options: dict[str, Any] = {
+        "decode": decode,
+        "timeout_s": timeout_s,
+        "on_failure": on_failure,
+        "num_workers": num_workers,
+    }
+    clash = sorted(set(options) & set(reward_kwargs or {}))
+    if clash:
+        raise ConfigError(
+            f"reward_model.reward_kwargs must not contain {', '.join(clash)}: these are settings "
+            "of their own (reward_model.*)"
+        )
+    options.update(reward_kwargs or {})
+    try:
+        inspect.signature(factory).bind(compute_score, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward_model.reward_kwargs {sorted(reward_kwargs or {})} do not fit the manager "
+            f"{name!r}: {error}"
+        ) from error
+    return factory(compute_score, **options)

@@ -1,0 +1,1 @@
+"""How samples come about: prompts in, scored groups out."""

@@ -1,0 +1,102 @@
+"""The next token of each row: argmax of log p + G, an exact sample from p (Gumbel-max).
+
+The rule that makes speculation lossless: the token is a function of the target's logits and of the
+keyed noise alone (see `noise`), so whatever proposed it, the same token comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.sampling.noise import gumbel_noise
+from slipstream.sampling.truncate import truncate
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Per-row sampling settings as tensors of length N, built once per batch, not per step.
+
+    `keys_N2` int32; `temperature_N` float32 with 0 for greedy; `top_k_N` int64; `top_p_N` and
+    `min_p_N` float64, lest rounding a limit adds a token; `cuts` whether any row truncates.
+    """
+
+    keys_N2: Tensor
+    temperature_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+    min_p_N: Tensor
+    any_sampled: bool
+    any_greedy: bool
+    any_tempered: bool
+    cuts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens (N,) int64 with two log-probs (N,) float32.
+
+    `log_probs`: full-vocabulary log-softmax at the sampling temperature, what a trainer recomputes
+    (temperature 1 for greedy rows). `sampling_log_probs`: of the law the token was drawn from,
+    after truncation; 0 for greedy rows, whose law is a point mass. A row with a NaN or infinite
+    logit has the log-prob NaN, and its token means nothing.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+
+
+def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
+    greedy_N = rows.temperature_N == 0
+    if rows.any_tempered:
+        logits_NV = logits_NV / torch.where(greedy_N, 1.0, rows.temperature_N)[:, None]
+    log_probs = torch.log_softmax(logits_NV, dim=-1)
+    support = None
+    if rows.cuts:
+        # Greedy rows are left whole: what is most likely by its logit need not be first among
+        # log-probs that rounding made equal.
+        support = truncate(log_probs, rows.top_k_N, rows.top_p_N, rows.min_p_N)
+        support |= greedy_N[:, None]
+    scores = log_probs
+    if rows.any_greedy:
+        # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
+        scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
+    scores = scores.to(torch.float64)
+    if rows.any_sampled:
+        noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
+        if rows.any_greedy:
+            noise = torch.where(greedy_N[:, None], 0.0, noise)
+        scores = scores + noise
+    if support is not None:
+        scores = scores.masked_fill(~support, float("-inf"))
+    # A NaN equals nothing, itself included: then no index is found.
+    tokens = first_argmax(scores).clamp(max=logits_NV.shape[1] - 1)
+    chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+    return Choice(tokens, chosen, _law(log_probs, chosen, support, greedy_N, rows))
+
+
+def first_argmax(scores_NV: Tensor) -> Tensor:
+    """Index of the largest value per row, the lowest index among equals, (N,) int64.
+
+    V, the number of columns, for a row with NaN.
+    """
+    ties = scores_NV == scores_NV.amax(-1, keepdim=True)
+    # argmax over booleans as uint8 does not promise the first; a running index does.
+    ids = torch.arange(scores_NV.shape[1], device=scores_NV.device)
+    return torch.where(ties, ids, scores_NV.shape[1]).amin(-1)
+
+
+def _law(
+    log_probs: Tensor, chosen: Tensor, support: Tensor | None, greedy_N: Tensor, rows: SamplingRows
+) -> Tensor:
+    if support is not None:
+        kept = log_probs.to(torch.float64).masked_fill(~support, float("-inf"))
+        cut = (chosen.to(torch.float64) - torch.logsumexp(kept, -1)).to(torch.float32)
+        # Rounding leaves the whole law's mass off 1 by a bit: a row that nothing cuts must not
+        # show whether another row of its batch is cut.
+        chosen = torch.where(support.all(-1), chosen, cut)
+    return torch.where(greedy_N, 0.0, chosen) if rows.any_greedy else chosen

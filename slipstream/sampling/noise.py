@@ -1,0 +1,73 @@
+"""Keyed noise: one fixed Gumbel vector per (sample, position), computed, never drawn or stored.
+
+The noise of a token is a hash of (key of the sample, absolute position, token id), so the token
+that is sampled depends on nothing else: not on batch, schedule, preemption or speculation.
+
+    k = hash(key, position, token id) in [0, 2^32)
+    u = (k + 1/2) / 2^32                       in float64: in float32 u can round to 1
+    G = -log(-log u)                           Gumbel(0, 1)
+
+The integer hash gives the same k on every device. It is two rounds of a 32-bit mixer (xor-shift and
+multiply, constants of Wellons' `lowbias32`), each keyed with one word of a 64-bit per-token key;
+`tests/sampling/test_noise.py` holds the statistical checks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B - (1 << 32)  # the same bits as a signed 32-bit number
+_GOLDEN = 0x9E3779B9 - (1 << 32)
+
+
+def key_words(parts: Sequence[int | str]) -> tuple[int, int]:
+    """Two signed 32-bit words from the parts of a sample's key (a `NoiseKey`, field by field).
+
+    Each part is length-prefixed, so that ("ab", "c") and ("a", "bc") differ. A number and its
+    decimal text are the same part: which one a field holds is fixed by its type.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        data = str(part).encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    raw = digest.digest()
+    return (
+        int.from_bytes(raw[:4], "little", signed=True),
+        int.from_bytes(raw[4:], "little", signed=True),
+    )
+
+
+def hash_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
+    """k for every token id: int64 (N, V) in [0, 2^32).
+
+    `keys_N2` int32 (N, 2) from `key_words`; `positions_N` int (N,) absolute positions.
+    """
+    positions = positions_N.to(torch.int32)
+    first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
+    second = _mix(keys_N2[:, 1] + first)
+    ids = torch.arange(vocab_size, device=keys_N2.device, dtype=torch.int32) * _GOLDEN
+    words = _mix(_mix(ids[None, :] ^ first[:, None]) + second[:, None])
+    return words.to(torch.int64) & 0xFFFFFFFF
+
+
+def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
+    """G, float64 (N, V): independent Gumbel(0, 1) over positions and token ids."""
+    u = (hash_words(keys_N2, positions_N, vocab_size).to(torch.float64) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(u))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """One round on int32 with wrap-around; a bijection of the 32-bit words."""
+    x = (x ^ _shift_right(x, 16)) * _MULTIPLIER_1
+    x = (x ^ _shift_right(x, 15)) * _MULTIPLIER_2
+    return x ^ _shift_right(x, 16)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)

@@ -1,0 +1,91 @@
+"""AdamW over named parameters, with torch's fused kernel.
+
+The update is `torch.optim.AdamW(fused=True)`'s to the bit (Loshchilov and Hutter 2019,
+https://arxiv.org/abs/1711.05101). The kernel is called directly, because making any `torch.optim`
+optimizer imports torch's compiler, which takes longer than a small model's first steps. Called by
+`optim`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class AdamW:
+    """Moments and updates of named parameters. Parameters without gradient stay as they are."""
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        self._parameters = parameters
+        self._betas = betas
+        self._eps = eps
+        self._weight_decay = weight_decay
+        self._state: dict[str, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update all parameters from their gradients. Weight decay is for matrices only."""
+        for decay, matrices in ((self._weight_decay, True), (0.0, False)):
+            names = [
+                name
+                for name, p in self._parameters.items()
+                if p.grad is not None and (p.ndim >= 2) == matrices
+            ]
+            if not names:
+                continue
+            parameters: list[Tensor] = [self._parameters[name] for name in names]
+            states = [self._state_of(name) for name in names]
+            steps = [state["step"] for state in states]
+            for step in steps:
+                step.add_(1)
+            torch._fused_adamw_(
+                parameters,
+                [p.grad for p in parameters if p.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                steps,
+                lr=lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                weight_decay=decay,
+                eps=self._eps,
+                amsgrad=False,
+                maximize=False,
+            )
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of step count and moments by parameter name; empty before the first step."""
+        return {
+            name: {key: value.clone() for key, value in state.items()}
+            for name, state in self._state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from `state_dict()`; names and shapes have to be those of the parameters."""
+        self._state = {
+            name: {
+                key: value.to(device=self._parameters[name].device, copy=True)
+                for key, value in entries.items()
+            }
+            for name, entries in state.items()
+        }
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        state = self._state.get(name)
+        if state is None:
+            parameter = self._parameters[name]
+            state = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            self._state[name] = state
+        return state

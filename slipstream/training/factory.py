@@ -1,0 +1,103 @@
+"""Short ways to a trainer, in two tiers (the `rollouts` design's names).
+
+Tier 1 makes the parts (`load_hf_model`, `create_adamw_optimizer`, `create_cross_entropy_loss`);
+tier 2 the whole (`create_pytorch_backend`, `create_warmup_cosine_scheduler`). For scripts and
+notebooks; the command line wires the same classes from its configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.models.numerics import dtype_from_name
+from slipstream.training.losses import LossFn, sft_loss
+from slipstream.training.optim import (
+    LearningRateFactor,
+    OptimSettings,
+    PolicyOptimizer,
+)
+from slipstream.training.single import SingleProcessBackend
+
+if TYPE_CHECKING:
+    from slipstream.training.compute_thread import ComputeThread
+
+
+def load_hf_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Decoder:
+    """A `Decoder` with fp32 parameters from a Hugging Face folder.
+
+    Raises:
+        CheckpointError: the folder is missing, corrupt, or of an architecture that is not read.
+    """
+    return load_checkpoint(Path(folder), device=torch.device(device))
+
+
+def create_adamw_optimizer(
+    model: Decoder,
+    *,
+    lr: float = 1e-6,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    scheduler: LearningRateFactor | None = None,
+) -> PolicyOptimizer:
+    """AdamW over all parameters of `model`; norms and biases without weight decay.
+
+    `scheduler` maps the update's number to a factor of `lr`; None keeps it constant.
+    """
+    settings = OptimSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return PolicyOptimizer(model.named_parameters(), settings, schedule=scheduler)
+
+
+def create_warmup_cosine_scheduler(
+    *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0
+) -> LearningRateFactor:
+    """Linear warm-up, then a cosine down to `min_lr_ratio` at `total_steps` (see `lr_factor`)."""
+    return OptimSettings(
+        lr=1.0,
+        schedule="cosine",
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        min_lr_ratio=min_lr_ratio,
+    ).factor
+
+
+def create_cross_entropy_loss() -> LossFn:
+    """Mean cross-entropy over target tokens; metrics under `sft/`."""
+    return sft_loss()
+
+
+def create_pytorch_backend(
+    model: Decoder | str | Path,
+    *,
+    optimizer: OptimSettings | PolicyOptimizer | None = None,
+    lr: float = 1e-6,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    max_tokens_per_micro_batch: int = 16384,
+    grad_clip: float | None = 1.0,
+    gradient_checkpointing: bool = False,
+    compute: ComputeThread | None = None,
+) -> SingleProcessBackend:
+    """A backend in one line: `create_pytorch_backend("Qwen/folder", lr=1e-5)`.
+
+    `model` is a Hugging Face folder or a `Decoder`. Without `optimizer` it is AdamW at `lr`.
+    `dtype` is `auto`, `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it.
+    """
+    device = torch.device(device)
+    if not isinstance(model, Decoder):
+        model = load_hf_model(model, device=device)
+    return SingleProcessBackend(
+        model,
+        optim=optimizer or OptimSettings(lr=lr),
+        dtype=dtype_from_name(dtype, device),
+        device=device,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+        grad_clip=grad_clip,
+        gradient_checkpointing=gradient_checkpointing,
+        compute=compute,
+    )

@@ -1,0 +1,184 @@
+"""Loss functions over one micro-batch of a mini-batch, in a form that adds up.
+
+A `LossFn` gets log-probs of target tokens and the counts of the whole mini-batch, and returns this
+micro-batch's share of loss and metrics. Sums over micro-batches are then the mini-batch's values,
+whatever the split. Knows nothing about models or packing. Called by `step`; made by the loops.
+
+Shapes: everything is (B, T), aligned with tokens: entry t belongs to token t, column 0 is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.aggregation import LossAggMode, Normalizers, masked_sum, sum_loss
+from slipstream.algorithms.entropy import entropy_loss
+from slipstream.algorithms.kl import kl_penalty
+from slipstream.algorithms.registry import get_policy_loss_fn
+from slipstream.algorithms.settings import PolicyLossConfig
+from slipstream.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What a loss may look at. Where `mask` is 0, all columns are 0.
+
+    `log_probs` and `entropy` carry gradients. `old_log_probs` are those of the policy that started
+    the update: where a row brought none, the row is on-policy and they are the present ones,
+    detached. The other columns are None when the batch does not have them. `normalizers` and
+    `num_targets`, the number of target tokens, count the whole mini-batch.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    old_log_probs: Tensor
+    normalizers: Normalizers
+    num_targets: int
+    advantages: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutputs:
+    """`loss` is a scalar with gradients; `sums` are metrics that add up over micro-batches and
+    `maxima` such of which the largest counts."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor | float]
+    maxima: Mapping[str, Tensor | float] = field(default_factory=dict)
+
+
+class LossFn(Protocol):
+    """A micro-batch's share of the loss. Must be linear in rows, given the normalizers."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+def sft_loss(*, prefix: str = "sft") -> LossFn:
+    """Cross-entropy, the mean over all target tokens of the mini-batch.
+
+    Metrics: `<prefix>/loss` in nats per token, `<prefix>/entropy` of the model's distribution.
+    """
+
+    def compute(inputs: LossInputs) -> LossOutputs:
+        norm = inputs.normalizers
+        loss = sum_loss(-inputs.log_probs, inputs.mask, LossAggMode.TOKEN_MEAN, norm)
+        entropy = sum_loss(inputs.entropy.detach(), inputs.mask, LossAggMode.TOKEN_MEAN, norm)
+        return LossOutputs(
+            loss=loss, sums={f"{prefix}/loss": loss.detach(), f"{prefix}/entropy": entropy}
+        )
+
+    return compute
+
+
+def policy_loss_fn(
+    *,
+    loss_mode: str = "vanilla",
+    loss_agg_mode: str = LossAggMode.TOKEN_MEAN,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    entropy_coeff: float = 0.0,
+    use_kl_loss: bool = False,
+    kl_loss_coef: float = 0.001,
+    kl_loss_type: str = "low_var_kl",
+    loss_scale_factor: float | None = None,
+) -> LossFn:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference.
+
+    `loss_mode` names a registered policy loss. `loss_scale_factor` is the horizon of
+    `seq-mean-token-sum-norm`. Metrics under VERL's names: `actor/pg_loss`, `actor/entropy`, what
+    the policy loss reports, and with `use_kl_loss` `actor/kl_loss` and `actor/kl_coef`.
+
+    Raises:
+        ConfigError: an unknown name, an impossible clip, or a missing horizon.
+    """
+    try:
+        policy_loss = get_policy_loss_fn(loss_mode)
+        agg_mode = LossAggMode(loss_agg_mode)
+        config = PolicyLossConfig(
+            clip_ratio=clip_ratio,
+            clip_ratio_low=clip_ratio_low,
+            clip_ratio_high=clip_ratio_high,
+            clip_ratio_c=clip_ratio_c,
+            loss_scale_factor=loss_scale_factor,
+        )
+        kl_penalty(torch.zeros(1), torch.zeros(1), kl_loss_type)
+    except ValueError as error:
+        raise ConfigError(f"policy loss: {error}") from error
+    if agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not loss_scale_factor:
+        raise ConfigError(
+            f"loss_agg_mode={agg_mode} divides by a constant length, but loss_scale_factor is "
+            f"{loss_scale_factor}; set actor.loss_scale_factor (data.max_response_length is usual)"
+        )
+
+    def compute(inputs: LossInputs) -> LossOutputs:
+        if inputs.advantages is None:
+            raise DataError("a policy loss needs advantages, but the rows of this batch have none")
+        norm = inputs.normalizers
+        if loss_scale_factor:
+            norm = replace(norm, horizon=loss_scale_factor)
+        pg_loss, pg_metrics = policy_loss(
+            old_log_prob=inputs.old_log_probs,
+            log_prob=inputs.log_probs,
+            advantages=inputs.advantages,
+            response_mask=inputs.mask,
+            loss_agg_mode=agg_mode,
+            config=replace(config, normalizers=norm),
+            rollout_is_weights=None,
+        )
+        sums: dict[str, Tensor | float] = {"actor/pg_loss": pg_loss.detach(), **pg_metrics}
+        sums["actor/entropy"] = sum_loss(inputs.entropy.detach(), inputs.mask, agg_mode, norm)
+        maxima: dict[str, Tensor | float] = {}
+        loss = pg_loss
+        if entropy_coeff:
+            loss = loss + entropy_loss(
+                inputs.entropy, inputs.mask, agg_mode, norm, coeff=entropy_coeff
+            )
+        if use_kl_loss:
+            if inputs.ref_log_probs is None:
+                raise DataError(
+                    "use_kl_loss=true needs reference log-probs, but the rows of this batch have "
+                    "none; compute them with a reference policy or set use_kl_loss=false"
+                )
+            kl = kl_penalty(inputs.log_probs, inputs.ref_log_probs, kl_loss_type)
+            kl_loss = sum_loss(kl, inputs.mask, agg_mode, norm)
+            loss = loss + kl_loss_coef * kl_loss
+            sums["actor/kl_loss"] = kl_loss.detach()
+            maxima["actor/kl_coef"] = kl_loss_coef
+        return LossOutputs(loss=loss, sums=sums, maxima=maxima)
+
+    return compute
+
+
+@torch.no_grad()
+def rollout_difference(inputs: LossInputs) -> LossOutputs:
+    """How far the trainer's log-probs are from those that the rollout recorded; its loss is 0.
+
+    `training/rollout_probs_diff_max` and `_mean`: |p_rollout - p_train| of the target tokens.
+    `training/rollout_log_probs_bitwise_equal`: share of target tokens whose float32 log-probs agree
+    to the last bit; `training/rollout_log_probs_differing`: how many do not.
+    """
+    recorded = inputs.rollout_log_probs
+    assert recorded is not None
+    targets = (inputs.mask != 0).to(inputs.mask.dtype)
+    difference = (recorded.exp() - inputs.log_probs.exp()).abs() * targets
+    # Counted in float64, where a sum of ones is exact.
+    equal = masked_sum((recorded.float() == inputs.log_probs.float()).double(), targets.double())
+    return LossOutputs(
+        loss=difference.new_zeros(()),
+        sums={
+            "training/rollout_probs_diff_mean": difference.sum() / inputs.num_targets,
+            "training/rollout_log_probs_bitwise_equal": equal / inputs.num_targets,
+            "training/rollout_log_probs_differing": targets.double().sum() - equal,
+        },
+        maxima={"training/rollout_probs_diff_max": difference.max()},
+    )

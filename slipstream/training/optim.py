@@ -1,0 +1,221 @@
+"""Optimizers over named parameters, and the learning rate as a function of the step.
+
+One object with one state, keyed by parameter names: AdamW for everything, or Muon for the matrices
+inside the layers and AdamW for embeddings, LM head, norms and biases. Knows nothing about losses or
+models beyond parameter names. Called by the backends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.training.adamw import AdamW
+from slipstream.training.muon import BatchedMuon
+
+OptimizerName = Literal["AdamW", "Muon"]
+ScheduleName = Literal["constant", "cosine", "linear"]
+
+LearningRateFactor = Callable[[int], float]
+"""Step (0 is the first update) to what the base learning rates are multiplied with."""
+
+_NOT_MUON = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSettings:
+    """Optimizer and schedule.
+
+    With `Muon`, `muon_lr` (None: `lr`) is the learning rate of the layers' matrices and `lr` that
+    of all other parameters. `weight_decay` is decoupled; norms and biases have none. `total_steps`
+    is where `cosine` and `linear` reach `min_lr_ratio` times the learning rate.
+    """
+
+    lr: float
+    optimizer: OptimizerName = "AdamW"
+    muon_lr: float | None = None
+    muon_momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+    schedule: ScheduleName = "constant"
+    min_lr_ratio: float = 0.0
+    total_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in get_args(OptimizerName):
+            raise ConfigError(
+                f"unknown optimizer {self.optimizer!r}; known: {', '.join(get_args(OptimizerName))}"
+            )
+        if self.schedule not in get_args(ScheduleName):
+            raise ConfigError(
+                f"unknown schedule {self.schedule!r}; known: {', '.join(get_args(ScheduleName))}"
+            )
+        for name in ("lr", "muon_lr", "weight_decay", "warmup_steps"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}={value} must be a finite number >= 0")
+        for name, ratio in (
+            ("betas[0]", self.betas[0]),
+            ("betas[1]", self.betas[1]),
+            ("muon_momentum", self.muon_momentum),
+        ):
+            if not 0 <= ratio < 1:
+                raise ConfigError(f"{name}={ratio} must be in [0, 1)")
+        if not self.eps > 0:
+            raise ConfigError(f"eps={self.eps} must be > 0")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1]")
+        if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
+            raise ConfigError(
+                f"schedule={self.schedule} needs total_steps > warmup_steps, got total_steps="
+                f"{self.total_steps} and warmup_steps={self.warmup_steps}"
+            )
+
+    def factor(self, step: int) -> float:
+        """`lr_factor` at `step` with these settings."""
+        return lr_factor(
+            step,
+            schedule=self.schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            min_lr_ratio=self.min_lr_ratio,
+        )
+
+
+def lr_factor(
+    step: int,
+    *,
+    schedule: ScheduleName,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    min_lr_ratio: float = 0.0,
+) -> float:
+    """What the learning rate of update number `step` (from 0) is multiplied with.
+
+    Warm-up rises linearly, 1/w, 2/w, ..., and reaches 1 at update w - 1. Then `constant` stays at
+    1; `cosine` (Loshchilov and Hutter 2017) and `linear` fall from 1 at update w to `min_lr_ratio`
+    at update `total_steps`, and stay there.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    assert total_steps is not None
+    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+    height = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return min_lr_ratio + (1 - min_lr_ratio) * height
+
+
+class PolicyOptimizer:
+    """The optimizer of one model; its state is keyed by parameter names.
+
+    `schedule` overrides the one of `settings`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimSettings,
+        *,
+        schedule: LearningRateFactor | None = None,
+    ) -> None:
+        self.settings = settings
+        self.schedule = schedule or settings.factor
+        self._parameters = {n: p for n, p in named_parameters if p.requires_grad}
+        matrices: dict[str, nn.Parameter] = {}
+        if settings.optimizer == "Muon":
+            matrices = {
+                n: p
+                for n, p in self._parameters.items()
+                if p.ndim == 2 and not n.endswith(_NOT_MUON)
+            }
+        self._rest = {n: p for n, p in self._parameters.items() if n not in matrices}
+        self._adamw = AdamW(
+            self._rest,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        self._matrices = matrices
+        self._muon: BatchedMuon | None = None
+        if matrices:
+            self._muon = BatchedMuon(
+                matrices, momentum=settings.muon_momentum, weight_decay=settings.weight_decay
+            )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._parameters.values())
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """`lr`, and `muon_lr` with Muon, of update number `step` (from 0)."""
+        factor = self.schedule(step)
+        rates = {"lr": self.settings.lr * factor}
+        if self._muon is not None:
+            muon_lr = self.settings.lr if self.settings.muon_lr is None else self.settings.muon_lr
+            rates["muon_lr"] = muon_lr * factor
+        return rates
+
+    def step(self, step: int) -> None:
+        """Apply the gradients with the learning rates of update number `step` (from 0)."""
+        rates = self.learning_rates(step)
+        self._adamw.step(rates["lr"])
+        if self._muon is not None:
+            self._muon.step(rates["muon_lr"])
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies: `{"optimizer": name, "adamw": {name: {...}}, "muon": {name: {...}}}`."""
+        muon = {} if self._muon is None else self._muon.state_dict()
+        return {
+            "optimizer": self.settings.optimizer,
+            "adamw": self._adamw.state_dict(),
+            "muon": muon,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`.
+
+        Raises:
+            CheckpointError: the state is of another optimizer or of another model.
+        """
+        if state["optimizer"] != self.settings.optimizer:
+            raise CheckpointError(
+                f"the checkpoint's optimizer is {state['optimizer']}, this run's is "
+                f"{self.settings.optimizer}; resume with the same optimizer, or start a new run "
+                "from the saved weights"
+            )
+        adamw: dict[str, dict[str, Tensor]] = state["adamw"]
+        _check_state(adamw, self._rest)
+        _check_state(state["muon"], self._matrices)
+        self._adamw.load_state_dict(adamw)
+        if self._muon is not None:
+            self._muon.load_state_dict(state["muon"])
+
+
+def _check_state(state: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter]) -> None:
+    """Raise CheckpointError unless `state` is empty or has an entry of the right shape for each."""
+    if state and set(state) != set(parameters):
+        odd = sorted(set(state) ^ set(parameters))[0]
+        raise CheckpointError(
+            f"the optimizer state and the model disagree about parameter {odd!r}: the checkpoint "
+            "is of another model"
+        )
+    for name, entries in state.items():
+        for key, value in entries.items():
+            if value.ndim and value.shape != parameters[name].shape:
+                raise CheckpointError(
+                    f"optimizer state {key} of {name!r} has shape {tuple(value.shape)}, the "
+                    f"parameter has {tuple(parameters[name].shape)}"
+                )

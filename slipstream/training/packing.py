@@ -1,0 +1,200 @@
+"""From rows of any length to padded micro-batches within a token budget.
+
+Deterministic: rows in order of length (ties by index), cut so that little is padded; padding goes
+right. A padded length is a multiple of 16, so that few shapes occur and every product of rows and
+columns obeys the exact mode's row rules. Knows shapes, not models or losses. Called by `step`.
+
+Shapes: B rows, T padded length, N target tokens, M = N padded for the LM head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import DataError
+from slipstream.models.numerics import ROW_MULTIPLE, round_up
+from slipstream.types import TrainBatch, TrainRow
+
+LENGTH_MULTIPLE = 16
+OVERHEAD_TOKENS = 64
+"""What a micro-batch costs besides its tokens, in tokens: packing the weights, starting kernels."""
+MIN_HEAD_ROWS = 12
+"""From 12 rows on, in fours, matrix products compute each row the same way (exact mode)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Some rows of a batch as tensors. Flat indices count over B * T.
+
+    `target_slots` (N,) are the flat indices of target tokens; the hidden state one to the left
+    predicts them. `head_rows` and `labels` (M,) are those hidden states and the target tokens,
+    padded with copies of the first position for the row rule; results beyond N are dropped.
+    """
+
+    indices: list[int]
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor
+    head_rows: Tensor
+    labels: Tensor
+    target_slots: Tensor
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """(N,) values of target tokens to (B, T), zeros elsewhere. Differentiable."""
+        spread = flat.new_zeros(self.ids.numel()).index_put((self.target_slots,), flat)
+        return spread.view(self.ids.shape)
+
+
+def plan_micro_batches(
+    lengths: Mapping[int, int], *, max_tokens: int | None, max_rows: int | None = None
+) -> list[list[int]]:
+    """Cut rows, given as index -> length, into micro-batches; None is no limit.
+
+    `max_tokens` bounds the padded size, `max_rows` the number of rows. Of the ways to cut the rows
+    in order of length it takes the one with the least padding, where another micro-batch counts as
+    much as `OVERHEAD_TOKENS`. Shortest rows first.
+
+    Raises:
+        DataError: a row does not fit into a micro-batch of its own.
+    """
+    order = sorted(lengths, key=lambda i: (lengths[i], i))
+    if order and max_tokens is not None and padded_length(lengths[order[-1]]) > max_tokens:
+        longest = order[-1]
+        raise DataError(
+            f"row {longest} has {lengths[longest]} tokens ({padded_length(lengths[longest])} "
+            f"padded), which is more than the micro-batch budget of {max_tokens}; raise "
+            "ppo_max_token_len_per_gpu or shorten data.max_prompt_length / "
+            "data.max_response_length"
+        )
+    # Rows of equal width stay together, so cuts are looked for between widths only.
+    widths = [padded_length(lengths[i]) for i in order]
+    ends = [k + 1 for k, width in enumerate(widths) if widths[k + 1 : k + 2] != [width]]
+    best: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
+    for end in ends:
+        rows_at_once = _rows_at_once(widths[end - 1], len(order), max_tokens, max_rows)
+        options = []
+        for start, (cost, _, _) in best.items():
+            parts = -(-(end - start) // rows_at_once)
+            size = (end - start) * widths[end - 1]
+            options.append((cost + size + parts * OVERHEAD_TOKENS, start, rows_at_once))
+        best[end] = min(options)
+    plan: list[list[int]] = []
+    end = len(order)
+    while end:
+        _, start, rows_at_once = best[end]
+        cuts = range(start, end, rows_at_once)
+        plan.extend(order[cut : min(cut + rows_at_once, end)] for cut in reversed(cuts))
+        end = start
+    return plan[::-1]
+
+
+def _rows_at_once(width: int, rows: int, max_tokens: int | None, max_rows: int | None) -> int:
+    limits = [rows]
+    if max_tokens is not None:
+        limits.append(max_tokens // width)
+    if max_rows is not None:
+        limits.append(max_rows)
+    return min(limits)
+
+
+def padded_length(length: int) -> int:
+    """The width that a row of `length` tokens takes at least."""
+    return round_up(length, LENGTH_MULTIPLE)
+
+
+def build_micro_batch(
+    batch: TrainBatch,
+    indices: Sequence[int],
+    *,
+    pad_id: int,
+    max_positions: int,
+    device: torch.device,
+) -> MicroBatch:
+    """The rows `indices` of `batch` as one padded micro-batch."""
+    rows = [batch.rows[i] for i in indices]
+    width = padded_length(max(len(row.tokens) for row in rows))
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros(len(rows), width)
+    for b, row in enumerate(rows):
+        ids[b, : len(row.tokens)] = torch.tensor(row.tokens)
+        mask[b, 1 : len(row.tokens)] = torch.tensor(row.loss_mask[1:])
+    slots = mask.flatten().nonzero().squeeze(-1)
+    head_rows = max(round_up(len(slots), ROW_MULTIPLE), MIN_HEAD_ROWS)
+    padded = torch.cat([slots, slots.new_ones(head_rows - len(slots))])
+    # Padding may reach beyond the last position that the model knows; nothing looks at it there.
+    positions = torch.arange(width).clamp(max=max_positions - 1).expand(len(rows), width)
+    return MicroBatch(
+        indices=list(indices),
+        ids=ids.to(device),
+        positions=positions.to(device),
+        mask=mask.to(device),
+        head_rows=(padded - 1).to(device),
+        labels=ids.flatten()[padded].to(device),
+        target_slots=slots.to(device),
+    )
+
+
+def column(values: Sequence[list[float] | None], shape: torch.Size, like: Tensor) -> Tensor | None:
+    """Per-token values of the rows of a micro-batch as (B, T), aligned with tokens; None if absent.
+
+    A row without values is left at 0.
+    """
+    if all(v is None for v in values):
+        return None
+    out = torch.zeros(shape, dtype=like.dtype)
+    for b, value in enumerate(values):
+        if value is not None:
+            out[b, : len(value)] = torch.tensor(value, dtype=like.dtype)
+    return out.to(like.device)
+
+
+def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> None:
+    """Refuse what cannot be trained on, naming the row.
+
+    Raises:
+        DataError: no rows or no target token, a list of another length than the row's tokens, a
+            token outside the vocabulary, a row beyond the model's positions, or a column that only
+            some rows have.
+    """
+    if not batch.num_target_tokens:
+        raise DataError(
+            f"a batch of {len(batch.rows)} rows has no target token (loss_mask is 0 everywhere "
+            "after the first token): there is nothing to train on; drop such batches"
+        )
+    for index, row in enumerate(batch.rows):
+        _check_row(index, row, vocab_size, max_positions)
+    for name in ("advantages", "ref_log_probs", "rollout_log_probs"):
+        absent = [i for i, row in enumerate(batch.rows) if getattr(row, name) is None]
+        if 0 < len(absent) < len(batch.rows):
+            raise DataError(
+                f"row {absent[0]} has no {name}, but other rows of the batch have; give them to "
+                "all rows or to none"
+            )
+
+
+def _check_row(index: int, row: TrainRow, vocab_size: int, max_positions: int) -> None:
+    length = len(row.tokens)
+    if not length:
+        raise DataError(f"row {index} (uid {row.uid!r}) has no tokens; drop it")
+    if length > max_positions:
+        raise DataError(
+            f"row {index} (uid {row.uid!r}) has {length} tokens, but the model has "
+            f"max_position_embeddings={max_positions}; shorten the data"
+        )
+    for name in ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        values = getattr(row, name)
+        if values is not None and len(values) != length:
+            raise DataError(
+                f"row {index} (uid {row.uid!r}): {name} has {len(values)} entries for {length} "
+                "tokens; every per-token list must have the row's length"
+            )
+    if min(row.tokens) < 0 or max(row.tokens) >= vocab_size:
+        raise DataError(
+            f"row {index} (uid {row.uid!r}) has token ids from {min(row.tokens)} to "
+            f"{max(row.tokens)}, but the model's vocabulary is 0 .. {vocab_size - 1}; the data was "
+            "made with another tokenizer"
+        )

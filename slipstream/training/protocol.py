@@ -1,0 +1,156 @@
+"""The seam to training: what a backend offers, and the futures that it answers with.
+
+A backend owns the policy's weights, its optimizer and the place where they are computed on. It
+does not know where batches come from or who receives the weights. Called by the loops and by
+checkpointing; the names follow the `rollouts` design (`forward_backward`, `optim_step`, futures in
+Tinker's style), so that work can be submitted first and awaited later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import anyio
+
+from slipstream.training.losses import LossFn
+from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+StateTree = dict[str, Any]
+"""Nested string-keyed dictionaries whose leaves are tensors, numbers, strings or None."""
+
+
+class TrainFuture(Generic[T_co]):
+    """The result of work that runs elsewhere: `await` it, or ask `result()` once it is `done()`.
+
+    Awaiting suspends only the task that awaits, and any number of tasks may. A failure of the work
+    is raised where the future is awaited. Cancelling a task that awaits does not stop the work.
+    """
+
+    def __init__(self, work: Future[T_co]) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        """Whether there is a result or a failure."""
+        return self._work.done()
+
+    def result(self) -> T_co:
+        """The result, or the failure raised. Never waits.
+
+        Raises:
+            RuntimeError: the work is not done yet.
+        """
+        if not self._work.done():
+            raise RuntimeError(
+                "this TrainFuture is not done; `await` it (or `wait()` in code without event loop)"
+            )
+        return self._work.result()
+
+    def wait(self, timeout: float | None = None) -> T_co:
+        """The result, blocking the calling thread for at most `timeout` seconds.
+
+        For scripts without an event loop; inside one, `await` the future.
+        """
+        return self._work.result(timeout)
+
+    def __await__(self) -> Generator[Any, Any, T_co]:
+        return self._arrive().__await__()
+
+    async def _arrive(self) -> T_co:
+        if not self._work.done():
+            arrived = anyio.Event()
+            loop = asyncio.get_running_loop()
+
+            def wake(_: object) -> None:
+                # A loop that was closed in the meantime has nobody left to wake.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(arrived.set)
+
+            self._work.add_done_callback(wake)
+            await arrived.wait()
+        return self._work.result()
+
+
+class ImmediateTrainFuture(TrainFuture[T]):
+    """A future that is done from the start."""
+
+    def __init__(self, value: T) -> None:
+        work: Future[T] = Future()
+        work.set_result(value)
+        super().__init__(work)
+
+
+class TrainingBackend(Protocol):
+    """Owner of the policy during training.
+
+    Work is done in the order of the calls. Between two `optim_step` calls, `forward_backward` may
+    be called several times: gradients add up, each batch normalised by its own counts.
+    """
+
+    @property
+    def weight_version(self) -> PolicyVersion:
+        """How many weight updates have been published."""
+        ...
+
+    def forward_backward(
+        self, batch: TrainBatch, loss: LossFn, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[dict[str, float]]:
+        """Add the gradient of `loss` over `batch`; the metrics of that pass."""
+        ...
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Clip, update the weights and forget the gradients; gradient norm and learning rate."""
+        ...
+
+    def compute_log_probs(
+        self, batch: TrainBatch, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[list[list[float]]]:
+        """Log-probs of the target tokens under the present weights, one list per row.
+
+        Aligned with the row's tokens; 0.0 where `loss_mask` is 0 and at entry 0.
+        """
+        ...
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """Copies of all weights under their Hugging Face names."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Replace all weights; names and shapes are checked before anything changes."""
+        ...
+
+    def publish(self, *, advance: bool = True, kv_policy: KVPolicy = KVPolicy.KEEP) -> WeightUpdate:
+        """The present weights as an update for engines, under the next version.
+
+        With `advance=False` under the present version: for an engine that starts or restarts. The
+        update keeps its values when the next optimizer step changes the weights.
+        """
+        ...
+
+    def state_dict(self) -> StateTree:
+        """Everything but the weights that a bitwise equal continuation needs."""
+        ...
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Go on from `state_dict()`; the weights are loaded separately."""
+        ...
+
+    def save_policy(
+        self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
+    ) -> None:
+        """Write the weights in fp32 as a Hugging Face folder."""
+        ...
+
+    def close(self) -> None:
+        """Wait for submitted work and give back threads. The backend is unusable afterwards."""
+        ...

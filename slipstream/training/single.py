@@ -1,0 +1,378 @@
+"""Training in one process: fp32 master weights, bf16 or fp32 compute, one compute thread.
+
+Implements `protocol.TrainingBackend`. It does not know where batches come from, who receives the
+published weights, or how checkpoints are laid out on disk. Made by the loops' wiring.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import CheckpointError, ConfigError, TrainingError
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_tensors, save_checkpoint
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.losses import LossFn, rollout_difference
+from slipstream.training.optim import OptimSettings, PolicyOptimizer
+from slipstream.training.packing import check_batch
+from slipstream.training.protocol import StateTree, TrainFuture
+from slipstream.training.publish import WeightSnapshot
+from slipstream.training.step import (
+    ForwardResult,
+    ForwardSettings,
+    MetricSums,
+    batch_normalizers,
+    forward,
+    hand_over,
+    loss_inputs,
+    micro_batches,
+)
+from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
+
+T = TypeVar("T")
+
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
+_COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row", "weight_version")
+
+
+class SingleProcessBackend:
+    """A `TrainingBackend` over one `Decoder`, whose parameters it owns from then on.
+
+    `optim` makes a `PolicyOptimizer` over the decoder's parameters, or is one. `grad_clip` bounds
+    the norm of the whole gradient; None leaves it. An update whose loss or gradient is not finite
+    is skipped; after `max_nonfinite_steps` such in a row the next one fails. `compute` may be
+    shared with other backends; else the backend makes its own thread. `metrics_prefix` goes before
+    `/grad_norm` and `/lr`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        optim: OptimSettings | PolicyOptimizer,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_tokens_per_micro_batch: int | None = 16384,
+        max_rows_per_micro_batch: int | None = None,
+        grad_clip: float | None = 1.0,
+        gradient_checkpointing: bool = False,
+        max_nonfinite_steps: int = 3,
+        log_prob_chunk: int = 512,
+        metrics_prefix: str = "actor",
+        compute: ComputeThread | None = None,
+    ) -> None:
+        if dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
+        if grad_clip is not None and not grad_clip > 0:
+            raise ConfigError(f"grad_clip={grad_clip} must be > 0, or null for none")
+        if max_nonfinite_steps < 0:
+            raise ConfigError(f"max_nonfinite_steps={max_nonfinite_steps} must be at least 0")
+        self._settings = ForwardSettings(
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            max_rows_per_micro_batch=max_rows_per_micro_batch,
+            log_prob_chunk=log_prob_chunk,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        self.decoder = decoder.to(torch.device(device))
+        if isinstance(optim, OptimSettings):
+            optim = PolicyOptimizer(self.decoder.named_parameters(), optim)
+        self._optimizer = optim
+        self._dtype = dtype
+        self._grad_clip = grad_clip
+        self._max_nonfinite = max_nonfinite_steps
+        self._prefix = metrics_prefix
+        self._compute = compute or ComputeThread()
+        self._owns_compute = compute is None
+        self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
+        self._pending_changes = 0
+        self._lock = threading.Lock()
+        # Of the gradients that have been added up since the last update.
+        self._has_gradients = False
+        self._finite = True
+        self._updates = 0
+        self._optimizer_steps = 0
+        self._skipped_steps = 0
+        self._nonfinite_in_a_row = 0
+        self._weight_version = 0
+
+    @property
+    def weight_version(self) -> PolicyVersion:
+        """How many weight updates have been published."""
+        return self._weight_version
+
+    def forward_backward(
+        self, batch: TrainBatch, loss: LossFn, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[dict[str, float]]:
+        """Add the gradient of `loss` over `batch`; the loss's metrics, summed over micro-batches.
+
+        `sink.receive` is called on the compute thread, before the weights change. A non-finite loss
+        ends the pass and makes the next `optim_step` skip.
+
+        Raises (when awaited):
+            DataError: the batch cannot be trained on.
+        """
+        return self._compute.submit(lambda: self._forward_backward(batch, loss, sink))
+
+    def optim_step(self) -> TrainFuture[dict[str, float]]:
+        """Clip the gradient, update the weights, forget the gradient.
+
+        Metrics: `<prefix>/grad_norm` (before clipping; left out when the loss was not finite),
+        `<prefix>/lr`, `<prefix>/muon_lr` with Muon, and `training/skipped_steps`: the updates that
+        this run has skipped because loss or gradient norm was not finite.
+
+        Raises (when awaited):
+            TrainingError: no gradients, or too many non-finite updates in a row.
+        """
+        return self._change(self._optim_step)
+
+    def compute_log_probs(
+        self, batch: TrainBatch, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[list[list[float]]]:
+        """Log-probs of the target tokens at the batch's temperature, one list per row.
+
+        Aligned with the row's tokens; 0.0 where `loss_mask` is 0 and at entry 0. Bitwise the ones
+        that `forward_backward` works with.
+        """
+        return self._compute.submit(lambda: self._compute_log_probs(batch, sink))
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """Copies of all weights under their Hugging Face names."""
+        return self._compute.submit(
+            lambda: {n: p.detach().clone() for n, p in self.decoder.named_parameters()}
+        )
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Replace all weights; the optimizer keeps its state.
+
+        Raises (when awaited):
+            CheckpointError: a tensor is missing, foreign, misshapen or not finite.
+        """
+
+        def load() -> None:
+            self._freeze_snapshots()
+            load_tensors(self.decoder, weights, source="load_weights")
+
+        return self._change(load)
+
+    def publish(self, *, advance: bool = True, kv_policy: KVPolicy = KVPolicy.KEEP) -> WeightUpdate:
+        """The present weights under the next version (`advance=False`: the present version).
+
+        Buckets are detached copies, made when they are asked for and at the latest before the
+        weights change.
+
+        Raises:
+            TrainingError: an update of the weights is under way; await it first.
+        """
+        with self._lock:
+            if self._pending_changes:
+                raise TrainingError(
+                    "publish() while optim_step() or load_weights() is under way would send a "
+                    "mixture of two versions; await it first"
+                )
+            self._weight_version += int(advance)
+            snapshot = WeightSnapshot(self.decoder.named_parameters())
+            self._snapshots.add(snapshot)
+            return WeightUpdate(version=self._weight_version, buckets=snapshot, kv_policy=kv_policy)
+
+    def state_dict(self) -> StateTree:
+        """Optimizer state and counts, after all submitted work. Blocks: not for the event loop.
+
+        Raises:
+            TrainingError: gradients wait for an `optim_step`; they are not part of the state.
+        """
+        return self._compute.run(self._state_dict)
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Go on from `state_dict()`. Blocks: not for the event loop.
+
+        Raises:
+            CheckpointError: the state is of another optimizer, model or program version.
+        """
+        self._compute.run(lambda: self._load_state_dict(state))
+
+    def save_policy(
+        self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
+    ) -> None:
+        """Write the weights in fp32 as a Hugging Face folder. Blocks: not for the event loop."""
+        self._compute.run(
+            lambda: save_checkpoint(self.decoder, folder, save_tokenizer=save_tokenizer)
+        )
+
+    def close(self) -> None:
+        """Wait for submitted work and end the thread, if it is the backend's own."""
+        if self._owns_compute:
+            self._compute.close()
+
+    def _change(self, work: Callable[[], T]) -> TrainFuture[T]:
+        """Submit work that changes the weights."""
+
+        def counted() -> T:
+            try:
+                return work()
+            finally:
+                with self._lock:
+                    self._pending_changes -= 1
+
+        with self._lock:
+            self._pending_changes += 1
+        return self._compute.submit(counted)
+
+    def _freeze_snapshots(self) -> None:
+        for snapshot in list(self._snapshots):
+            snapshot.freeze()
+        self._snapshots.clear()
+
+    def _check(self, batch: TrainBatch) -> None:
+        c = self.decoder.config
+        check_batch(batch, vocab_size=c.vocab_size, max_positions=c.max_position_embeddings)
+
+    def _forward_backward(
+        self, batch: TrainBatch, loss: LossFn, sink: FeatureSink | None
+    ) -> dict[str, float]:
+        self._check(batch)
+        selected = sink.select(batch) if sink is not None else set()
+        normalizers = batch_normalizers(batch)
+        metrics = MetricSums()
+        self._has_gradients = True
+        try:
+            for result in self._forward(batch, selected, sink):
+                inputs = loss_inputs(batch, result, normalizers)
+                outputs = loss(inputs)
+                metrics.add(outputs.sums, outputs.maxima)
+                if inputs.rollout_log_probs is not None:
+                    difference = rollout_difference(inputs)
+                    metrics.add(difference.sums, difference.maxima)
+                if not math.isfinite(outputs.loss.item()):
+                    self._finite = False
+                    break
+                if sink is not None:
+                    hand_over(
+                        sink,
+                        batch,
+                        result,
+                        selected=selected,
+                        optimizer_step=self._optimizer_steps,
+                    )
+                outputs.loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._forget_gradients()
+            raise
+        return metrics.values()
+
+    def _forward(
+        self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
+    ) -> Iterator[ForwardResult]:
+        c = self.decoder.config
+        tap_layers = sink.tap_layers if sink is not None else ()
+        packed = None
+        for micro in micro_batches(
+            batch,
+            also=selected,
+            settings=self._settings,
+            pad_id=c.pad_token_id or 0,
+            max_positions=c.max_position_embeddings,
+            device=self.decoder.device,
+        ):
+            # With gradients every micro-batch needs its own graph down to the parameters.
+            if packed is None or torch.is_grad_enabled():
+                packed = self.decoder.pack(self._dtype)
+            yield forward(
+                packed,
+                micro,
+                temperature=batch.temperature,
+                settings=self._settings,
+                taps=tap_layers if selected.intersection(micro.indices) else (),
+            )
+
+    def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> list[list[float]]:
+        self._check(batch)
+        selected = sink.select(batch) if sink is not None else set()
+        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        with torch.no_grad():
+            for result in self._forward(batch, selected, sink):
+                spread = result.micro.scatter(result.log_probs).tolist()
+                for index, values in zip(result.micro.indices, spread, strict=True):
+                    out[index] = values[: len(out[index])]
+                if sink is not None:
+                    hand_over(
+                        sink,
+                        batch,
+                        result,
+                        selected=selected,
+                        optimizer_step=self._optimizer_steps,
+                    )
+        return out
+
+    def _optim_step(self) -> dict[str, float]:
+        if not self._has_gradients:
+            raise TrainingError("optim_step() without gradients; call forward_backward() before it")
+        metrics = {
+            f"{self._prefix}/{name}": rate
+            for name, rate in self._optimizer.learning_rates(self._updates).items()
+        }
+        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
+        if self._finite:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            metrics[f"{self._prefix}/grad_norm"] = norm.item()
+            self._finite = math.isfinite(norm.item())
+        if self._finite:
+            self._freeze_snapshots()
+            if self._grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self._optimizer.parameters, self._grad_clip, norm
+                )
+            self._optimizer.step(self._updates)
+            self._optimizer_steps += 1
+            self._nonfinite_in_a_row = 0
+        else:
+            self._skipped_steps += 1
+            self._nonfinite_in_a_row += 1
+        # A skipped update still moves the schedule: it is tied to the steps of the run.
+        self._updates += 1
+        self._forget_gradients()
+        if self._nonfinite_in_a_row > self._max_nonfinite:
+            raise TrainingError(
+                f"loss or gradient norm was not finite in {self._nonfinite_in_a_row} updates in a "
+                f"row (update {self._updates}); likely causes: the learning rate "
+                f"({metrics[f'{self._prefix}/lr']:.3g} now) is too high, advantages or recorded "
+                "log-probs in the batch are NaN or infinite, or the weights were already broken "
+                "by an earlier update: go back to a checkpoint with a lower learning rate"
+            )
+        metrics["training/skipped_steps"] = float(self._skipped_steps)
+        return metrics
+
+    def _forget_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        self._has_gradients = False
+        self._finite = True
+
+    def _state_dict(self) -> StateTree:
+        if self._has_gradients:
+            raise TrainingError(
+                "state_dict() between forward_backward() and optim_step() would lose gradients; "
+                "call it after optim_step()"
+            )
+        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
+        return {"optimizer": self._optimizer.state_dict(), "counts": counts}
+
+    def _load_state_dict(self, state: StateTree) -> None:
+        try:
+            optimizer, counts = state["optimizer"], state["counts"]
+            values = {name: int(counts[name]) for name in _COUNTS}
+        except KeyError as missing:
+            raise CheckpointError(
+                f"training state: entry {missing} is missing; the checkpoint is incomplete or of "
+                "another version of Slipstream"
+            ) from None
+        self._optimizer.load_state_dict(optimizer)
+        for name, value in values.items():
+            setattr(self, f"_{name}", value)
+        self._forget_gradients()

@@ -1,0 +1,203 @@
+"""The forward pass of a mini-batch, micro-batch by micro-batch, and what losses see of it.
+
+Called by backends on their compute thread. Knows the decoder, packing and losses; nothing about
+optimizers, threads or versions. The LM head is applied to the hidden states that predict target
+tokens, a chunk of rows at a time, so memory is linear in tokens whatever the vocabulary.
+
+Shapes: B rows, T padded length, N target tokens of a micro-batch, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.aggregation import Normalizers
+from slipstream.algorithms.log_probs import chunked_token_log_probs
+from slipstream.errors import ConfigError
+from slipstream.models.decoder import HiddenStates, PackedDecoder
+from slipstream.models.numerics import ROW_MULTIPLE
+from slipstream.training.losses import LossInputs
+from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
+from slipstream.types import Features, FeatureSink, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSettings:
+    """How forward passes are cut.
+
+    `max_tokens_per_micro_batch` counts padding; with `max_rows_per_micro_batch` either may be None.
+    `log_prob_chunk` is the number of rows whose logits exist at once. `gradient_checkpointing`
+    computes each layer again in the backward pass, with bitwise the same gradients.
+    """
+
+    max_tokens_per_micro_batch: int | None
+    max_rows_per_micro_batch: int | None = None
+    log_prob_chunk: int = 512
+    gradient_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens_per_micro_batch", "max_rows_per_micro_batch"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{name}={limit} must be at least 1, or null for no limit")
+        if self.max_tokens_per_micro_batch is None and self.max_rows_per_micro_batch is None:
+            raise ConfigError(
+                "max_tokens_per_micro_batch and max_rows_per_micro_batch are both null; one of "
+                "them has to bound the size of a forward pass"
+            )
+        if self.log_prob_chunk < 1 or self.log_prob_chunk % ROW_MULTIPLE:
+            raise ConfigError(
+                f"log_prob_chunk={self.log_prob_chunk} must be a positive multiple of "
+                f"{ROW_MULTIPLE}: exact mode multiplies rows in fours"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """`log_probs` and `entropies` (N,) of the target tokens of `micro`, in order of their slots."""
+
+    micro: MicroBatch
+    log_probs: Tensor
+    entropies: Tensor
+    hidden: HiddenStates
+
+
+def micro_batches(
+    batch: TrainBatch,
+    *,
+    also: Iterable[int],
+    settings: ForwardSettings,
+    pad_id: int,
+    max_positions: int,
+    device: torch.device,
+) -> Iterator[MicroBatch]:
+    """The rows with target tokens, and the rows `also`, in micro-batches."""
+    wanted = {i for i, row in enumerate(batch.rows) if any(row.loss_mask[1:])} | set(also)
+    lengths = {i: len(batch.rows[i].tokens) for i in wanted}
+    for indices in plan_micro_batches(
+        lengths,
+        max_tokens=settings.max_tokens_per_micro_batch,
+        max_rows=settings.max_rows_per_micro_batch,
+    ):
+        yield build_micro_batch(
+            batch, indices, pad_id=pad_id, max_positions=max_positions, device=device
+        )
+
+
+def forward(
+    packed: PackedDecoder,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    settings: ForwardSettings,
+    taps: tuple[int, ...] = (),
+) -> ForwardResult:
+    """Log-probs and entropies of the target tokens; differentiable where `packed` is."""
+    hidden = packed.forward(
+        micro.ids,
+        micro.positions,
+        taps=taps,
+        recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
+    )
+    rows = hidden.final.flatten(0, 1).index_select(0, micro.head_rows)
+    log_probs, entropies = chunked_token_log_probs(
+        rows, packed.lm_head, micro.labels, temperature, chunk_size=settings.log_prob_chunk
+    )
+    targets = len(micro.target_slots)
+    return ForwardResult(
+        micro=micro, log_probs=log_probs[:targets], entropies=entropies[:targets], hidden=hidden
+    )
+
+
+def batch_normalizers(batch: TrainBatch) -> Normalizers:
+    """Counts of the whole mini-batch; the horizon is its longest row."""
+    weights = [row.loss_mask[1:] for row in batch.rows]
+    return Normalizers(
+        num_tokens=float(sum(sum(w) for w in weights)),
+        num_sequences=float(sum(1 for w in weights if any(w))),
+        horizon=float(max(len(row.tokens) for row in batch.rows)),
+    )
+
+
+def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalizers) -> LossInputs:
+    """The (B, T) view of a micro-batch that losses take."""
+    micro = result.micro
+    rows = [batch.rows[i] for i in micro.indices]
+    log_probs = micro.scatter(result.log_probs)
+    targets = micro.mask != 0
+
+    def aligned(values: list[list[float] | None]) -> Tensor | None:
+        spread = column(values, log_probs.shape, log_probs)
+        return None if spread is None else torch.where(targets, spread, 0)
+
+    old = aligned([row.old_log_probs for row in rows])
+    if old is None:
+        old = log_probs.detach()
+    else:
+        given = torch.tensor(
+            [row.old_log_probs is not None for row in rows], device=log_probs.device
+        )
+        old = torch.where(given[:, None], old, log_probs.detach())
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=micro.scatter(result.entropies),
+        mask=micro.mask.to(log_probs.dtype),
+        old_log_probs=old,
+        normalizers=normalizers,
+        num_targets=batch.num_target_tokens,
+        advantages=aligned([row.advantages for row in rows]),
+        ref_log_probs=aligned([row.ref_log_probs for row in rows]),
+        rollout_log_probs=aligned([row.rollout_log_probs for row in rows]),
+    )
+
+
+def hand_over(
+    sink: FeatureSink,
+    batch: TrainBatch,
+    result: ForwardResult,
+    *,
+    selected: set[int],
+    optimizer_step: int,
+) -> None:
+    """Give `sink` the features of the selected rows: detached, unpadded copies."""
+    for b, index in enumerate(result.micro.indices):
+        if index not in selected:
+            continue
+        row = batch.rows[index]
+        length = len(row.tokens)
+        # Copies: a view would keep the whole micro-batch in memory.
+        taps = {
+            layer: tap[b, :length].detach().clone() for layer, tap in result.hidden.taps.items()
+        }
+        sink.receive(
+            Features(
+                uid=row.uid,
+                tokens=row.tokens,
+                loss_mask=row.loss_mask,
+                hidden=result.hidden.final[b, :length].detach().clone(),
+                taps=taps,
+                optimizer_step=optimizer_step,
+            )
+        )
+
+
+class MetricSums:
+    """Metrics of a mini-batch from those of its micro-batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+        for name, value in maxima.items():
+            known = self._maxima.get(name, float("-inf"))
+            self._maxima[name] = max(known, float(value))
+
+    def values(self) -> dict[str, float]:
+        return {**self._sums, **self._maxima}

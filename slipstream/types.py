@@ -1,0 +1,430 @@
+"""The carriers: the only values that cross a folder boundary.
+
+    Prompt --rollout--> Group of Samples --rewards--> scored Group --advantages--> TrainBatch
+
+Nothing here knows how a token is drawn, scored or trained on. torch is imported for types only, so
+that configuration, command line and data tools stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PolicyVersion = int
+"""Counts published weight updates: 0 is the policy that a run starts from."""
+
+Message = dict[str, Any]
+"""One chat turn: `{"role": ..., "content": ...}`, with VERL's and Hugging Face's optional keys."""
+
+
+class Status(StrEnum):
+    """Where a sample stands."""
+
+    PENDING = "pending"
+    """Not generated yet, or only in part: an aborted sample that will be carried over."""
+    COMPLETED = "completed"
+    """Ended by itself: end-of-sequence token or a stop condition."""
+    TRUNCATED = "truncated"
+    """Cut at the length limit."""
+    ABORTED = "aborted"
+    """Stopped from outside; its partial tokens are kept."""
+    FAILED = "failed"
+    """Engine, tool or reward failed; `Sample.failure` says why."""
+
+
+class StopReason(StrEnum):
+    """Why generation ended."""
+
+    EOS = "eos"
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens `[start, end)` of a segment or generation were sampled under policy `version`."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """What the randomness of one sample depends on, and nothing else (see `sampling.noise`).
+
+    A restarted sample increments `attempt`; a resumed one does not.
+    """
+
+    seed: int
+    namespace: str = "train"
+    epoch: int = 0
+    uid: str = ""
+    index: int = 0
+    branch: int = 0
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop.
+
+    `temperature == 0` is greedy. `top_k <= 0` and `top_p == 1` and `min_p == 0` switch the
+    truncations off. `stop_token_ids` end the response and are kept in it; a stop string ends it
+    with the token that completes the string.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p cut the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """One task instance, in the terms of VERL's row schema.
+
+    `uid` is stable over epochs and runs; `ids` is the rendered, tokenised prompt.
+    """
+
+    uid: str
+    ids: list[int]
+    messages: str | list[Message] = ""
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    ability: str = ""
+    epoch: int = 0
+    multi_modal: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """One append-only run of tokens with one author. All per-token lists have equal length.
+
+    `log_probs` are full-vocabulary log-probabilities at the sampling temperature (what the trainer
+    recomputes); `sampling_log_probs` those of the truncated law that the token was drawn from, the
+    same numbers where nothing truncates. Tokens that no policy sampled carry 0.0 and no span.
+    """
+
+    role: str
+    ids: list[int]
+    loss_mask: list[float]
+    log_probs: list[float]
+    sampling_log_probs: list[float]
+    spans: list[VersionSpan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {
+            len(self.ids),
+            len(self.loss_mask),
+            len(self.log_probs),
+            len(self.sampling_log_probs),
+        }
+        if len(lengths) != 1:
+            raise ValueError(
+                f"segment of role {self.role!r}: ids, loss_mask, log_probs and sampling_log_probs "
+                f"must have equal length, got {len(self.ids)}, {len(self.loss_mask)}, "
+                f"{len(self.log_probs)}, {len(self.sampling_log_probs)}"
+            )
+
+    @classmethod
+    def given(cls, role: str, ids: Sequence[int], *, loss: float = 0.0) -> Segment:
+        """Tokens that no policy sampled: a prompt, a tool reply, a demonstration (`loss=1`)."""
+        n = len(ids)
+        return cls(
+            role=role,
+            ids=list(ids),
+            loss_mask=[loss] * n,
+            log_probs=[0.0] * n,
+            sampling_log_probs=[0.0] * n,
+        )
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        """Policy version per token; -1 where no policy sampled it."""
+        out = [-1] * len(self.ids)
+        for span in self.spans:
+            out[span.start : span.end] = [span.version] * (span.end - span.start)
+        return out
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """One response to one prompt, append-only, token-in and token-out.
+
+    Ids that the model produced are never decoded and tokenised again. The flat views `tokens`,
+    `loss_mask`, `rollout_log_probs` and `versions` always have equal length.
+    """
+
+    prompt: str | list[Message] = ""
+    segments: list[Segment] = field(default_factory=list)
+    response: str = ""
+    status: Status = Status.PENDING
+    stop_reason: StopReason | None = None
+    failure: str | None = None
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    uid: str = ""
+    epoch: int = 0
+    group_index: int | None = None
+    index: int = 0
+    branch: int = 0
+    parent: int | None = None
+    attempt: int = 0
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    multi_modal: dict[str, Any] | None = None
+
+    def append(self, segment: Segment) -> None:
+        """Add tokens at the end; what is there is never changed."""
+        self.segments.append(segment)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for s in self.segments for t in s.ids]
+
+    @property
+    def loss_mask(self) -> list[float]:
+        return [m for s in self.segments for m in s.loss_mask]
+
+    @property
+    def rollout_log_probs(self) -> list[float]:
+        return [x for s in self.segments for x in s.log_probs]
+
+    @property
+    def sampling_log_probs(self) -> list[float]:
+        return [x for s in self.segments for x in s.sampling_log_probs]
+
+    @property
+    def versions(self) -> list[PolicyVersion]:
+        return [v for s in self.segments for v in s.versions]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens before the first one that the policy wrote."""
+        out: list[int] = []
+        for segment in self.segments:
+            if segment.role == "assistant":
+                break
+            out.extend(segment.ids)
+        return out
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Everything after the prompt."""
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def response_length(self) -> int:
+        return len(self.response_ids)
+
+    @classmethod
+    def from_prompt(cls, prompt: Prompt, *, group_index: int, index: int) -> Sample:
+        """An empty sample of `prompt`, to be filled by a rollout."""
+        return cls(
+            prompt=prompt.messages,
+            segments=[Segment.given("prompt", prompt.ids)],
+            uid=prompt.uid,
+            epoch=prompt.epoch,
+            group_index=group_index,
+            index=index,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=dict(prompt.extra_info),
+            multi_modal=prompt.multi_modal,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The samples of one prompt: what a group-relative advantage is computed over."""
+
+    index: int
+    prompt: Prompt
+    samples: list[Sample]
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutBatch:
+    """Samples as ragged columns (seed API of the `rollouts` design)."""
+
+    tokens: list[list[int]]
+    loss_masks: list[list[float]]
+    rewards: list[float]
+    response_lengths: list[int]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainRow:
+    """One sequence to train on. Every list has the length of `tokens`.
+
+    `loss_mask[t]` is 1 where token t is a target (it is predicted from tokens before it). The
+    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused.
+    """
+
+    tokens: list[int]
+    loss_mask: list[float]
+    advantages: list[float] | None = None
+    old_log_probs: list[float] | None = None
+    ref_log_probs: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    uid: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainBatch:
+    """One mini-batch: what one optimizer step sees. Losses are normalised over all of its rows."""
+
+    rows: list[TrainRow]
+    temperature: float = 1.0
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Tokens that carry loss. The first token of a row has no context and is never a target."""
+        return sum(1 for row in self.rows for m in row.loss_mask[1:] if m)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One response to generate.
+
+    `prompt_ids` is everything the model sees first. `prior_ids` are response tokens of an earlier,
+    interrupted attempt of the same sample: generation goes on at position
+    `len(prompt_ids) + len(prior_ids)` and `params.max_tokens` counts new tokens only.
+    Requests of equal `group` share one prefill.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    key: NoiseKey
+    prior_ids: tuple[int, ...] = ()
+    group: str | None = None
+    return_hidden_states: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """What an engine returns for one request; per-token lists have the length of `token_ids`.
+
+    `hidden_states` (only on request): (len(token_ids), D), row i the final hidden state that
+    predicted token i. `spans` index `token_ids`.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    sampling_log_probs: list[float]
+    spans: list[VersionSpan]
+    stop_reason: StopReason
+    text: str = ""
+    hidden_states: Tensor | None = None
+    error: str | None = None
+
+
+class UpdateKind(StrEnum):
+    """Which weights a `WeightUpdate` carries."""
+
+    FULL = "full"
+    LORA = "lora"
+    DRAFT = "draft"
+
+
+class KVPolicy(StrEnum):
+    """What a weight update does to the KV cache of running requests."""
+
+    KEEP = "keep"
+    """Go on with the keys and values of the old weights."""
+    RECOMPUTE = "recompute"
+    """Prefill prompt and generated tokens again under the new weights."""
+
+
+class Transport(StrEnum):
+    """How the tensors of a `WeightUpdate` travel."""
+
+    REFERENCE = "reference"
+    SHARED_MEMORY = "shared_memory"
+    FILE = "file"
+    COLLECTIVE = "collective"
+
+
+WeightBucket = Sequence[tuple[str, "Tensor"]]
+"""Some named tensors, Hugging Face names; a bucket is what is in memory at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """A versioned set of weights on its way from a trainer to an engine.
+
+    `buckets` may be consumed once; an engine validates names and shapes before it changes anything.
+    """
+
+    version: PolicyVersion
+    buckets: Iterable[WeightBucket]
+    kind: UpdateKind = UpdateKind.FULL
+    transport: Transport = Transport.REFERENCE
+    kv_policy: KVPolicy = KVPolicy.KEEP
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            yield from bucket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """Hidden states that a trainer's forward pass hands to a `FeatureSink`.
+
+    `hidden` (T, D) is the final hidden state (the input of the LM head) of the T tokens `tokens`;
+    `taps` are chosen intermediate states (T, D) by layer. `optimizer_step` produced the weights.
+    """
+
+    uid: str
+    tokens: list[int]
+    loss_mask: list[float]
+    hidden: Tensor
+    taps: dict[int, Tensor]
+    optimizer_step: int
+
+
+class FeatureSink(Protocol):
+    """A subscriber to the hidden states that the trainer computes anyway (drafter co-training)."""
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Layers whose outputs are wanted next to the final hidden state."""
+        ...
+
+    def select(self, batch: TrainBatch) -> set[int]:
+        """Rows of `batch` whose features are wanted. Asked before the forward pass."""
+        ...
+
+    def receive(self, features: Features) -> None:
+        """Keep the features of one selected row; the tensors are detached."""
+        ...

@@ -1,0 +1,152 @@
+"""Aggregation: values by hand, and independence of the micro-batch split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.algorithms import (
+    LossAggMode,
+    Normalizers,
+    agg_loss,
+    masked_mean,
+    masked_sum,
+    sum_loss,
+)
+
+LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
+MASK = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (6 + 5) / 4),
+        ("token-sum", 6 + 5),
+        ("seq-mean-token-sum", (6 + 5) / 2),
+        ("seq-mean-token-mean", (6 / 3 + 5 / 1) / 2),
+        ("seq-mean-token-sum-norm", (6 + 5) / (2 * 3)),
+    ],
+)
+def test_modes_by_hand(mode: str, expected: float) -> None:
+    assert float(agg_loss(LOSS, MASK, mode)) == pytest.approx(expected)
+
+
+def test_the_horizon_replaces_the_padded_length() -> None:
+    out = agg_loss(LOSS, MASK, "seq-mean-token-sum-norm", loss_scale_factor=10)
+    assert float(out) == pytest.approx(11 / (2 * 10))
+    padded = torch.nn.functional.pad(LOSS, (0, 5)), torch.nn.functional.pad(MASK, (0, 5))
+    again = agg_loss(*padded, "seq-mean-token-sum-norm", loss_scale_factor=10)
+    assert float(again) == pytest.approx(11 / (2 * 10))
+
+
+def test_global_counts_replace_those_of_the_rows() -> None:
+    mean = agg_loss(LOSS, MASK, "token-mean", batch_num_tokens=22)
+    assert float(mean) == pytest.approx(11 / 22)
+    seq = agg_loss(LOSS, MASK, "seq-mean-token-sum", global_batch_size=11, batch_num_tokens=22)
+    assert float(seq) == pytest.approx(1.0)
+
+
+def test_rows_without_targets_are_not_sequences() -> None:
+    assert Normalizers.from_mask(MASK) == Normalizers(num_tokens=4, num_sequences=2, horizon=3)
+
+
+def test_an_unknown_mode_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'mean'; known: token-mean, token-sum, seq-mean-token"):
+        agg_loss(LOSS, MASK, "mean")
+
+
+def test_empty_masks_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens of a mini-batch must be > 0, got 0"):
+        Normalizers.from_mask(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="empty mask"):
+        masked_mean(LOSS, torch.zeros_like(LOSS))
+
+
+def test_an_empty_micro_batch_of_a_full_mini_batch_adds_zero() -> None:
+    norm = Normalizers.from_mask(MASK)
+    for mode in LossAggMode:
+        assert float(sum_loss(LOSS[2:], MASK[2:], mode, norm)) == 0.0
+
+
+def test_masked_places_may_hold_anything() -> None:
+    values = torch.tensor([[1.0, float("nan"), float("inf")]], requires_grad=True)
+    mask = torch.tensor([[1.0, 0.0, 0.0]])
+    assert masked_sum(values, mask).item() == 1.0
+    torch.autograd.backward(agg_loss(values, mask, "seq-mean-token-mean"))
+    assert values.grad is not None
+    assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_shares_of_ranks_merge_only_with_one_horizon() -> None:
+    a = Normalizers(num_tokens=3, num_sequences=1, horizon=8)
+    b = Normalizers(num_tokens=5, num_sequences=2, horizon=8)
+    assert Normalizers.merge([a, b]) == Normalizers(num_tokens=8, num_sequences=3, horizon=8)
+    c = Normalizers(num_tokens=5, num_sequences=2, horizon=9)
+    with pytest.raises(ValueError, match=r"one horizon, got \[8, 9\]"):
+        Normalizers.merge([a, c])
+
+
+def reference(loss: Tensor, mask: Tensor, mode: str, horizon: float) -> Tensor:
+    """The definitions, spelled out with loops in float64."""
+    rows = [
+        [loss[i, t] for t in range(loss.shape[1]) if mask[i, t]]
+        for i in range(loss.shape[0])
+        if mask[i].any()
+    ]
+    sums = torch.stack([torch.stack(row).sum() for row in rows])
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.float64)
+    if mode == "token-mean":
+        return sums.sum() / lengths.sum()
+    if mode == "token-sum":
+        return sums.sum()
+    if mode == "seq-mean-token-sum":
+        return sums.mean()
+    if mode == "seq-mean-token-mean":
+        return (sums / lengths).mean()
+    assert mode == "seq-mean-token-sum-norm"
+    return (sums / horizon).mean()
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data(), mode=st.sampled_from(list(LossAggMode)))
+def test_loss_and_gradient_do_not_depend_on_the_split(
+    data: st.DataObject, mode: LossAggMode
+) -> None:
+    n_rows = data.draw(st.integers(1, 7))
+    n_tokens = data.draw(st.integers(1, 5))
+    bits = st.lists(st.integers(0, 1), min_size=n_rows * n_tokens, max_size=n_rows * n_tokens)
+    mask = torch.tensor(data.draw(bits), dtype=torch.float64).reshape(n_rows, n_tokens)
+    if not mask.any():
+        mask[0, 0] = 1
+    seed = data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n_rows, n_tokens, generator=generator, dtype=torch.float64)
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, n_rows)))), n_rows]
+    horizon = data.draw(st.sampled_from([None, 3.0, 17.0]))
+
+    expected_leaf = values.clone().requires_grad_()
+    expected = reference(expected_leaf, mask, mode, horizon or n_tokens)
+    torch.autograd.backward(expected)
+
+    # Float32 like real losses, micro-batches cut anywhere and trimmed to their own longest row.
+    leaf = values.float().requires_grad_()
+    norm = Normalizers.from_mask(mask, horizon=horizon)
+    total = 0.0
+    for start, end in itertools.pairwise(cuts):
+        if start == end:
+            continue
+        used = int(mask[start:end].any(dim=0).nonzero().max()) + 1 if mask[start:end].any() else 1
+        part = sum_loss(leaf[start:end, :used], mask[start:end, :used].float(), mode, norm)
+        torch.autograd.backward(part)
+        total += part.item()
+
+    assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    assert leaf.grad is not None
+    assert expected_leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.double(), expected_leaf.grad, rtol=1e-6, atol=1e-7)

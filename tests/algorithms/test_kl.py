@@ -1,0 +1,125 @@
+"""KL estimators and controllers against hand-computed values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slipstream.algorithms import (
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    get_kl_controller,
+    kl_penalty,
+)
+from slipstream.algorithms.kl import KL_KINDS
+
+LP = torch.tensor([-1.0, -2.0])
+REF = torch.tensor([-1.5, -1.0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("kl", [0.5, -1.0]),
+        ("k1", [0.5, -1.0]),
+        ("abs", [0.5, 1.0]),
+        ("mse", [0.125, 0.5]),
+        ("k2", [0.125, 0.5]),
+        ("low_var_kl", [math.exp(-0.5) - 0.5, math.e - 2.0]),
+        ("k3", [math.exp(-0.5) - 0.5, math.e - 2.0]),
+    ],
+)
+def test_values_by_hand(kind: str, expected: list[float]) -> None:
+    assert kl_penalty(LP, REF, kind).tolist() == pytest.approx(expected)
+    assert kl_penalty(LP, REF, kind + "+").tolist() == kl_penalty(LP, REF, kind).tolist()
+
+
+def grad(kind: str) -> list[float]:
+    lp = LP.clone().requires_grad_()
+    torch.autograd.backward(kl_penalty(lp, REF, kind).sum())
+    assert lp.grad is not None
+    out: list[float] = lp.grad.tolist()
+    return out
+
+
+def test_gradients_by_hand() -> None:
+    assert grad("k1") == [1.0, 1.0]
+    assert grad("k2") == [0.5, -1.0]
+    assert grad("k3") == pytest.approx([1 - math.exp(-0.5), 1 - math.e])
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_the_plus_suffix_has_the_gradient_of_k2(kind: str) -> None:
+    assert grad(kind + "+") == grad("k2")
+
+
+def test_k3_is_clamped_on_both_sides() -> None:
+    far = kl_penalty(torch.tensor([-100.0, 0.0]), torch.tensor([0.0, -100.0]), "k3")
+    assert far.tolist() == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_estimators_average_to_the_kl_of_two_bernoullis(kind: str) -> None:
+    p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.5, 0.5])
+    exact = float((p * (p / q).log()).sum())
+    estimate = float((p * kl_penalty(p.log(), q.log(), kind)).sum())
+    # k2 is biased in the third order of the log-ratio.
+    assert estimate == pytest.approx(exact, abs=2e-3 if kind == "k2" else 1e-6)
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs both policies' logits"):
+        kl_penalty(LP, REF, "full")
+    with pytest.raises(ValueError, match="needs both policies' logits"):
+        kl_penalty(LP, REF, "full+")
+    with pytest.raises(ValueError, match="unknown kl penalty 'k4'; known: kl, k1"):
+        kl_penalty(LP, REF, "k4")
+
+
+def test_the_adaptive_controller_by_hand() -> None:
+    controller = AdaptiveKLController(0.1, target_kl=0.5, horizon=100)
+    controller.update(0.55, n_steps=10)  # error 0.1
+    assert controller.value == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
+    controller.value = 0.1
+    controller.update(50.0, n_steps=10)  # clipped to 0.2
+    assert controller.value == pytest.approx(0.1 * 1.02)
+    controller.value = 0.1
+    controller.update(0.0, n_steps=10)  # clipped to -0.2
+    assert controller.value == pytest.approx(0.1 * 0.98)
+
+
+def test_controllers_by_name() -> None:
+    fixed = get_kl_controller("fixed", kl_coef=0.3)
+    fixed.update(100.0, n_steps=1000)
+    assert fixed.value == 0.3
+    assert isinstance(get_kl_controller("adaptive", kl_coef=0.3), AdaptiveKLController)
+    with pytest.raises(ValueError, match="known: fixed, adaptive"):
+        get_kl_controller("linear", kl_coef=0.3)
+    with pytest.raises(ValueError, match=r"horizon > 0, got target_kl=0\.1, horizon=0"):
+        get_kl_controller("adaptive", kl_coef=0.3, horizon=0)
+
+
+def test_in_reward_kl_by_hand() -> None:
+    scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
+    old = torch.tensor([[-1.0, -1.0, float("nan")], [-1.0, -2.0, -1.0], [0.0, 0.0, 0.0]])
+    ref = torch.tensor([[-2.0, -2.0, 0.0], [-1.5, -1.5, -1.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    controller = FixedKLController(0.1)
+    rewards, metrics = apply_kl_penalty(scores, old, ref, mask, kl_ctrl=controller)
+    torch.testing.assert_close(
+        rewards, torch.tensor([[-0.1, 0.9, 0.0], [-0.05, 0.05, 2.0], [0.0, 0.0, 0.0]])
+    )
+    # Row means 1 and 0; the empty row does not count.
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_in_reward_kl_steers_its_controller_after_use() -> None:
+    controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=4)
+    one = torch.ones(2, 1)
+    _, metrics = apply_kl_penalty(0 * one, one, 0 * one, one, kl_ctrl=controller)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 4))

@@ -1,0 +1,82 @@
+"""Registries: lookup by string and enum, errors that list names, no silent overwriting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.algorithms import (
+    AdvantageEstimator,
+    RegistryError,
+    adv_estimator_names,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    grpo,
+    policy_gradient,
+    policy_loss_names,
+    register_adv_est,
+    register_policy_loss,
+    vanilla,
+)
+from slipstream.algorithms import registry as registry_module
+
+
+@pytest.fixture(autouse=True)
+def _restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "_ADVANTAGES", dict(registry_module._ADVANTAGES))
+    monkeypatch.setattr(registry_module, "_POLICY_LOSSES", dict(registry_module._POLICY_LOSSES))
+
+
+def test_estimators_are_found_by_string_and_enum() -> None:
+    assert get_adv_estimator_fn("grpo") is grpo
+    assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is grpo
+    assert get_adv_estimator_fn("grpo_vectorized") is grpo
+
+
+def test_every_enum_member_is_implemented() -> None:
+    assert set(AdvantageEstimator) == set(adv_estimator_names())
+
+
+def test_policy_losses_are_found_under_all_their_names() -> None:
+    assert {n: get_policy_loss_fn(n) for n in policy_loss_names()} == {
+        "vanilla": vanilla,
+        "ppo": vanilla,
+        "grpo": vanilla,
+        "gpg": policy_gradient,
+        "reinforce": policy_gradient,
+        "policy_gradient": policy_gradient,
+    }
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(RegistryError, match=r"'gea'; known: gpg, grpo, .*rloo_vectorized"):
+        get_adv_estimator_fn("gea")
+    with pytest.raises(ValueError, match=r"'van'; known: gpg, grpo, .*vanilla"):
+        get_policy_loss_fn("van")
+
+
+def test_user_functions_join_and_keep_their_name() -> None:
+    @register_adv_est("mine")
+    def mine(**kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, 1), torch.zeros(1, 1)
+
+    @register_policy_loss("my_loss")
+    def my_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor | float]]:
+        return torch.zeros(()), {}
+
+    assert get_adv_estimator_fn("mine") is mine
+    assert get_policy_loss_fn("my_loss") is my_loss
+
+
+def test_a_taken_name_is_refused_but_the_same_function_may_register_again() -> None:
+    assert register_adv_est("grpo")(grpo) is grpo
+    assert register_policy_loss("vanilla")(vanilla) is vanilla
+    with pytest.raises(RegistryError, match=r"'grpo' is already registered by .*advantages\.grpo"):
+        register_adv_est(AdvantageEstimator.GRPO)(lambda **_: (torch.zeros(1), torch.zeros(1)))
+    with pytest.raises(RegistryError, match=r"'vanilla' is already registered"):
+        register_policy_loss("vanilla")(policy_gradient)
+    assert get_adv_estimator_fn("grpo") is grpo
+    assert get_policy_loss_fn("vanilla") is vanilla

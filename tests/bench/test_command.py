@@ -1,0 +1,65 @@
+"""`slipstream bench` end to end at toy size: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream import cli
+from slipstream.bench import command
+from slipstream.bench.contenders import PEERS
+from slipstream.bench.rollout import FLOORS
+from slipstream.bench.shapes import SHAPES
+
+
+def test_rollout_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rollout.json"
+    line = "bench rollout --case equal --shape tiny --batch 2 --new-tokens 2 --rounds 1 --no-memory"
+    assert cli.main([*line.split(), "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["slipstream", *PEERS["hf"]]
+    assert all(row["values"]["slipstream_speedup"]["median"] > 0 for row in rows)
+    text = capsys.readouterr().out
+    assert "rollout, equal lengths, tiny: float32" in text
+    assert "speedup over the faster peer" in text
+    assert "floor 1.3" in text
+
+
+def test_train_prints_a_profile_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "bench train --shape tiny --rows 2 --length 4 --matmul-size 8 --rounds 1 --profile"
+    assert cli.main(line.split()) == 0
+    text = capsys.readouterr().out
+    assert "share_of_matmul" in text
+    assert "aten::mm" in text
+
+
+def test_startup_compares_with_an_idle_python(tmp_path: Path) -> None:
+    file = tmp_path / "startup.json"
+    assert cli.main(["bench", "startup", "--rounds", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["slipstream --help", "python -c pass"]
+    assert rows[0]["values"]["times_python"]["median"] > 0
+    assert rows[0]["threads"] is None
+
+
+def test_flags_offer_what_the_benchmarks_know() -> None:
+    # The flags repeat the names because the benchmarks import torch.
+    assert set(command._SHAPES) == set(SHAPES)
+    assert set(command._CASES) == set(FLOORS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [["bench"], ["bench", "speed"], ["bench", "train", "--rows", "0"], ["bench", "rollout", "x"]],
+)
+def test_unusable_lines_end_with_code_2(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line)
+    assert ended.value.code == 2
+    assert "usage: slipstream bench" in capsys.readouterr().err

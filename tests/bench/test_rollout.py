@@ -1,0 +1,111 @@
+"""The rollout benchmark at toy size: both sides do the same work, and what a row holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from slipstream.bench import rollout
+from slipstream.bench.contenders import OURS, Workload, contender
+from slipstream.bench.memory import peak_rss
+from slipstream.bench.record import Row, Spread
+from slipstream.errors import ConfigError, EngineError
+
+TOY = rollout.RolloutBench(
+    case="mixed", batch=4, new_tokens=3, prompt_length=4, shape="tiny", temperature=0.0, rounds=2
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return rollout.run(replace(TOY, memory=False))
+
+
+def test_one_row_per_contender_with_all_fields(rows: list[Row]) -> None:
+    names = [row.contender for row in rows]
+    assert names == [OURS, "transformers-dynamic", "transformers-static"]
+    lengths = rollout.make_workload(TOY).lengths
+    for row in rows:
+        assert (row.benchmark, row.case, row.dtype) == ("rollout", "mixed", "float32")
+        assert row.threads is not None
+        assert row.seconds.n == 2
+        assert row.seconds.min > 0
+        assert row.settings["useful_tokens"] == sum(lengths)
+        assert row.settings["longest"] == max(lengths)
+        speed, step = row.values["tokens_per_second"], row.values["ms_per_step"]
+        assert isinstance(speed, Spread)
+        assert isinstance(step, Spread)
+        assert speed.max == pytest.approx(sum(lengths) / row.seconds.min)
+        assert step.min == pytest.approx(1000 * row.seconds.min / max(lengths))
+
+
+def test_greedy_peers_write_the_same_tokens(rows: list[Row]) -> None:
+    assert [row.values["same_tokens"] for row in rows] == [1.0, 1.0, 1.0]
+
+
+def test_the_speedup_is_against_the_fastest_peer(rows: list[Row]) -> None:
+    def with_time(row: Row, seconds: float, speedup: float) -> Row:
+        return replace(
+            row,
+            seconds=Spread.of([seconds]),
+            values={**row.values, "slipstream_speedup": Spread.of([speedup])},
+        )
+
+    times = [(1.0, 1.0), (3.0, 3.0), (2.0, 2.0)]
+    changed = [with_time(row, *pair) for row, pair in zip(rows, times, strict=True)]
+    assert rollout.best_speedup(changed).median == 2.0
+    assert rollout.best_speedup(rows).min > 0
+
+
+def test_standard_sizes_are_those_of_the_floors() -> None:
+    assert rollout.STANDARD.keys() == rollout.FLOORS.keys()
+    equal = rollout.make_workload(rollout.STANDARD["equal"])
+    assert equal.lengths == (128,) * 32
+    assert len(set(equal.prompts)) == 32
+    mixed = rollout.make_workload(rollout.STANDARD["mixed"])
+    assert len(mixed.lengths) == 64
+    assert median(mixed.lengths) == 32
+    assert max(mixed.lengths) >= 8 * median(mixed.lengths)
+    assert list(mixed.lengths) != sorted(mixed.lengths)
+
+
+def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs: dict[str, list[list[int]]] = {}
+    workload = Workload(name="equal", prompts=((1,), (2,)), lengths=(3, 3))
+    run_once = rollout._recorded("peer", lambda: [[1, 2, 3], [1]], outputs, workload)
+    with pytest.raises(EngineError, match="peer wrote 4 of 6 tokens"):
+        run_once()
+
+
+def test_sampling_is_the_engines_own() -> None:
+    workload = rollout.make_workload(TOY)
+    settings = {"shape": "tiny", "dtype": TOY.dtype}
+    with contender(OURS, workload, temperature=1.0, **settings) as generate:  # type: ignore[arg-type]
+        first, second = generate(), generate()
+    assert first == second
+    with contender(OURS, workload, temperature=0.0, **settings) as generate:  # type: ignore[arg-type]
+        assert generate() != first
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    row = rollout.RolloutBench(case="equal", batch=2, new_tokens=2, shape="tiny", rounds=1)
+    peak = rollout.measure_memory(row, OURS)
+    # A process with torch loaded takes more than 50 MB, and this one is not counted with it.
+    assert 50 < peak < 4000
+    assert peak_rss() > 50e6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"case": "sorted"}, "unknown case 'sorted'; known: equal, mixed"),
+        ({"peer": "abacus"}, "unknown peer 'abacus'; known: hf"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(TOY, **change)  # type: ignore[arg-type]

@@ -1,0 +1,75 @@
+"""A process that is killed at any moment of a save leaves a complete checkpoint behind."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slipstream.checkpoint.manager import CheckpointManager, verify
+
+KILLS = 30
+
+# Each save writes its serial number into three files, announces it before and after, and every
+# third one replaces the step before.
+PROGRAM = """
+import sys
+from pathlib import Path
+from slipstream.checkpoint.manager import CheckpointManager
+
+manager = CheckpointManager(Path(sys.argv[1]), keep=2)
+count = int(sys.argv[2])
+while True:
+    count += 1
+    step = count - (count % 3 == 0)
+
+    def write(folder):
+        (folder / "actor").mkdir()
+        for name in ("a", "b", "actor/c"):
+            (folder / name).write_text(str(count) * 2000)
+
+    print("begin", count, step, flush=True)
+    manager.save(step, write)
+    print("end", count, step, flush=True)
+"""
+
+
+def test_latest_is_always_a_complete_save(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    manager = CheckpointManager(root, keep=2)
+    rng = random.Random(0)
+    count = 0
+    newest = 0
+    in_the_middle = 0
+    for _ in range(KILLS):
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(root), str(count)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline()]
+            time.sleep(rng.uniform(0, 0.05))
+            process.kill()
+            lines += process.stdout.readlines()
+        events = [line.split() for line in lines if line.endswith("\n")]
+        begun = max(int(number) for kind, number, _ in events if kind == "begin")
+        ended = max((int(number) for kind, number, _ in events if kind == "end"), default=newest)
+        in_the_middle += begun > ended
+
+        path = manager.latest()
+        count = begun
+        if path is None:
+            assert ended == 0
+            continue
+        verify(path)
+        saved = {(path / name).read_text() for name in ("a", "b", "actor/c")}
+        found = [n for n in {ended, begun} if saved == {str(n) * 2000}]
+        assert len(found) == 1
+        newest = found[0]
+    assert in_the_middle >= KILLS // 3
+    manager.save(count + 1, lambda folder: None)
+    assert len(manager.steps()) == 2
+    assert [p for p in root.iterdir() if p.is_dir() and p.name.startswith(".")] == []

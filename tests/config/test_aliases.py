@@ -1,0 +1,262 @@
+"""Other spellings, keys without effect, and refusals of what VERL has and this system has not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.config import Config, Hardware, load_config
+from slipstream.config.aliases import (
+    ONLY_NEUTRAL,
+    REFUSED_VALUES,
+    RENAMED,
+    RENAMED_VALUES,
+    WITHOUT_EFFECT,
+)
+from slipstream.config.tree import options
+from slipstream.errors import ConfigError
+
+CPU = Hardware(gpus=0, cpus=2)
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def load(*overrides: str) -> tuple[Config, list[str]]:
+    notices: list[str] = []
+    config = load_config(overrides, recipe="tiny", hardware=CPU, notify=notices.append)
+    return config, notices
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("algorithm.policy_loss_fn=ppo", f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
+        ("algorithm.policy_loss_fn=grpo", f"{ACTOR}.policy_loss.loss_mode", "vanilla"),
+        ("algorithm.policy_loss_fn=mine", f"{ACTOR}.policy_loss.loss_mode", "mine"),
+        ("algorithm.kl_ctl.type=adaptive", "algorithm.kl_ctrl.type", "adaptive"),
+        ("algorithm.kl_ctl.init_kl_coef=0.2", "algorithm.kl_ctrl.kl_coef", 0.2),
+        ("reward_model.custom_reward_function.path=a.py", "custom_reward_function.path", "a.py"),
+        ("reward.reward_manager.name=dapo", "reward_model.reward_manager", "dapo"),
+        (f"{ACTOR}.optim.beta1=0.8", f"{ACTOR}.optim.betas", (0.8, 0.999)),
+        (f"{ACTOR}.optim.beta2=0.99", f"{ACTOR}.optim.betas", (0.9, 0.99)),
+        (f"{ACTOR}.optim.warmup_style=cosine", f"{ACTOR}.optim.lr_scheduler_type", "cosine"),
+        (f"{ACTOR}.optim.clip_grad=0.3", f"{ACTOR}.grad_clip", 0.3),
+        (f"{ROLLOUT}.response_length=40", "data.max_response_length", 40),
+        (f"{ROLLOUT}.max_response_length=40", "data.max_response_length", 40),
+        (f"{ROLLOUT}.prompt_length=20", "data.max_prompt_length", 20),
+        ("data.reward_fn_key=reward", "data.reward_fn_key", "data_source"),
+        ("trainer.logger=jsonl", "trainer.logger", ("file",)),
+        ("trainer.logger=[console,jsonl]", "trainer.logger", ("console", "file")),
+        ("data.chat_template=x", "actor_rollout_ref.model.custom_chat_template", "x"),
+    ],
+)
+def test_an_alias_sets_our_key_with_a_notice(override: str, path: str, value: object) -> None:
+    config, notices = load(override)
+    node: Any = config
+    for part in path.split("."):
+        node = getattr(node, part)
+    assert node == value
+    assert notices
+    assert all("alias" in notice or "is taken as" in notice for notice in notices)
+
+
+def test_a_renamed_free_form_mapping_keeps_its_keys() -> None:
+    prefix = "reward_model.custom_reward_function"
+    config, notices = load(f"{prefix}.path=a.py", f"+{prefix}.reward_kwargs.k=3")
+    assert dict(config.custom_reward_function.reward_kwargs) == {"k": 3}
+    assert len(notices) == 2
+
+
+def test_both_betas_combine_and_tell_once() -> None:
+    config, notices = load(f"{ACTOR}.optim.beta1=0.8", f"{ACTOR}.optim.beta2=0.9")
+    assert config.actor_rollout_ref.actor.optim.betas == (0.8, 0.9)
+    _, repeated = load(f"{ACTOR}.optim.beta1=0.8", f"{ACTOR}.optim.beta1=0.7")
+    assert repeated == [f"{ACTOR}.optim.beta1 is an alias of {ACTOR}.optim.betas"]
+    assert len(notices) == 2
+
+
+def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
+    config, notices = load(
+        f"{ROLLOUT}.response_length=${{data.max_response_length}}",
+        f"{ROLLOUT}.prompt_length=${{oc.select:data.max_prompt_length,512}}",
+    )
+    assert (config.data.max_response_length, config.data.max_prompt_length) == (32, 16)
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.gpu_memory_utilization=0.6",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=40",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "trainer.balance_batch=True",
+        f"{ROLLOUT}.enforce_eager=False",
+        f"{ROLLOUT}.free_cache_engine=True",
+        f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
+        "critic.optim.lr=1e-5",
+        "hydra.run.dir=outputs",
+        "hydra/job_logging=none",
+        "+ray_kwargs.ray_init.num_cpus=4",
+    ],
+)
+def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
+    config, notices = load(override)
+    assert config == load()[0]
+    key = override.lstrip("+").partition("=")[0].replace("/", ".")
+    assert [notice.startswith(f"{key} has no effect: ") for notice in notices] == [True]
+
+
+@pytest.mark.parametrize(
+    ("neutral", "asking", "remedy"),
+    [
+        (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size=2", "1"),
+        (
+            f"{ACTOR}.fsdp_config.param_offload=False",
+            f"{ACTOR}.fsdp_config.param_offload=True",
+            "set it to false",
+        ),
+        (
+            "actor_rollout_ref.model.lora_rank=0",
+            "actor_rollout_ref.model.lora_rank=8",
+            "set it to 0",
+        ),
+        (
+            f"{ROLLOUT}.multi_turn.enable=false",
+            f"{ROLLOUT}.multi_turn.enable=true",
+            "single turns",
+        ),
+        ("data.custom_cls.path=null", "data.custom_cls.path=a.py", "parquet or JSONL"),
+        ("algorithm.filter_groups.enable=false", "+algorithm.filter_groups.enable=true", "false"),
+    ],
+)
+def test_an_absent_feature_is_accepted_off_and_refused_on(
+    neutral: str, asking: str, remedy: str
+) -> None:
+    config, notices = load(neutral)
+    assert config == load()[0]
+    assert notices == []
+    with pytest.raises(ConfigError) as caught:
+        load(asking)
+    assert str(caught.value).startswith(asking.lstrip("+").replace("True", "true"))
+    assert remedy in str(caught.value)
+
+
+def test_a_parallel_size_of_true_is_not_one() -> None:
+    with pytest.raises(ConfigError):
+        load(f"{ROLLOUT}.tensor_model_parallel_size=true")
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (f"{ACTOR}.strategy=fsdp", f"set {ACTOR}.strategy=single"),
+        (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=single"),
+        (f"{ROLLOUT}.name=vllm", f"set {ROLLOUT}.name=embedded"),
+        (f"{ROLLOUT}.name=sglang", f"set {ROLLOUT}.name=embedded"),
+        ("trainer.logger=[console,wandb]", "set trainer.logger=[console,file]"),
+        ("trainer.logger=mlflow", "set trainer.logger=[console,file]"),
+        ("actor_rollout_ref.model.trust_remote_code=true", "trust_remote_code=false"),
+        ("data.trust_remote_code=true", "trust_remote_code=false"),
+        ("reward_model.enable=true", "set reward_model.enable=false"),
+    ],
+)
+def test_values_of_verl_are_refused_with_the_remedy(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert remedy in str(caught.value)
+    assert "expected" not in str(caught.value)
+
+
+def test_a_fixed_micro_batch_size_switches_dynamic_batching_off() -> None:
+    size, dynamic = f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz"
+    config, notices = load(f"{size}=4")
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz is False
+    assert notices == [f"{size} is set, so {dynamic}=false"]
+    config, notices = load(f"{size}=4", f"{dynamic}=true")
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz is True
+    assert notices == [f"{size} has no effect: {dynamic}=true packs by tokens"]
+    config, notices = load(f"{size}=4", f"{dynamic}=false")
+    assert notices == []
+
+
+def test_a_verl_launch_line_is_accepted() -> None:
+    line = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=/data/gsm8k/train.parquet",
+        "data.val_files=/data/gsm8k/test.parquet",
+        "data.train_batch_size=1024",
+        "data.max_prompt_length=512",
+        "data.max_response_length=1024",
+        "data.filter_overlong_prompts=True",
+        "data.truncation='error'",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=0.001",
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+        "actor_rollout_ref.actor.entropy_coeff=0",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        "actor_rollout_ref.rollout.n=5",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=False",
+        "algorithm.use_kl_in_reward=False",
+        "trainer.critic_warmup=0",
+        'trainer.logger=["console","tensorboard"]',
+        "trainer.project_name=verl_grpo_example_gsm8k",
+        "trainer.experiment_name=qwen2_function_rm",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+        "trainer.save_freq=20",
+        "trainer.test_freq=5",
+        "trainer.total_epochs=15",
+    ]
+    notices: list[str] = []
+    config = load_config(line, hardware=Hardware(gpus=1, cpus=2), notify=notices.append)
+    assert config.data.train_batch_size == 1024
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 40
+    assert config.trainer.default_local_dir == (
+        "checkpoints/verl_grpo_example_gsm8k/qwen2_function_rm"
+    )
+    assert [notice.split()[0].rpartition(".")[2] for notice in notices] == [
+        "use_remove_padding",
+        "log_prob_micro_batch_size_per_gpu",
+        "gpu_memory_utilization",
+        "log_prob_micro_batch_size_per_gpu",
+        "ppo_micro_batch_size_per_gpu",
+    ]
+
+
+def test_what_such_a_line_cannot_have_is_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(
+            f"{ROLLOUT}.tensor_model_parallel_size=2",
+            f"{ROLLOUT}.multi_turn.enable=True",
+            "actor_rollout_ref.model.lora_rank=32",
+        )
+    assert str(caught.value).startswith("3 settings cannot be used:")
+    with pytest.raises(ConfigError) as caught:
+        load(f"{ROLLOUT}.name=vllm", 'trainer.logger=["console","wandb"]', f"{ACTOR}.strategy=fsdp")
+    assert str(caught.value).startswith("3 settings cannot be used:")
+
+
+def test_the_tables_agree_with_the_schema() -> None:
+    known = set(options())
+    for old, new in RENAMED.items():
+        assert old not in known
+        assert new.removesuffix(".0").removesuffix(".1") in known
+    assert known >= set(RENAMED_VALUES) | set(REFUSED_VALUES)
+    assert not known & (set(ONLY_NEUTRAL) | set(WITHOUT_EFFECT))
+    assert not set(ONLY_NEUTRAL) & set(WITHOUT_EFFECT)
+    assert not set(RENAMED) & (set(ONLY_NEUTRAL) | set(WITHOUT_EFFECT))

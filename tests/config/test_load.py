@@ -1,0 +1,399 @@
+"""Composition, types, unknown keys, interpolation, round trips and differences."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import (
+    CONFIG_FILE,
+    RESUMABLE_KEYS,
+    Config,
+    Hardware,
+    diff,
+    load_config,
+    resolve_mode,
+    to_dict,
+    to_yaml,
+)
+from slipstream.config.sources import recipe_names
+from slipstream.config.tree import options
+from slipstream.errors import ConfigError
+
+CPU = Hardware(gpus=0, cpus=2)
+
+
+def load(*overrides: str, recipe: str | None = "tiny", file: Path | None = None) -> Config:
+    notices: list[str] = []
+    config = load_config(
+        overrides,
+        recipe=None if file else recipe,
+        file=file,
+        hardware=CPU,
+        notify=notices.append,
+        complete=False,
+    )
+    assert notices == []
+    return config
+
+
+def refusal(*overrides: str, **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **arguments)
+    return str(caught.value)
+
+
+def test_without_sources_the_defaults_hold() -> None:
+    config = load(recipe=None)
+    assert config.data.train_batch_size == 16
+    assert config.actor_rollout_ref.rollout.n == 8
+    assert config.algorithm.adv_estimator == "grpo"
+    assert config.trainer.default_local_dir == "checkpoints/slipstream/run"
+
+
+def test_overrides_win_over_the_recipe_and_that_over_the_defaults() -> None:
+    config = load("data.train_batch_size=6")
+    assert config.data.train_batch_size == 6
+    assert config.actor_rollout_ref.rollout.n == 2
+    assert config.algorithm.kl_ctrl.kl_coef == 0.001
+
+
+def test_the_last_override_of_a_key_wins() -> None:
+    assert load("trainer.seed=2", "trainer.seed=5").trainer.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("trainer.seed=7", "trainer.seed", 7),
+        ("actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.actor.optim.lr", 1e-5),
+        ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr", 1.0),
+        ("data.shuffle=False", "data.shuffle", False),
+        ("trainer.experiment_name='12'", "trainer.experiment_name", "12"),
+        ("trainer.experiment_name=a-b.c/d", "trainer.experiment_name", "a-b.c/d"),
+        ("data.seed=null", "data.seed", None),
+        ("trainer.logger=file", "trainer.logger", ("file",)),
+        ("trainer.logger=['console','file']", "trainer.logger", ("console", "file")),
+        ('trainer.logger=["console"]', "trainer.logger", ("console",)),
+        ("+trainer.seed=4", "trainer.seed", 4),
+        ("++trainer.seed=4", "trainer.seed", 4),
+        (
+            "actor_rollout_ref.actor.optim={lr:0.5,eps:1e-5}",
+            "actor_rollout_ref.actor.optim.eps",
+            1e-5,
+        ),
+        ("actor_rollout_ref.rollout.do_sample=true", "actor_rollout_ref.rollout.do_sample", True),
+        ("actor_rollout_ref.rollout.stop=['a, b']", "actor_rollout_ref.rollout.stop", ("a, b",)),
+    ],
+)
+def test_overrides_in_hydras_notation(override: str, path: str, value: object) -> None:
+    node: Any = load(override)
+    for part in path.split("."):
+        node = getattr(node, part)
+    assert node == value
+    assert type(node) is type(value)
+
+
+def test_training_files_are_one_path_or_a_list() -> None:
+    one = load("data.train_files=a.parquet", recipe=None)
+    two = load("data.train_files=[a.parquet,b.jsonl]", recipe=None)
+    assert one.data.train_files == ("a.parquet",)
+    assert two.data.train_files == ("a.parquet", "b.jsonl")
+
+
+def test_free_form_mappings_take_lose_and_merge_keys() -> None:
+    key = "reward_model.reward_kwargs"
+    config = load(f"+{key}.buffer.length=4", f"{key}.buffer.factor=0.5", f"{key}={{other:[1,2]}}")
+    assert dict(config.reward_model.reward_kwargs) == {
+        "buffer": {"length": 4, "factor": 0.5},
+        "other": [1, 2],
+    }
+    config = load(f"{key}={{a:1,b:2}}", f"~{key}.a")
+    assert dict(config.reward_model.reward_kwargs) == {"b": 2}
+
+
+def test_free_form_mappings_refuse_keys_below_a_plain_value() -> None:
+    key = "reward_model.reward_kwargs"
+    assert refusal(f"{key}.a=1", f"{key}.a.b=2") == (
+        f"{key}.a.b: {key}.a holds a plain value and takes no keys"
+    )
+    assert "no such key to delete" in refusal(f"~{key}.a")
+    assert refusal("~trainer.seed").startswith("~trainer.seed: only keys of free-form mappings")
+
+
+def test_an_absent_section_comes_into_being_with_its_defaults() -> None:
+    assert load(recipe=None).actor_rollout_ref.model.init is None
+    init = load(
+        "actor_rollout_ref.model.init.num_layers=3", recipe=None
+    ).actor_rollout_ref.model.init
+    assert init is not None
+    assert (init.num_layers, init.hidden_size) == (3, 192)
+    assert load("actor_rollout_ref.model.init=null").actor_rollout_ref.model.init is None
+
+
+def test_interpolations_are_resolved() -> None:
+    config = load("trainer.seed=9", "data.seed=${trainer.seed}", "trainer.experiment_name=x")
+    assert config.data.seed == 9
+    assert config.trainer.default_local_dir == "checkpoints/slipstream/x"
+    message = refusal("data.seed=${trainer.sed}")
+    assert message.startswith("data.seed: ")
+    assert "trainer.sed" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("trainer.total_trainig_steps=5", "trainer.total_training_steps"),
+        ("trainer.lr=5", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.rollout.temprature=1", "actor_rollout_ref.rollout.temperature"),
+        ("partial_rollot=true", "actor_rollout_ref.rollout.partial_rollout"),
+        ("actor.clip_ratio_hig=1", "actor_rollout_ref.actor.clip_ratio_high"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_ones(override: str, nearest: str) -> None:
+    message = refusal(override)
+    assert message.startswith(
+        f"{override.partition('=')[0]}: there is no such option; did you mean"
+    )
+    assert re.search(rf"\b{re.escape(nearest)}\b", message)
+
+
+def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
+    assert refusal("qqq.zzz=1") == (
+        "qqq.zzz: there is no such option; `slipstream config` lists them all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer.seed=abc",
+            "trainer.seed: expected an integer, at least 0, got abc (str); "
+            "for example trainer.seed=1",
+        ),
+        (
+            "trainer.seed=1.5",
+            "trainer.seed: expected an integer, at least 0, got 1.5 (float); "
+            "for example trainer.seed=1",
+        ),
+        (
+            "trainer.seed=true",
+            "trainer.seed: expected an integer, at least 0, got true (bool); "
+            "for example trainer.seed=1",
+        ),
+        (
+            "trainer.seed=null",
+            "trainer.seed: expected an integer, at least 0, got null (NoneType); "
+            "for example trainer.seed=1",
+        ),
+        (
+            "data.shuffle=1",
+            "data.shuffle: expected true or false, got 1 (int); for example data.shuffle=true",
+        ),
+        (
+            "data.truncation=up",
+            "data.truncation: expected one of error, left, right, middle, got up (str); "
+            "for example data.truncation=error",
+        ),
+        (
+            "actor_rollout_ref.rollout.top_p=1.5",
+            "actor_rollout_ref.rollout.top_p: "
+            "expected a number, at least 0 and at most 1, got 1.5 (float); "
+            "for example actor_rollout_ref.rollout.top_p=1",
+        ),
+        (
+            "actor_rollout_ref.rollout.top_p=nan",
+            "actor_rollout_ref.rollout.top_p: "
+            "expected a number, at least 0 and at most 1, got nan (float); "
+            "for example actor_rollout_ref.rollout.top_p=1",
+        ),
+        (
+            "trainer.experiment_name=12",
+            "trainer.experiment_name: expected a string, got 12 (int); for example "
+            "trainer.experiment_name=run; a string that looks like a number needs quotes: "
+            """trainer.experiment_name="'...'\"""",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.betas=[0.9]",
+            "actor_rollout_ref.actor.optim.betas: expected a list of 2 numbers, each at least 0 "
+            "and at most 1, got [0.9] (list); "
+            "for example actor_rollout_ref.actor.optim.betas=[0.9,0.999]",
+        ),
+        (
+            "reward_model.reward_kwargs=3",
+            "reward_model.reward_kwargs: expected a mapping, got 3 (int); "
+            "for example reward_model.reward_kwargs='{}'",
+        ),
+        (
+            "data.val_batch_size=0",
+            "data.val_batch_size: expected an integer, at least 1, or null, got 0 (int); "
+            "for example data.val_batch_size=1",
+        ),
+        (
+            "trainer.logger=[console,paper]",
+            "trainer.logger: expected a list of names out of console, file, tensorboard, "
+            "got [console,paper] (list); for example trainer.logger=[console,file]",
+        ),
+        (
+            "trainer=5",
+            "trainer=5: trainer is a section; set its options, such as "
+            "trainer.mode, trainer.seed, trainer.total_epochs",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+def test_draft_shapes_that_read_as_numbers_are_refused() -> None:
+    assert "needs quotes" in refusal("speculative.eagle.mab_configs=8_4_32")
+    config = load("speculative.eagle.mab_configs=['8_4_32','6_2_8']")
+    assert config.speculative.eagle.mab_configs == ("8_4_32", "6_2_8")
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    message = refusal("trainer.seed=x", "data.shuffle=3", "actor_rollout_ref.rollout.name=vllm")
+    assert message.startswith("3 settings cannot be used:\n  - ")
+    for part in ("trainer.seed: ", "data.shuffle: ", "actor_rollout_ref.rollout.name=embedded"):
+        assert part in message
+    message = refusal("trainer.sead=1", "data.shufle=true")
+    assert "trainer.seed" in message
+    assert "data.shuffle" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("word", "'word' is not an override; write key=value"),
+        ("trainer.seed=1,2", "is a sweep over several values and a run takes one"),
+        ("trainer.seed=range(1,4)", "is a sweep"),
+        ("trainer.experiment_name=a=[", "override 'trainer.experiment_name=a=[' cannot be read"),
+    ],
+)
+def test_unreadable_overrides(override: str, part: str) -> None:
+    assert part in refusal(override)
+
+
+def test_recipe_and_file_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give one"):
+        load_config(recipe="tiny", file=tmp_path / "a.yaml", hardware=CPU)
+
+
+def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
+    message = refusal(recipe="tinny")
+    assert message.startswith("recipe 'tinny' does not exist; known recipes: default, quickstart")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_loads(name: str) -> None:
+    config = load_config(recipe=name, hardware=CPU, complete=name != "default")
+    if name != "default":
+        assert resolve_mode(config) == "sft+rl"
+
+
+def test_a_file_composes_recipes_and_group_choices(tmp_path: Path) -> None:
+    (tmp_path / "loss").mkdir()
+    for name, low in (("wide", 0.4), ("narrow", 0.1)):
+        (tmp_path / "loss" / f"{name}.yaml").write_text(
+            f"# @package _global_\nactor_rollout_ref:\n  actor:\n    clip_ratio_low: {low}\n"
+        )
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults:\n  - tiny\n  - loss: wide\n  - _self_\ntrainer:\n  seed: 11\n")
+    config = load("data.val_size=8", file=file)
+    assert (config.trainer.seed, config.data.val_size, config.data.train_batch_size) == (11, 8, 2)
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.4
+    config = load("loss=narrow", file=file)
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert "loss/wider" in refusal("loss=wider", file=file)
+
+
+def test_a_file_without_self_in_its_defaults_wins_over_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [tiny]\ndata:\n  train_batch_size: 3\n")
+    assert load(file=file).data.train_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: [", "cannot be read"),
+        ("- 1\n- 2\n", "must hold a mapping"),
+        ("trainer:\n  sead: 1\n", "trainer.sead: there is no such option"),
+        ("trainer: 3\n", "trainer is a section"),
+        ("defaults: [nowhere]\n", "cannot be composed"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert part in refusal(file=file)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert "does not exist; check --config" in refusal(file=tmp_path / "none.yaml")
+
+
+def test_yaml_reads_back_to_an_equal_tree(tmp_path: Path) -> None:
+    config = load(
+        "actor_rollout_ref.model.custom_chat_template='{{ messages }}'",
+        "trainer.experiment_name='007'",
+        "actor_rollout_ref.actor.optim.eps=1e-7",
+        "+reward_model.reward_kwargs.a={b:[1,null,x]}",
+    )
+    file = tmp_path / CONFIG_FILE
+    file.write_text(to_yaml(config))
+    assert load(file=file) == config
+    assert "${" not in to_yaml(config)
+
+
+def test_text_that_looks_like_an_interpolation_survives(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer:\n  experiment_name: a\\${b}\n")
+    config = load(file=file)
+    assert config.trainer.experiment_name == "a${b}"
+    file.write_text(to_yaml(config))
+    assert load(file=file).trainer.experiment_name == "a${b}"
+
+
+def test_differences_are_listed_by_key_and_resumable_keys_do_not_count() -> None:
+    old = load()
+    new = load(
+        "trainer.seed=2",
+        "trainer.total_training_steps=90",
+        "trainer.logger=file",
+        "trainer.resume_mode=disable",
+        "+reward_model.reward_kwargs.a=1",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    assert diff(old, new) == [
+        "actor_rollout_ref.actor.optim.lr: 0.0001 -> 0.001",
+        "reward_model.reward_kwargs: {} -> {a:1}",
+        "trainer.seed: 1 -> 2",
+    ]
+    assert diff(old, old) == []
+
+
+def test_an_initialised_model_differs_from_a_loaded_one() -> None:
+    loaded = load("actor_rollout_ref.model.init=null", "actor_rollout_ref.model.path=m")
+    changes = diff(load(), loaded)
+    assert changes[0] == "actor_rollout_ref.model.path: null -> m"
+    assert changes[1].startswith("actor_rollout_ref.model.init: {family:qwen3,")
+
+
+def test_resumable_keys_exist() -> None:
+    assert set(options()) >= RESUMABLE_KEYS
+
+
+def test_to_dict_is_plain() -> None:
+    plain = to_dict(load("trainer.logger=file"))
+    assert plain["trainer"]["logger"] == ["file"]
+    assert type(plain["reward_model"]["reward_kwargs"]) is dict
+
+
+def test_notices_are_logged_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(["trainer.balance_batch=true"], recipe="tiny", hardware=CPU)
+    assert [record.name for record in caplog.records] == ["slipstream.config"]

@@ -1,0 +1,301 @@
+"""Rules between options: each broken rule is named, and its remedy works."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.config import Config, Hardware, load_config, resolve_mode
+from slipstream.errors import ConfigError
+
+CPU = Hardware(gpus=0, cpus=2)
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+
+
+def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") -> Config:
+    return load_config(overrides.split(), recipe=recipe, hardware=hardware, notify=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message", "remedy"),
+    [
+        ("data.train_files=a.parquet", "makes its own problems", "data.train_files=null"),
+        ("data.val_files=a.parquet", "makes its own problems", "data.val_files=null"),
+        ("data.train_max_samples=5", "counts rows of files", "data.train_max_samples=-1"),
+        ("data.val_max_samples=5", "counts rows of files", "data.val_max_samples=-1"),
+        (
+            "data.task=null sft.total_training_steps=0 data.task_kwargs={a:1}",
+            "data.task_kwargs has no task to go to",
+            "data.task=countdown",
+        ),
+        (
+            "data.mixture_weights=[1,2]",
+            "data.mixture_weights has 2 numbers for 0 files",
+            "data.mixture_weights=null",
+        ),
+        (
+            "sft.mixture_weights=[1,2] sft.train_files=a.jsonl",
+            "sft.mixture_weights has 2 numbers for 1 files",
+            "sft.mixture_weights=null",
+        ),
+        (
+            "data.task=null",
+            "sft.total_training_steps=2 needs demonstrations",
+            "sft.total_training_steps=0",
+        ),
+        ("sft.batch_tokens=100", "cannot hold one demonstration", "sft.batch_tokens=256"),
+        (
+            "sft.max_tokens_per_micro_batch=100",
+            "cannot hold one demonstration",
+            "sft.max_length=100",
+        ),
+        (f"{ACTOR}.optim.muon_lr=0.1", "has no effect", f"{ACTOR}.optim.optimizer=Muon"),
+        ("sft.optim.betas=[0.9,1]", "must be below 1", "sft.optim.betas=[0.9,0.999]"),
+        (
+            f"{ACTOR}.optim.lr_warmup_steps=1 {ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+            "two lengths of one warm-up",
+            f"{ACTOR}.optim.lr_warmup_steps=-1",
+        ),
+        (
+            "sft.optim.lr_scheduler_type=linear sft.optim.lr_warmup_steps=2",
+            "2 optimizer steps with a warm-up of 2",
+            "sft.optim.lr_scheduler_type=constant",
+        ),
+        (
+            f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.lr_warmup_steps=8 "
+            f"{ACTOR}.ppo_mini_batch_size=1 {ACTOR}.ppo_epochs=2",
+            "8 optimizer steps with a warm-up of 8",
+            f"{ACTOR}.optim.lr_scheduler_type=constant",
+        ),
+        (
+            f"{ACTOR}.optim.min_lr_ratio=0.1",
+            "has no effect with a constant rate",
+            f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        ),
+        (
+            f"{ROLLOUT}.max_model_len=47",
+            f"{ROLLOUT}.max_model_len=47 is below data.max_prompt_length + "
+            "data.max_response_length = 48",
+            f"{ROLLOUT}.max_model_len=48",
+        ),
+        (
+            f"{ACTOR}.ppo_max_token_len_per_gpu=20",
+            "is below",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=48",
+        ),
+        (
+            f"{MODEL}.init.max_position_embeddings=200",
+            "is below sft.max_length=256",
+            f"{MODEL}.init.max_position_embeddings=256",
+        ),
+        (
+            "data.max_response_length=300",
+            "is below data.max_prompt_length",
+            f"{MODEL}.init.max_position_embeddings=316",
+        ),
+        (
+            f"{ACTOR}.ppo_mini_batch_size=3",
+            "is above data.train_batch_size=2",
+            f"{ACTOR}.ppo_mini_batch_size=2",
+        ),
+        (
+            f"data.train_batch_size=12 {ACTOR}.ppo_mini_batch_size=8",
+            "data.train_batch_size=12 is not a multiple",
+            f"{ACTOR}.ppo_mini_batch_size=6",
+        ),
+        (
+            f"{ACTOR}.use_dynamic_bsz=false",
+            "needs a micro-batch size",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+        ),
+        (f"{ACTOR}.clip_ratio_c=1", "must be above 1", f"{ACTOR}.clip_ratio_c=3"),
+        (f"{ACTOR}.clip_ratio=1.5", "turn negative", f"{ACTOR}.clip_ratio_low=0.2"),
+        (
+            f"{ACTOR}.loss_scale_factor=9",
+            "has no effect",
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+        ),
+        (f"{MODEL}.path=m", "name two models", f"{MODEL}.init=null"),
+        (f"{MODEL}.init=null", "no model is named", f"{MODEL}.init.num_layers=12"),
+        (
+            f"{MODEL}.init.hidden_size=33",
+            "is not a multiple",
+            f"{MODEL}.init.hidden_size=36",
+        ),
+        (
+            f"{MODEL}.init.num_kv_heads=3",
+            "is not a multiple",
+            f"{MODEL}.init.num_kv_heads=2",
+        ),
+        (f"{MODEL}.init.head_dim=5", "odd width 5", f"{MODEL}.init.head_dim=6"),
+        (
+            "actor_rollout_ref.ref.path=m",
+            "has no effect without a KL term",
+            f"{ACTOR}.use_kl_loss=true",
+        ),
+        (f"{ROLLOUT}.temperature=0", "temperature above 0", f"{ROLLOUT}.temperature=1"),
+        (
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+            "temperature above 0",
+            f"{ROLLOUT}.val_kwargs.temperature=1",
+        ),
+        (
+            f"{ROLLOUT}.val_kwargs.temperature=0.6",
+            "has no effect",
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+        ),
+        (f"{ROLLOUT}.val_kwargs.n=4", "are all the same", f"{ROLLOUT}.val_kwargs.n=1"),
+        (f"{ROLLOUT}.top_p=0", "keeps no token", f"{ROLLOUT}.top_p=1"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0", "keeps no token", f"{ROLLOUT}.val_kwargs.top_p=1"),
+        (
+            f"{ROLLOUT}.partial_rollout=true",
+            "nothing to carry over",
+            f"{ROLLOUT}.over_sample_rate=0.5",
+        ),
+        ("algorithm.adv_estimator=gae", "needs a critic", "algorithm.adv_estimator=grpo"),
+        ("critic.enable=true", "critic.enable=true needs a critic", "critic.enable=null"),
+        (f"{ROLLOUT}.n=1", "leaves none to compare with", f"{ROLLOUT}.n=8"),
+        (
+            f"algorithm.adv_estimator=rloo {ROLLOUT}.n=1",
+            "leaves none to compare with",
+            f"{ROLLOUT}.n=8",
+        ),
+        (f"{ROLLOUT}.do_sample=false", "the same", f"{ROLLOUT}.do_sample=true"),
+        (
+            "trainer.resume_mode=resume_path",
+            "needs a checkpoint",
+            "trainer.resume_mode=auto",
+        ),
+        (
+            "trainer.resume_from_path=c",
+            "has no effect",
+            "trainer.resume_mode=resume_path",
+        ),
+        ("trainer.critic_warmup=1", "needs a critic", "trainer.critic_warmup=0"),
+        (
+            "speculative.enable=true",
+            "this version decodes without speculation",
+            "speculative.enable=false",
+        ),
+        (
+            "speculative.train.enable_drafter_training=true",
+            "trains no draft model",
+            "speculative.train.enable_drafter_training=false",
+        ),
+        (
+            "custom_reward_function.reward_kwargs={a:1}",
+            "has no function to go to",
+            "custom_reward_function.path=FILE",
+        ),
+        ("trainer.nnodes=2", "one machine is used", "trainer.nnodes=1"),
+        (
+            "trainer.n_gpus_per_node=8 trainer.device=auto",
+            "this machine has 0 usable GPUs",
+            "trainer.n_gpus_per_node=1 trainer.device=cpu",
+        ),
+        (
+            "trainer.n_gpus_per_node=1 trainer.device=auto",
+            "this machine has 0 usable GPUs",
+            "trainer.n_gpus_per_node=0",
+        ),
+        ("trainer.device=cuda", "this machine has 0 usable GPUs", "trainer.device=cpu"),
+    ],
+)
+def test_a_broken_rule_is_named_and_its_remedy_works(
+    broken: str, message: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(broken)
+    assert message in str(caught.value)
+    assert remedy in str(caught.value)
+    assert "settings cannot be used" not in str(caught.value)
+    load(f"{broken} {remedy}")
+
+
+def test_no_training_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leaves no data; set a positive number, or -1"):
+        load(f"data.train_files=a data.train_max_samples=0 {MODEL}.path=m", recipe=None)
+
+
+def test_weights_fit_their_files() -> None:
+    config = load(f"data.train_files=[a,b] data.mixture_weights=[1,3] {MODEL}.path=m", recipe=None)
+    assert config.data.mixture_weights == (1.0, 3.0)
+
+
+def test_a_model_is_asked_for_only_where_one_is_needed() -> None:
+    with pytest.raises(ConfigError, match="no model is named"):
+        load_config(hardware=CPU)
+    assert load_config(hardware=CPU, complete=False).actor_rollout_ref.model.path is None
+
+
+def test_gpus_that_are_there_can_be_used_one_at_a_time() -> None:
+    two = Hardware(gpus=2, cpus=8)
+    assert load("trainer.device=cuda", two).trainer.device == "cuda"
+    assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
+    with pytest.raises(ConfigError) as caught:
+        load("trainer.n_gpus_per_node=2", two)
+    assert str(caught.value) == (
+        "trainer.n_gpus_per_node=2: this version uses one device and this machine has 2 usable "
+        "GPUs; set trainer.n_gpus_per_node=1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ("", "sft+rl"),
+        ("trainer.total_training_steps=0", "sft"),
+        ("sft.total_training_steps=0", "rl"),
+        ("trainer.mode=sft", "sft"),
+        ("trainer.mode=sft trainer.total_training_steps=null", "sft"),
+        ("trainer.mode=rl", "rl"),
+        ("trainer.mode=sft+rl", "sft+rl"),
+        ("data.task=null data.train_files=a sft.total_training_steps=0", "rl"),
+        (
+            "data.task=null data.train_files=a sft.train_files=b trainer.total_training_steps=null",
+            "sft+rl",
+        ),
+        ("data.task=null sft.train_files=b", "sft"),
+    ],
+)
+def test_the_mode_follows_from_steps_and_data(overrides: str, mode: str) -> None:
+    assert resolve_mode(load(overrides)) == mode
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "remedy"),
+    [
+        (
+            "sft.total_training_steps=0 trainer.total_training_steps=0",
+            "there is nothing to train",
+            "trainer.total_training_steps=100",
+        ),
+        (
+            "sft.total_training_steps=0 trainer.mode=sft",
+            "has no SFT steps",
+            "sft.total_training_steps=100",
+        ),
+        (
+            "trainer.mode=rl data.task=null sft.total_training_steps=0",
+            "has no prompts",
+            "data.task=countdown",
+        ),
+        (
+            "trainer.mode=rl trainer.total_training_steps=0",
+            "has no RL steps",
+            "trainer.total_training_steps=100",
+        ),
+        (
+            "trainer.total_training_steps=null",
+            "never ends",
+            "trainer.total_training_steps=100",
+        ),
+    ],
+)
+def test_a_run_without_work_is_refused(overrides: str, message: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_mode(load(overrides))
+    assert message in str(caught.value)
+    assert remedy in str(caught.value)
+    resolve_mode(load(f"{overrides} {remedy}"))

@@ -1,0 +1,342 @@
+"""The contract of `InferenceEngine`: one suite over every implementation.
+
+`test_contract.py` runs it over `embedded`, `hf` and `fake`; `contract_updates.py` goes on with
+weights and failures. A case is a coroutine that takes a harness; it must not depend on which tokens
+come out, only on how many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+
+from slipstream.inference.driver import AsyncEngine
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    StopReason,
+    VersionSpan,
+)
+from tests.inference.helpers import EOS, decode, make_request
+
+
+@dataclass(slots=True)
+class Harness:
+    """`engine` has the weights `make_decoder(0, eos=EOS)`, a limit of 96 tokens, and `decode`.
+
+    `gate` slows every step of its core down, so that there is a middle to act in.
+    """
+
+    engine: AsyncEngine
+    gate: Callable[[float], None]
+
+    @property
+    def protocol(self) -> InferenceEngine:
+        return self.engine
+
+
+Case = Callable[[Harness], Awaitable[None]]
+CASES: list[Case] = []
+
+
+def case(function: Case) -> Case:
+    CASES.append(function)
+    return function
+
+
+def endless(name: str, max_tokens: int = 60, **more: Any) -> GenerateRequest:
+    """Runs to its limit."""
+    return make_request(name, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def check_shape(generation: Generation) -> None:
+    n = len(generation.token_ids)
+    assert len(generation.log_probs) == len(generation.sampling_log_probs) == n
+    assert [span.start for span in generation.spans[:1]] == [0] * min(n, 1)
+    for left, right in pairwise(generation.spans):
+        assert left.end == right.start
+        assert left.version != right.version
+    assert (generation.spans[-1].end if generation.spans else 0) == n
+    assert all(math.isfinite(x) and x <= 0 for x in generation.log_probs)
+    assert (generation.error is not None) == (generation.stop_reason is StopReason.ERROR)
+
+
+async def gather(engine: InferenceEngine, *requests: GenerateRequest) -> dict[str, Generation]:
+    results: dict[str, Generation] = {}
+
+    async def one(request: GenerateRequest) -> None:
+        results[request.request_id] = await engine.generate(request)
+
+    async with anyio.create_task_group() as tasks:
+        for request in requests:
+            tasks.start_soon(one, request)
+    for generation in results.values():
+        check_shape(generation)
+    return results
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (what it waits for has no event)
+        await anyio.sleep(0.001)
+
+
+def running(engine: InferenceEngine) -> int:
+    stats = engine.stats()
+    return stats.running + stats.waiting
+
+
+@case
+async def many_at_once_equal_one_by_one(h: Harness) -> None:
+    requests = [make_request(f"m{i}", [3 + i] * (1 + i), max_tokens=5 + i) for i in range(9)]
+    together = await gather(h.protocol, *requests)
+    assert set(together) == {r.request_id for r in requests}
+    for request in requests:
+        alone = await h.protocol.generate(request)
+        assert alone.token_ids == together[request.request_id].token_ids
+        assert len(alone.token_ids) <= request.params.max_tokens
+        assert alone.text == decode(alone.token_ids)
+    assert h.engine._tickets == {}
+    assert running(h.protocol) == 0
+
+
+@case
+async def limits_and_stops(h: Harness) -> None:
+    engine = h.protocol
+    full = await engine.generate(endless("s", 30))
+    assert full.stop_reason is StopReason.LENGTH
+    assert len(full.token_ids) == 30
+    assert full.spans == [VersionSpan(0, 0, 30)]
+
+    one = await engine.generate(endless("s", 1))
+    assert one.token_ids == full.token_ids[:1]
+    assert one.stop_reason is StopReason.LENGTH
+
+    token = full.token_ids[7]
+    first = full.token_ids.index(token)
+    stopped = await engine.generate(endless("s", 30, stop_token_ids=(token,)))
+    assert stopped.stop_reason is StopReason.STOP_TOKEN
+    assert stopped.token_ids == full.token_ids[: first + 1]
+
+    text = full.text[5:8]
+    at = full.text.index(text)
+    stopped = await engine.generate(endless("s", 30, stop=("no such text", text)))
+    assert stopped.stop_reason is StopReason.STOP_STRING
+    assert stopped.text == full.text[:at]
+    assert stopped.text + text == decode(stopped.token_ids)
+
+
+@case
+async def end_of_sequence(h: Harness) -> None:
+    # A prompt long enough that some sample ends by itself.
+    for i in range(200):
+        name = f"e{i}"
+        ended = await h.protocol.generate(make_request(name, max_tokens=60))
+        if ended.stop_reason is StopReason.EOS:
+            break
+    assert ended.stop_reason is StopReason.EOS
+    assert ended.token_ids.index(EOS) == len(ended.token_ids) - 1
+    on = await h.protocol.generate(endless(name, len(ended.token_ids) + 2))
+    assert on.token_ids[: len(ended.token_ids)] == ended.token_ids
+    assert on.stop_reason is StopReason.LENGTH
+
+
+@case
+async def prior_ids_go_on(h: Harness) -> None:
+    full = await h.protocol.generate(endless("p", 20))
+    rest = await h.protocol.generate(endless("p", 12, prior=full.token_ids[:8]))
+    assert rest.token_ids == full.token_ids[8:]
+    assert decode(full.token_ids[:8]) + rest.text == full.text
+    # A stop string may begin in one part and end in the other.
+    text = decode(full.token_ids[7:9])
+    across = await h.protocol.generate(
+        endless("p", 12, prior=full.token_ids[:8], stop=(text, "no such text"))
+    )
+    if text not in decode(full.token_ids[:8]):
+        assert across.stop_reason is StopReason.STOP_STRING
+        assert across.token_ids == full.token_ids[8:9]
+        assert across.text == ""
+
+
+@case
+async def abort_by_id(h: Harness) -> None:
+    engine = h.protocol
+    h.gate(0.002)
+    results: dict[str, Generation] = {}
+    aborted: list[Generation] = []
+
+    async def one(name: str, tokens: int) -> None:
+        results[name] = await engine.generate(endless(name, tokens))
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(4):
+            tasks.start_soon(one, f"a{i}", 80 if i < 2 else 30)
+        await until(lambda: running(engine) == 4)
+        await anyio.sleep(0.02)
+        aborted += await engine.abort(["a0", "unknown", "a1"])
+        assert await engine.abort(["unknown"]) == []
+    assert {g.request_id for g in aborted} == {"a0", "a1"}
+    for generation in aborted:
+        assert results[generation.request_id] is generation
+        assert generation.stop_reason is StopReason.ABORT
+        assert len(generation.token_ids) < 80
+        check_shape(generation)
+    assert len(results["a2"].token_ids) == len(results["a3"].token_ids) == 30
+    assert await engine.abort() == []
+    assert engine.stats().aborted == 2
+
+
+@case
+async def abort_all(h: Harness) -> None:
+    engine = h.protocol
+    h.gate(0.002)
+    results: list[Generation] = []
+    aborted: list[Generation] = []
+
+    async def one(name: str) -> None:
+        results.append(await engine.generate(endless(name, 80)))
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(5):
+            tasks.start_soon(one, f"all{i}")
+        # At once: some calls have not even handed their request over.
+        await anyio.lowlevel.checkpoint()
+        aborted += await engine.abort()
+    assert {g.request_id for g in results} == {f"all{i}" for i in range(5)}
+    assert {id(g) for g in results} == {id(g) for g in aborted}
+    assert {g.stop_reason for g in results} == {StopReason.ABORT}
+    assert (await engine.generate(endless("all0", 3))).stop_reason is StopReason.LENGTH
+
+
+@case
+async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
+    engine = h.protocol
+    full = await engine.generate(endless("again", 50))
+    h.gate(0.002)
+    parts: list[Generation] = []
+
+    async def one() -> None:
+        parts.append(await engine.generate(endless("again", 50)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        await until(lambda: running(engine) == 1)
+        await anyio.sleep(0.01)
+        await engine.abort(["again"])
+    h.gate(0)
+    prior = parts[0].token_ids
+    assert len(prior) < 50
+    rest = await engine.generate(endless("again", 50 - len(prior), prior=prior))
+    assert prior + rest.token_ids == full.token_ids
+
+
+@case
+async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
+    engine = h.protocol
+    reference = await gather(engine, *(endless(f"c{i}", 40) for i in range(3)))
+    h.gate(0.002)
+    for victim in range(3):  # the first one leads
+        results: dict[str, Generation] = {}
+        scopes = [anyio.CancelScope() for _ in range(3)]
+
+        async def one(
+            i: int, scopes: list[anyio.CancelScope], results: dict[str, Generation]
+        ) -> None:
+            with scopes[i]:
+                results[f"c{i}"] = await engine.generate(endless(f"c{i}", 40))
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(3):
+                tasks.start_soon(one, i, scopes, results)
+            await until(lambda: running(engine) == 3)
+            await anyio.sleep(0.01)
+            scopes[victim].cancel()
+        assert f"c{victim}" not in results
+        assert len(results) == 2
+        for name, generation in results.items():
+            assert generation.token_ids == reference[name].token_ids
+        assert running(engine) == 0
+    assert engine.stats().aborted == 3
+
+
+@case
+async def cancelling_all_calls_leaves_nothing(h: Harness) -> None:
+    h.gate(0.002)
+    for delay in (0, 0.001, 0.01):
+        with anyio.move_on_after(10) as scope:
+            async with anyio.create_task_group() as tasks:
+                for i in range(6):
+                    tasks.start_soon(h.protocol.generate, endless(f"x{i}", 80))
+                await anyio.sleep(delay)
+                tasks.cancel_scope.cancel()
+        assert not scope.cancelled_caught
+        assert running(h.protocol) == 0
+        assert h.engine._tickets == {}
+        assert h.engine._leader is None
+    h.gate(0)
+    assert len((await h.protocol.generate(endless("x0", 4))).token_ids) == 4
+
+
+@case
+async def a_call_with_a_deadline(h: Harness) -> None:
+    h.gate(0.005)
+    with anyio.move_on_after(0.03) as scope:
+        await h.protocol.generate(endless("late", 90))
+    assert scope.cancelled_caught
+    assert running(h.protocol) == 0
+
+
+@case
+async def pause_and_resume(h: Harness) -> None:
+    engine = h.protocol
+    reference = await gather(engine, endless("p0", 40), endless("p1", 40))
+    h.gate(0.002)
+    results: dict[str, Generation] = {}
+
+    async def one(name: str) -> None:
+        results[name] = await engine.generate(endless(name, 40))
+
+    async with anyio.create_task_group() as tasks:
+        for name in ("p0", "p1"):
+            tasks.start_soon(one, name)
+        await until(lambda: running(engine) == 2)
+        await anyio.sleep(0.01)
+        await engine.pause()
+        await engine.pause()
+        steps = engine.stats().generated_tokens
+        tasks.start_soon(one, "p2")
+        await anyio.sleep(0.03)
+        assert engine.stats().generated_tokens == steps
+        assert not results
+        # Also the call that leads can be aborted while the engine stands still.
+        tasks.start_soon(one, "p3")
+        await until(lambda: running(engine) == 4)
+        await engine.abort(["p2", "p3"])
+        await until(lambda: len(results) == 2)
+        await engine.resume()
+    for name, generation in reference.items():
+        assert results[name].token_ids == generation.token_ids
+    assert results["p2"].token_ids == []
+
+
+@case
+async def the_leader_is_aborted_while_paused(h: Harness) -> None:
+    results: list[Generation] = []
+
+    async def one() -> None:
+        results.append(await h.protocol.generate(endless("lead", 40)))
+
+    await h.protocol.pause()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        await until(lambda: running(h.protocol) == 1)
+        await anyio.sleep(0.005)
+        await h.protocol.abort()
+    assert results[0].stop_reason is StopReason.ABORT
+    await h.protocol.resume()

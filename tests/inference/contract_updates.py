@@ -1,0 +1,204 @@
+"""The contract of `InferenceEngine`, second part: weights, refusals, counters and failures."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError, EngineError, RequestError
+from slipstream.inference.protocol import EngineStats
+from slipstream.models import save_checkpoint
+from slipstream.types import (
+    Generation,
+    KVPolicy,
+    StopReason,
+    UpdateKind,
+    VersionSpan,
+    WeightUpdate,
+)
+from tests.inference.contract import Harness, case, check_shape, endless, gather, running, until
+from tests.inference.helpers import bits, make_decoder, make_request, update_from
+
+
+@case
+async def updates_between_requests(h: Harness) -> None:
+    engine = h.protocol
+    assert (await engine.generate(endless("w", 4))).spans == [VersionSpan(0, 0, 4)]
+    await engine.update_weights(update_from(make_decoder(1), 3))
+    assert engine.stats().version == 3
+    assert (await engine.generate(endless("w", 4))).spans == [VersionSpan(3, 0, 4)]
+
+
+@case
+async def updates_in_mid_request(h: Harness) -> None:
+    engine = h.protocol
+    for policy in KVPolicy:
+        h.gate(0.002)
+        results: dict[str, Generation] = {}
+        version = engine.stats().version
+
+        async def one(name: str, results: dict[str, Generation]) -> None:
+            results[name] = await engine.generate(endless(name, 60))
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("u0", "u1"):
+                tasks.start_soon(one, name, results)
+            before = engine.stats().decode_steps
+            await until(lambda at=before: engine.stats().decode_steps > at)  # type: ignore[misc]
+            update = update_from(make_decoder(version + 1), version + 1, kv_policy=policy)
+            await engine.update_weights(update)
+            h.gate(0)
+        for generation in results.values():
+            check_shape(generation)
+            assert len(generation.token_ids) == 60
+            assert [s.version for s in generation.spans] == [version, version + 1]
+
+
+@case
+async def refused_updates_change_nothing(h: Harness) -> None:
+    engine = h.protocol
+    before = await engine.generate(endless("same", 20))
+    tensors = [(n, p.detach().clone()) for n, p in make_decoder(1).named_parameters()]
+    broken = [(n, torch.full_like(t, float("nan")) if "norm" in n else t) for n, t in tensors]
+    with pytest.raises(EngineError, match="version 5 refused, the weights in use stay"):
+        await engine.update_weights(WeightUpdate(version=5, buckets=[broken]))
+    for kind in (UpdateKind.LORA, UpdateKind.DRAFT):
+        with pytest.raises(EngineError, match="takes full weights"):
+            await engine.update_weights(WeightUpdate(version=5, buckets=[tensors], kind=kind))
+    with pytest.raises(EngineError, match="no draft head"):
+        await engine.update_drafter(
+            WeightUpdate(version=5, buckets=[tensors], kind=UpdateKind.DRAFT)
+        )
+    after = await engine.generate(endless("same", 20))
+    assert bits(after) == bits(before)
+    assert after.spans == [VersionSpan(0, 0, 20)]
+
+
+@case
+async def updates_from_a_checkpoint(h: Harness) -> None:
+    engine = h.protocol
+    async with anyio.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_checkpoint(make_decoder(1), folder)
+        await engine.update_weights_from_checkpoint(folder, 2)
+        assert (await engine.generate(endless("k", 4))).spans == [VersionSpan(2, 0, 4)]
+        with pytest.raises(CheckpointError, match="missing does not exist"):
+            await engine.update_weights_from_checkpoint(folder / "missing", 3)
+    assert engine.stats().version == 2
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("prompt is empty", {"prompt": ()}),
+    ("token id 64 is outside the vocabulary of 64", {"prompt": (3, 64)}),
+    ("token id -1 is outside", {"prompt": (-1,)}),
+    ("token id 99 is outside", {"prior": (99,)}),
+    ("token id 70 is outside", {"stop_token_ids": (70,)}),
+    ("max_tokens=0 must be at least 1", {"max_tokens": 0}),
+    ("temperature=-0.5 must be 0", {"temperature": -0.5}),
+    ("temperature=nan must be 0", {"temperature": float("nan")}),
+    ("temperature=inf must be 0", {"temperature": float("inf")}),
+    ("temperature=1e-30 must be 0", {"temperature": 1e-30}),
+    ("top_p=0.0 must be in", {"top_p": 0.0}),
+    ("top_p=1.5 must be in", {"top_p": 1.5}),
+    ("min_p=1.0 must be in", {"min_p": 1.0}),
+    ("top_k=1000000000000 is more", {"top_k": 10**12}),
+    ("empty stop string", {"stop": ("x", "")}),
+    ("90 tokens of context plus max_tokens=7 exceed.*max_model_len=96", {"prompt": (3,) * 90}),
+    ("96 tokens of context plus max_tokens=7", {"prompt": (3,) * 96}),
+]
+
+
+@case
+async def bad_requests(h: Harness) -> None:
+    for message, settings in BAD:
+        with pytest.raises(RequestError, match=rf"request 'bad': .*{message}"):
+            await h.protocol.generate(make_request("bad", **{"max_tokens": 7, **settings}))
+    assert running(h.protocol) == 0
+    edge = await h.protocol.generate(endless("edge", 6, prompt=(3,) * 90))
+    assert len(edge.token_ids) == 6
+
+
+@case
+async def an_id_can_run_only_once_at_a_time(h: Harness) -> None:
+    h.gate(0.002)
+    results: list[Generation] = []
+
+    async def one() -> None:
+        results.append(await h.protocol.generate(endless("twin", 20)))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(one)
+        await anyio.lowlevel.checkpoint()
+        with pytest.raises(RequestError, match="'twin': a request of this id is already running"):
+            await h.protocol.generate(endless("twin", 20))
+    assert len(results[0].token_ids) == 20
+    await one()
+    assert results[0].token_ids == results[1].token_ids
+
+
+@case
+async def counters_never_fall(h: Harness) -> None:
+    gauges = {"running", "waiting", "kv_bytes", "version"}
+    names = [n for n in EngineStats.__slots__ if n not in gauges]
+    seen = [h.protocol.stats()]
+    for i in range(3):
+        await gather(h.protocol, *(endless(f"n{i}{j}", 5) for j in range(3)))
+        seen.append(h.protocol.stats())
+    for left, right in pairwise(seen):
+        assert all(getattr(left, n) <= getattr(right, n) for n in names)
+    assert seen[-1].finished == 9
+    assert seen[-1].generated_tokens == 45
+    assert seen[-1].running == seen[-1].waiting == 0
+
+
+@case
+async def a_failing_step_reaches_every_caller(h: Harness) -> None:
+    core, original = h.engine.core, h.engine.core.step
+    steps = 0
+
+    def broken() -> list[Generation]:
+        nonlocal steps
+        steps += 1
+        raise MemoryError("no room for 12 GB")
+
+    core.step = broken  # type: ignore[method-assign]
+    results = await gather(h.protocol, *(endless(f"f{i}", 9) for i in range(4)))
+    assert {g.stop_reason for g in results.values()} == {StopReason.ERROR}
+    reason = f"engine {h.engine._name}: MemoryError: no room for 12 GB"
+    assert {g.error for g in results.values()} == {reason}
+    assert steps <= 4
+    core.step = original  # type: ignore[method-assign]
+    assert len((await h.protocol.generate(endless("f0", 4))).token_ids) == 4
+
+
+@case
+async def a_core_that_cannot_give_up_reaches_every_caller(h: Harness) -> None:
+    core = h.engine.core
+
+    def broken(*_: object) -> list[Generation]:
+        raise OSError("gone")
+
+    core.step = core.abort = broken  # type: ignore[method-assign, assignment]
+    results = await gather(h.protocol, *(endless(f"g{i}", 9) for i in range(3)))
+    assert {g.error for g in results.values()} == {f"engine {h.engine._name}: OSError: gone"}
+
+
+@case
+async def lost_requests_are_errors(h: Harness) -> None:
+    h.engine.core.step = lambda: []  # type: ignore[method-assign]
+    h.engine.core.has_work = lambda: False  # type: ignore[method-assign]
+    results = await gather(h.protocol, endless("l0"), endless("l1"))
+    assert {g.error for g in results.values()} == {"the engine lost the request"}
+
+
+@case
+async def a_closed_engine_says_so(h: Harness) -> None:
+    h.engine.close()
+    with pytest.raises(EngineError, match="is closed"):
+        await h.protocol.generate(endless("z"))
+    assert h.engine._tickets == {}

@@ -1,0 +1,334 @@
+"""The synchronous core: requests, stops, memory, order, failures."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, RequestError
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.engine.request import Running
+from slipstream.types import Generation, StopReason
+from tests.inference.helpers import (
+    EOS,
+    all_bits,
+    bits,
+    decode,
+    drain,
+    make_decoder,
+    make_engine,
+    make_request,
+    mixed_requests,
+    shared_decoder,
+)
+
+SLOT_BYTES = 2 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be at least 1"),
+        ({"max_model_len": 0}, "max_model_len=0 must be at least 1"),
+        ({"kv_budget_bytes": 0}, "kv_budget_bytes=0 must be at least 1"),
+        ({"max_prefill_tokens": -1}, "max_prefill_tokens=-1 must be at least 1"),
+        ({"dtype": torch.float16}, "float16 is not supported; choose one of float32, bfloat16"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    values = {"max_model_len": 8, "dtype": torch.float32, **settings}
+    with pytest.raises(ConfigError, match=message):
+        EngineSettings(**values)
+
+
+def test_greedy_is_the_argmax_whatever_the_cuts() -> None:
+    cuts: dict[str, Any] = {"top_k": 1, "top_p": 0.1, "min_p": 0.9}
+    plain, cut = (
+        make_engine().run([make_request("g", max_tokens=20, temperature=0.0, **more)])[0]
+        for more in ({}, cuts)
+    )
+    assert plain.token_ids == cut.token_ids
+    assert plain.sampling_log_probs == [0.0] * 20
+    ids = [3, 4, 5, *plain.token_ids]
+    with torch.no_grad():
+        packed = shared_decoder().pack(torch.float32)
+        hidden = packed.forward(
+            torch.tensor([*ids, 0])[None], torch.arange(len(ids) + 1)[None]
+        ).final[0]
+        assert (hidden @ packed.lm_head.T).argmax(-1)[2:-2].tolist() == plain.token_ids
+
+
+def test_end_of_sequence_as_first_token() -> None:
+    # Every greedy token is the end: the first comes from the prefill, and its row is free at once.
+    free = make_engine().run([make_request("x", max_tokens=1, temperature=0.0)])[0]
+    decoder = make_decoder(eos=free.token_ids[0])
+    engine = make_engine(decoder, max_num_seqs=1)
+    for i in range(3):
+        engine.add(make_request(f"e{i}", max_tokens=9, temperature=0.0))
+    ended = engine.step()
+    assert [g.token_ids for g in ended] == [free.token_ids] * 3
+    assert {g.stop_reason for g in ended} == {StopReason.EOS}
+    assert engine.stats().decode_steps == 0
+    assert not engine.has_work()
+
+
+def test_a_prompt_that_leaves_room_for_one_token() -> None:
+    engine = make_engine(max_model_len=64)
+    with pytest.raises(RequestError, match="64 tokens of context plus max_tokens=1 exceed"):
+        engine.add(make_request("full", [3] * 64, max_tokens=1))
+    assert engine.run([make_request("edge", [3] * 63, max_tokens=1)])[0].stop_reason is (
+        StopReason.LENGTH
+    )
+
+
+def test_the_models_positions_bound_the_engine() -> None:
+    engine = make_engine(make_decoder(max_position_embeddings=32), max_model_len=1000)
+    with pytest.raises(RequestError, match="max_model_len=32"):
+        engine.add(make_request("long", [3] * 30, max_tokens=3))
+
+
+def test_a_request_beyond_the_budget_is_refused() -> None:
+    engine = make_engine(kv_budget_bytes=4 * 64 * SLOT_BYTES)
+    with pytest.raises(RequestError, match=r"10 \+ 60 tokens do not fit the KV budget of 131072"):
+        engine.add(make_request("big", [3] * 10, max_tokens=60))
+    assert not engine.has_work()
+
+
+def test_a_budget_for_one_block_of_rows_serves_everyone_in_turn() -> None:
+    requests = [make_request(f"r{i}", [3 + i] * 50, max_tokens=10) for i in range(9)]
+    engine = make_engine(kv_budget_bytes=4 * 64 * SLOT_BYTES)
+    assert all_bits(engine.run(requests)) == all_bits(make_engine().run(requests))
+    assert engine.stats().max_batch == 4
+
+
+def test_memory_is_given_back_when_the_work_is_done() -> None:
+    engine = make_engine()
+    engine.run([make_request("long", [3] * 300, max_tokens=30), make_request("short")])
+    assert engine.stats().kv_bytes == 0
+    engine.add(make_request("next", max_tokens=4))
+    engine.step()
+    assert engine.stats().kv_bytes == 4 * 64 * SLOT_BYTES
+    engine.abort()
+    assert engine.stats().kv_bytes == 0
+
+
+def test_a_long_request_leaves_its_slots_to_many_short_ones() -> None:
+    # 4 rows x 256 slots fill the budget; later 16 rows x 64 slots must fit.
+    engine = make_engine(kv_budget_bytes=4 * 256 * SLOT_BYTES)
+    engine.add(make_request("long", [3] * 150, max_tokens=60))
+    engine.add(make_request("stays", [3] * 3, max_tokens=30))
+    engine.step()
+    assert engine.abort(["long"])[0].stop_reason is StopReason.ABORT
+    for i in range(15):
+        engine.add(make_request(f"s{i}", [3 + i] * 3, max_tokens=5))
+    done = {g.request_id: g for g in drain(engine)}
+    assert engine.stats().max_batch == 16
+    alone = make_engine().run([make_request("stays", [3] * 3, max_tokens=30)])[0]
+    assert bits(done["stays"]) == bits(alone)
+
+
+def test_the_newest_is_preempted_and_order_of_arrival_is_kept() -> None:
+    engine = make_engine(kv_budget_bytes=8 * 64 * SLOT_BYTES)
+    # "a" ends first, so that the last row moves to the front.
+    engine.add(make_request("a", [3] * 40, max_tokens=3))
+    for i in range(1, 8):
+        engine.add(make_request(f"b{i}", [3 + i] * 55, max_tokens=30))
+    order = [g.request_id for g in drain(engine)]
+    assert engine.stats().preempted == 3
+    assert order[0] == "a"
+    assert set(order[1:5]) == {"b1", "b2", "b3", "b4"}
+
+
+def test_forced_preemption_keeps_order_of_arrival() -> None:
+    engine = make_engine()
+    for i in range(4):
+        engine.add(make_request(f"r{i}", max_tokens=6))
+    engine.step()
+    engine.preempt(["r0", "r2", "r1", "unknown"])
+    engine.add(make_request("r4", max_tokens=6))
+    scheduler = engine._scheduler
+    assert [r.request_id for r in scheduler.waiting] == ["r0", "r1", "r2", "r4"]
+    assert [scheduler.row(r) for r in scheduler.running] == [0]
+    gone = scheduler.waiting[0]
+    with pytest.raises(ValueError, match="not in list"):
+        scheduler.row(gone)
+
+
+def test_abort_of_running_waiting_and_set_aside_requests() -> None:
+    requests = mixed_requests(5, tokens=20)
+    reference = all_bits(make_engine().run(requests))
+    engine = make_engine(max_num_seqs=3)
+    for request in requests:
+        engine.add(request)
+    ended = {g.request_id for g in engine.step()}
+    assert not ended
+    engine.preempt(["r1"])
+    partial = engine.abort(["r1", "r4", "nobody", "r0"])
+    assert [(g.request_id, len(g.token_ids)) for g in partial] == [("r0", 2), ("r1", 2), ("r4", 0)]
+    assert partial[2].text == ""
+    assert partial[2].spans == []
+    rest = all_bits(drain(engine))
+    assert rest == {name: reference[name] for name in ("r2", "r3")}
+    assert engine.stats().aborted == 3
+    assert engine.abort() == []
+
+
+def test_prefill_is_cut_by_its_token_limit() -> None:
+    requests = [make_request(f"r{i}", [3 + i] * 30, max_tokens=3) for i in range(6)]
+    engine = make_engine(max_prefill_tokens=64)
+    widths: list[int] = []
+    prefill = engine._runner.prefill
+
+    def counting(store: Any, contexts: Any, rows: Any, sources: Any) -> torch.Tensor:
+        widths.append(len(contexts))
+        return prefill(store, contexts, rows, sources)
+
+    engine._runner.prefill = counting  # type: ignore[method-assign]
+    assert all_bits(engine.run(requests)) == all_bits(make_engine().run(requests))
+    assert widths == [2, 2, 2]
+
+
+def test_duplicate_ids_and_stop_strings_without_a_tokenizer() -> None:
+    settings = EngineSettings(max_model_len=64, dtype=torch.float32)
+    engine = Engine(shared_decoder(), settings)
+    engine.add(make_request("one"))
+    with pytest.raises(RequestError, match="'one': a request of this id is already running"):
+        engine.add(make_request("one"))
+    with pytest.raises(RequestError, match="stop strings need an engine with a tokenizer"):
+        engine.add(make_request("two", stop=("x",)))
+    assert drain(engine)[0].text == ""
+
+
+def test_several_stop_strings_in_one_step() -> None:
+    full = make_engine().run([make_request(f"s{i}", max_tokens=12) for i in range(4)])
+    engine = make_engine()
+    for i, generation in enumerate(full):
+        engine.add(make_request(f"s{i}", max_tokens=12, stop=(decode(generation.token_ids[3:5]),)))
+    done = {g.request_id: g for g in drain(engine)}
+    for i, generation in enumerate(full):
+        text, stop = decode(generation.token_ids), decode(generation.token_ids[3:5])
+        assert done[f"s{i}"].stop_reason is StopReason.STOP_STRING
+        assert done[f"s{i}"].text == text[: text.index(stop)]
+
+
+def test_overflowing_logits_fail_their_requests_only() -> None:
+    decoder = make_decoder(tie_word_embeddings=False)
+    with torch.no_grad():
+        decoder.model.embed_tokens.weight[60] = float("inf")
+    engine = make_engine(decoder)
+    good = make_request("good", [3], max_tokens=1)
+    alone = engine.run([good])[0]
+    results = engine.run([make_request("bad", [60, 4], max_tokens=5), good])
+    assert results[0].stop_reason is StopReason.ERROR
+    assert results[0].token_ids == results[0].log_probs == []
+    assert results[0].error is not None
+    assert "logits at position 2 are not finite under policy version 0" in results[0].error
+    assert results[1].stop_reason is StopReason.LENGTH
+    assert bits(results[1]) == bits(alone)
+
+
+def test_a_row_that_held_nan_is_clean_for_its_next_user() -> None:
+    engine = make_engine()
+    keeper = make_request("keeper", [9], max_tokens=40)
+    reference = make_engine().run([make_request("next", [3] * 5, max_tokens=8)])[0]
+    engine.add(make_request("bad", [5] * 40, max_tokens=30))
+    engine.add(keeper)
+    engine.step()
+    # Keys and values overflow in row 0, then their logits do.
+    engine._scheduler.store.data[:, :, 0] = float("nan")
+    failed = engine.step()
+    assert [(g.request_id, g.stop_reason) for g in failed] == [("bad", StopReason.ERROR)]
+    assert len(failed[0].token_ids) == len(failed[0].log_probs) == 2
+    for i in range(3):
+        engine.add(make_request(f"filler{i}", [3] * 5, max_tokens=20))
+    engine.add(make_request("next", [3] * 5, max_tokens=8))
+    done = {g.request_id: g for g in drain(engine)}
+    assert bits(done["next"]) == bits(reference)
+    assert done["keeper"].stop_reason is StopReason.LENGTH
+
+
+def running(
+    stop: tuple[str, ...], *, prior: tuple[int, ...] = (), max_tokens: int = 5000
+) -> Running:
+    request = make_request("r", prior=prior, stop=stop, max_tokens=max_tokens)
+    return Running(request=request, key=(0, 0), eos_ids=frozenset({EOS}), context=[3, *prior])
+
+
+def push_all(state: Running, ids: list[int], decode_text: Any = decode) -> Generation | None:
+    for token in ids:
+        state.push(token, -1.0, -1.0, 0, decode_text)
+        if state.stop_reason is not None:
+            return state.generation(decode_text)
+    return None
+
+
+def test_stop_strings_decode_a_bounded_tail() -> None:
+    longest = 0
+
+    def counting(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
+
+    assert push_all(running(("#",)), [7] * 2000, counting) is None
+    assert longest < 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stop_strings_end_where_the_whole_text_says(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(150):
+        # Invisible tokens (0) stretch the stop string over many tokens.
+        ids = [rng.choice([0, 0, 0, 1, 3, 4]) for _ in range(60)]
+        stops = tuple(
+            "".join(rng.choice("acd") for _ in range(rng.randrange(1, 6))) for _ in range(2)
+        )
+        text, expected = "", None
+        for count in range(1, 61):
+            text = decode(ids[:count])
+            if any(s in text for s in stops):
+                expected = (count, text[: min(text.find(s) for s in stops if s in text)])
+                break
+        got = push_all(running(stops), ids)
+        assert (None if got is None else (len(got.token_ids), got.text)) == expected
+
+
+def test_a_stop_string_may_begin_in_prior_tokens() -> None:
+    ended = push_all(running(("abc",), prior=(8, 1, 2)), [3, 9])
+    assert ended is not None
+    assert ended.token_ids == [3]
+    assert ended.text == ""
+    # One that ended there does not count again.
+    state = running(("ac",), prior=(1, 3))
+    assert push_all(state, [4, 5]) is None
+    again = push_all(state, [1, 3])
+    assert again is not None
+    assert again.text == "de"
+
+
+def test_text_of_a_continuation_is_what_the_context_makes_of_it() -> None:
+    def spaced(ids: list[int]) -> str:
+        """As tokenizers that mark words do: a space before each word but the first."""
+        return " ".join(decode([i]) for i in ids)
+
+    state = running((), prior=(1, 2), max_tokens=2)
+    done = push_all(state, [3, 4], spaced)
+    assert done is not None
+    assert done.text == " c d"
+
+
+def test_stop_reasons_have_an_order() -> None:
+    request = make_request("o", stop_token_ids=(5,), stop=("b",), max_tokens=2)
+    for token, reason in [(EOS, StopReason.EOS), (5, StopReason.STOP_TOKEN)]:
+        state = Running(request=request, key=(0, 0), eos_ids=frozenset({EOS}), context=[3])
+        done = push_all(state, [9, token])
+        assert done is not None
+        assert done.stop_reason is reason
+    state = Running(request=request, key=(0, 0), eos_ids=frozenset(), context=[3])
+    done = push_all(state, [9, 2])
+    assert done is not None
+    assert done.stop_reason is StopReason.STOP_STRING
+    assert done.text == "i"

@@ -1,0 +1,148 @@
+"""Tiny policies and requests for the engine tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.models import Decoder, ModelConfig
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    NoiseKey,
+    SamplingParams,
+    WeightUpdate,
+)
+
+VOCAB = 64
+EOS = 2
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_decoder(seed: int = 0, *, eos: int | None = None, **sizes: Any) -> Decoder:
+    """A decoder whose distributions are neither flat nor sharp."""
+    values: dict[str, Any] = {
+        "family": "qwen3",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2304,
+        "eos_token_id": eos,
+    }
+    decoder = Decoder(ModelConfig(**{**values, **sizes}))
+    decoder.init_weights(seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return decoder
+
+
+@cache
+def shared_decoder(eos: int | None = None) -> Decoder:
+    """For tests that do not update weights."""
+    return make_decoder(eos=eos)
+
+
+def make_engine(
+    decoder: Decoder | None = None, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Engine:
+    settings.setdefault("max_model_len", 2304)
+    return Engine(
+        decoder or shared_decoder(), EngineSettings(dtype=dtype, **settings), decode=decode
+    )
+
+
+def decode(ids: list[int]) -> str:
+    """Token 0 is invisible, 1 .. 26 are letters, the others digits."""
+    return "".join("" if i == 0 else chr(96 + i) if i < 27 else str(i % 10) for i in ids)
+
+
+def params(max_tokens: int = 24, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **more)
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int] = (3, 4, 5),
+    *,
+    prior: Sequence[int] = (),
+    hidden: bool = False,
+    seed: int = 0,
+    **settings: Any,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        prior_ids=tuple(prior),
+        params=params(**settings),
+        key=NoiseKey(seed=seed, uid=name),
+        return_hidden_states=hidden,
+    )
+
+
+def random_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def mixed_requests(
+    count: int = 10, *, seed: int = 0, longest: int = 70, tokens: int = 30
+) -> list[GenerateRequest]:
+    """Greedy, plain, tempered and truncated requests with prompts and lengths of many sizes."""
+    rng = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7},
+        {"top_p": 0.8},
+        {"top_k": 5, "temperature": 1.3},
+        {"min_p": 0.05},
+    ]
+    return [
+        make_request(
+            f"r{i}",
+            random_prompt(rng, rng.randrange(1, longest)),
+            max_tokens=rng.randrange(2, tokens),
+            **kinds[i % len(kinds)],
+        )
+        for i in range(count)
+    ]
+
+
+Bits = tuple[list[int], list[float], list[float]]
+
+
+def bits(generation: Generation) -> Bits:
+    """What must be equal to the last bit."""
+    return generation.token_ids, generation.log_probs, generation.sampling_log_probs
+
+
+def all_bits(generations: Sequence[Generation]) -> dict[str, Bits]:
+    return {g.request_id: bits(g) for g in generations}
+
+
+def update_from(
+    decoder: Decoder, version: int, *, kv_policy: KVPolicy = KVPolicy.KEEP
+) -> WeightUpdate:
+    tensors = [(n, p.detach().clone()) for n, p in decoder.named_parameters()]
+    half = len(tensors) // 2
+    return WeightUpdate(
+        version=version, buckets=[tensors[:half], tensors[half:]], kv_policy=kv_policy
+    )
+
+
+def drain(engine: Engine) -> list[Generation]:
+    done = []
+    while engine.has_work():
+        done += engine.step()
+    return done

@@ -1,0 +1,109 @@
+"""The protocol contract over every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import tests.inference.contract_updates  # noqa: F401 (adds its cases to CASES)
+from slipstream.errors import EngineError
+from slipstream.inference.driver import AsyncEngine
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import EngineSettings
+from slipstream.inference.fake import FakeEngine, ScriptedCore
+from slipstream.inference.hf import HFCore, HFEngine
+from slipstream.models import Decoder, save_checkpoint
+from slipstream.types import GenerateRequest, Generation
+from tests.inference.contract import CASES, Case, Harness
+from tests.inference.helpers import EOS, VOCAB, decode, make_decoder
+
+
+def embedded() -> AsyncEngine:
+    settings = EngineSettings(max_model_len=96, dtype=torch.float32)
+    return EmbeddedEngine(make_decoder(0, eos=EOS), settings, decode=decode)
+
+
+def hf_model(decoder: Decoder) -> Any:
+    """The same policy in transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = decoder.config.to_hf()
+    config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(dict(decoder.named_parameters()), strict=False)
+    return model
+
+
+def hf() -> AsyncEngine:
+    model = hf_model(make_decoder(0, eos=EOS))
+    return HFEngine(HFCore(model, max_model_len=96, eos_token_ids=(EOS,), decode=decode))
+
+
+def fake() -> AsyncEngine:
+    def script(request: GenerateRequest) -> list[int]:
+        first = sum(request.prompt_ids) + len(request.request_id)
+        return [1 + (first + i * i) % (VOCAB - 1) for i in range(80)]
+
+    core = ScriptedCore(
+        script, vocab_size=VOCAB, max_model_len=96, eos_token_ids=(EOS,), decode=decode
+    )
+    return FakeEngine(core)
+
+
+def slow_down(engine: AsyncEngine) -> Callable[[float], None]:
+    """Let each token of `engine` take a given time more."""
+    seconds = 0.0
+
+    def gate(value: float) -> None:
+        nonlocal seconds
+        seconds = value
+
+    if isinstance(engine.core, HFCore):
+        model = engine.core._model
+        forward = model.forward
+
+        def slow_forward(*args: Any, **more: Any) -> Any:
+            time.sleep(seconds)
+            return forward(*args, **more)
+
+        model.forward = slow_forward
+        return gate
+    step = engine.core.step
+
+    def slow_step() -> list[Generation]:
+        time.sleep(seconds)
+        return step()
+
+    engine.core.step = slow_step  # type: ignore[method-assign]
+    return gate
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(make_decoder(1, rope_theta=500.0), tmp_path)
+    engine = embedded()
+    with pytest.raises(EngineError, match=r"rope_theta is 500\.0, but .* has 10000\.0"):
+        anyio.run(engine.update_weights_from_checkpoint, tmp_path, 1)
+    assert engine.stats().version == 0
+    engine.close()
+
+
+@pytest.fixture(params=[embedded, hf, fake], ids=lambda make: make.__name__)
+def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    engine = request.param()
+    yield Harness(engine, slow_down(engine))
+    engine.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_contract(harness: Harness, case: Case) -> None:
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await case(harness)
+
+    anyio.run(bounded)

@@ -1,0 +1,341 @@
+"""What goes wrong for users: one line that says what, and a remedy, and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.checkpoint.state import huggingface_folder
+from slipstream.checkpoint.tree import save_tree
+from slipstream.cli import main
+from slipstream.metrics.loggers import read_jsonl
+from tests.loops.helpers import ACTOR, ROLLOUT, rl_only, steps_of, tiny, write_reward
+
+MODEL = "actor_rollout_ref.model"
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+FAST = ("trainer.logger=[file]", "data.val_size=1", "trainer.test_freq=1000")
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reward(tmp_path_factory.mktemp("reward"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder; tests damage copies of it."""
+    folder = tmp_path_factory.mktemp("model")
+    steps = "trainer.total_training_steps=1"
+    assert main(rl_only(folder, steps, *FAST)) == 0
+    return huggingface_folder(folder / "global_step_1")
+
+
+def refused(line: Sequence[str], code: int, capsys: pytest.CaptureFixture[str], *parts: str) -> str:
+    """Run `line`, which must end with `code` and one short error that holds all of `parts`."""
+    capsys.readouterr()
+    assert main(line) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error
+    return error
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def not_finite(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": torch.zeros(1)}, folder / "pytorch_model.bin")
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("token*"):
+        path.unlink()
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "parts"),
+    [
+        (cut_short, 4, ["model.safetensors: corrupt or cut short"]),
+        (not_finite, 4, ["tensor model.norm.weight has NaN or infinite values"]),
+        (pickled, 4, ["pytorch_model.bin is a pickle file", "can run code", "save_pretrained"]),
+        (without_weights, 4, ["neither model.safetensors nor"]),
+        (without_tokenizer, 3, ["has no tokenizer files", f"{MODEL}.tokenizer_path"]),
+    ],
+)
+def test_a_damaged_model_folder(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    code: int,
+    parts: list[str],
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    damage(tmp_path / "model")
+    line = rl_only(tmp_path / "run", f"{MODEL}.init=null", f"{MODEL}.path={tmp_path}/model")
+    assert str(tmp_path / "model") in refused(line, code, capsys, *parts)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("nowhere/at/all", "give a folder with config.json"),
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+    ],
+)
+def test_a_missing_model_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, remedy: str
+) -> None:
+    line = rl_only(tmp_path / "run", f"{MODEL}.init=null", f"{MODEL}.path={path}")
+    refused(line, 4, capsys, f"{MODEL}.path={path} is not a folder", remedy)
+
+
+def file_run(tmp_path: Path, model: Path, files: Path, *overrides: str, reward: Path) -> list[str]:
+    return rl_only(
+        tmp_path / "run",
+        f"{MODEL}.init=null",
+        f"{MODEL}.path={model}",
+        "data.task=null",
+        f"data.train_files={files}",
+        *FAST[:1],
+        *overrides,
+        reward=reward,
+    )
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "data_source": "mine",
+            "prompt": [{"role": "user", "content": f"{i} 2 3"}],
+            "reward_model": {"ground_truth": "6"},
+        }
+        for i in range(4)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_tokenizer_without_chat_template(
+    model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    line = file_run(tmp_path, tmp_path / "model", chats, reward=reward)
+    refused(line, 3, capsys, "no chat template", f"{MODEL}.custom_chat_template", "row 0")
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert main([*line, f"{MODEL}.custom_chat_template='{template}'"]) == 0
+
+
+def test_a_parquet_file_without_the_prompt_column(
+    model: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.table({"question": ["1 2", "3 4"]}), path)
+    line = file_run(tmp_path, model, path, reward=reward)
+    parts = ["has no column 'prompt'", "columns found: question", "data.prompt_key"]
+    refused(line, 3, capsys, str(path), *parts)
+    assert main([*line, "data.prompt_key=question"]) == 0
+
+
+def test_a_prompt_over_the_limit(
+    model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = file_run(tmp_path, model, chats, "data.max_prompt_length=2", reward=reward)
+    remedy = "data.filter_overlong_prompts=true"
+    refused(line, 3, capsys, "3 tokens are more than data.max_prompt_length 2", remedy)
+    refused([*line, remedy], 3, capsys, "no prompt is left: 4 longer")
+    assert main([*line, "data.truncation=left"]) == 0
+
+
+def test_a_task_whose_prompts_are_over_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = rl_only(tmp_path / "run", "data.max_prompt_length=4")
+    refused(line, 2, capsys, "below the longest prompt of data.task=countdown", "_length=7")
+
+
+def test_a_context_too_small_for_prompt_and_response(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = [f"{MODEL}.init=null", f"{MODEL}.path={model}", "data.max_response_length=300"]
+    parts = ["316 tokens, but the model has 256 positions", "lower data.max_prompt_length"]
+    refused(rl_only(tmp_path / "a", *path), 2, capsys, *parts)
+    line = rl_only(tmp_path / "b", f"{ROLLOUT}.max_model_len=20")
+    refused(line, 2, capsys, f"set {ROLLOUT}.max_model_len=48")
+
+
+def test_too_few_prompts_for_one_step(
+    model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = ["trainer.total_training_steps=null", "data.train_batch_size=9"]
+    line = file_run(tmp_path, model, chats, *epochs, reward=reward)
+    refused(line, 3, capsys, "4 training prompts, 1 times over, do not fill one batch")
+    assert main([*line, "trainer.total_epochs=3"]) == 0
+    assert steps_of(tmp_path / "run") == [1]
+
+
+def test_names_that_no_registry_has(
+    reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for override, known in (
+        ("algorithm.adv_estimator=grpoo", "rloo"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "vanilla"),
+        ("reward_model.reward_manager=naiv", "dapo"),
+    ):
+        line = rl_only(tmp_path / "run", override, reward=reward)
+        refused(line, 2, capsys, override.rpartition("=")[2], known)
+
+
+def test_a_learning_rate_that_breaks_the_weights(
+    reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [*FAST, "trainer.total_training_steps=9"]
+    line = rl_only(tmp_path / "nan", *steps, f"{ACTOR}.optim.lr=1e20", reward=reward)
+    parts = ["not finite in 4 updates in a row", "learning rate (1e+20 now) is too high"]
+    refused(line, 7, capsys, *parts)
+    skipped = [m["training/skipped_steps"] for _, m in read_jsonl(tmp_path / "nan/metrics.jsonl")]
+    assert skipped == [0, 1, 2, 3]
+    line = rl_only(tmp_path / "inf", *steps, f"{ACTOR}.optim.lr=1e38", reward=reward)
+    refused(line, 7, capsys, "an engine refused the new weights", "learning rate is likely too")
+    line = tiny(tmp_path / "sft", *steps, "sft.total_training_steps=9", "sft.optim.lr=1e38")
+    refused(line, 7, capsys, "not finite in 4 updates in a row")
+
+
+def broken(tmp_path: Path, body: str) -> Path:
+    return write_reward(tmp_path, HEAD + body)
+
+
+@pytest.mark.parametrize("body", ["    raise KeyError('answer')\n", "    return 'good'\n"])
+def test_a_reward_function_that_raises_or_returns_nonsense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str
+) -> None:
+    reason = "KeyError: 'answer'" if "raise" in body else "returned str, not a number"
+
+    def line(policy: str) -> list[str]:
+        overrides = [*FAST, "trainer.total_training_steps=4", f"reward_model.on_failure={policy}"]
+        return rl_only(tmp_path / policy, *overrides, reward=broken(tmp_path, body))
+
+    refused(line("stop"), 6, capsys, "compute_score failed on sample", reason, "zero or drop")
+
+    assert main(line("zero")) == 0
+    said = capsys.readouterr().out
+    assert said.count(f"4 of 4 samples: reward 0, since the reward function failed: {reason}") == 1
+    metrics = dict(read_jsonl(tmp_path / "zero" / "metrics.jsonl"))
+    assert [metrics[step]["training/num_failed_rewards"] for step in range(1, 5)] == [4] * 4
+    assert [metrics[step]["training/num_zero_variance_groups"] for step in range(1, 5)] == [2] * 4
+    assert [metrics[step]["critic/score/mean"] for step in range(1, 5)] == [0] * 4
+
+    parts = ["no sample could be trained on in 3 steps in a row", reason, "on_failure=zero"]
+    refused(line("drop"), 7, capsys, *parts)
+    metrics = dict(read_jsonl(tmp_path / "drop" / "metrics.jsonl"))
+    assert [metrics[step]["training/skipped_batch"] for step in (1, 2)] == [1, 1]
+
+
+def test_a_reward_function_that_never_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = broken(tmp_path, "    import threading\n    threading.Event().wait()\n")
+    overrides = [*FAST, "trainer.total_training_steps=9", "reward_model.timeout_s=0.05"]
+    line = rl_only(tmp_path / "run", *overrides, reward=reward)
+    refused(line, 6, capsys, "hang past their deadline of 0.05 s", "raise reward_model.timeout_s")
+
+
+def test_dropped_samples_may_leave_a_group_of_one_or_none(tmp_path: Path) -> None:
+    body = (
+        "    if len(solution_str) % 2:\n        raise ValueError('odd')\n"
+        "    return float(len(solution_str))\n"
+    )
+    overrides = [
+        *FAST,
+        "trainer.total_training_steps=4",
+        "reward_model.on_failure=drop",
+        "data.train_batch_size=4",
+        "data.max_response_length=12",
+    ]
+    assert main(rl_only(tmp_path / "run", *overrides, reward=broken(tmp_path, body))) == 0
+    metrics = [m for step, m in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(m["training/num_failed_rewards"] for m in metrics) > 0
+    assert sum(m["training/num_lone_samples"] for m in metrics) > 0
+
+
+def test_equal_rewards_for_many_steps_are_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = broken(tmp_path, "    return 0.0\n")
+    overrides = [*FAST, "trainer.total_training_steps=12", "data.max_response_length=4"]
+    assert main(rl_only(tmp_path / "run", *overrides, reward=reward)) == 0
+    said = re.findall("warning: .*", capsys.readouterr().out)
+    assert len(said) == 1
+    assert "step 10: all rewards of a step have been equal" in said[0]
+    assert "raise data.max_response_length" in said[0]
+
+
+def test_eval_and_export_of_what_is_no_checkpoint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    out = ["--output", str(tmp_path / "out")]
+    refused(["export", "--checkpoint", f"{tmp_path}/x", *out], 4, capsys, "does not exist")
+    refused(["export", "--checkpoint", f"{tmp_path}/empty", *out], 4, capsys, "config.json")
+    refused(["eval", "--checkpoint", f"{tmp_path}/empty"], 2, capsys, "--recipe NAME")
+    run = model.parents[2]
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "global_step_1" / "data.json").write_text("{}")
+    refused(["eval", "--checkpoint", f"{tmp_path}/run"], 4, capsys, "data.json has")
+    (tmp_path / "file").write_text("")
+    line = ["export", "--checkpoint", str(model), "--output", str(tmp_path / "file")]
+    refused(line, 4, capsys, "is not an empty folder")
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(
+    monkeypatch: pytest.MonkeyPatch,
+    reward: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = 0
+
+    def second_save_fails(path: Path, tree: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_tree(path, tree)
+
+    monkeypatch.setattr("slipstream.loops.snapshot.save_tree", second_save_fails)
+    overrides = [*FAST, "trainer.total_training_steps=3", "trainer.save_freq=1"]
+    line = rl_only(tmp_path / "run", *overrides, reward=reward)
+    error = refused(line, 4, capsys, "disk full while saving", "stays the latest checkpoint")
+    assert f"{tmp_path}/run/global_step_1" in error
+    assert steps_of(tmp_path / "run") == [1]
+    assert main(line) == 0
+    assert [step for step, _ in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]

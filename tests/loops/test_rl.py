@@ -1,0 +1,368 @@
+"""The RL loop as a library: a scripted engine, a tiny backend, plain objects."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from slipstream.environment.data_buffer import DataBuffer
+from slipstream.errors import RewardError, StageTimeoutError, TrainingError
+from slipstream.inference.fake import FakeEngine, ScriptedCore
+from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
+from slipstream.loops.stages import Stages
+from slipstream.metrics.names import check_names
+from slipstream.metrics.timers import Timers
+from slipstream.rewards.protocol import Score
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.training.protocol import TrainFuture
+from slipstream.training.single import SingleProcessBackend
+from slipstream.types import (
+    GenerateRequest,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+    WeightUpdate,
+)
+from tests.training.helpers import VOCAB, tiny_backend, weights
+
+EOS = 63
+
+
+class Scorer:
+    """The share of even tokens, or a given score."""
+
+    def __init__(self, score: Callable[[Sample], Score] | None = None) -> None:
+        self._score = score
+
+    async def score_sample(self, sample: Sample) -> Score:
+        if self._score is not None:
+            return self._score(sample)
+        ids = sample.response_ids
+        return Score(sum(1 for i in ids if i % 2 == 0) / len(ids))
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        return [await self.score_sample(sample) for sample in samples]
+
+
+class Log:
+    """Keeps what is logged, and refuses names that the table does not have."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
+        self.lines.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        pass
+
+
+def script(request: GenerateRequest) -> list[int]:
+    rng = random.Random(repr(request.key))
+    return [*(rng.randrange(VOCAB - 1) for _ in range(rng.randrange(2, 9))), EOS]
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(ScriptedCore(script, vocab_size=VOCAB, max_model_len=64, eos_token_ids=[EOS]))
+
+
+def buffer() -> DataBuffer:
+    return DataBuffer([Prompt(uid=f"p{i}", ids=[1, 2, 3]) for i in range(10)], seed=1)
+
+
+def rollouts(
+    engines: Sequence[FakeEngine], data: DataBuffer, scorer: Scorer | None = None
+) -> AsyncRolloutManager:
+    settings = RolloutSettings(
+        batch_size=4, n=3, params=SamplingParams(max_tokens=12), seed=1, timeout_s=20.0
+    )
+    return AsyncRolloutManager(engines, data, scorer or Scorer(), settings)
+
+
+def config(**changes: Any) -> RLTrainingConfig:
+    values = {"num_steps": 3, "max_prompt_length": 8, "max_response_length": 12, **changes}
+    return RLTrainingConfig(**values)
+
+
+def train(
+    backend: SingleProcessBackend,
+    config: RLTrainingConfig,
+    scorer: Scorer | None = None,
+    **more: Any,
+) -> tuple[list[dict[str, float]], Log, FakeEngine]:
+    served, data, log = engine(), buffer(), Log()
+    more.setdefault("notify", lambda text: None)
+
+    async def work() -> list[dict[str, float]]:
+        return await run_rl_training(
+            backend, data, rollouts([served], data, scorer), [served], config, log, **more
+        )
+
+    try:
+        return anyio.run(work), log, served
+    finally:
+        backend.close()
+
+
+def test_three_steps_train_publish_and_log_known_names() -> None:
+    backend = tiny_backend()
+    before = weights(backend)
+    history, log, served = train(backend, config())
+    assert [step for step, _ in log.lines] == [1, 2, 3]
+    assert history == [metrics for _, metrics in log.lines]
+    assert [m["training/policy_version"] for m in history] == [1, 2, 3]
+    assert served.stats().version == 3
+    assert any(not torch.equal(before[n], w) for n, w in backend.decoder.named_parameters())
+    for metrics in history:
+        assert metrics["rollout/num_prompts"] == 4
+        assert metrics["rollout/num_samples"] == 12
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["actor/ppo_kl"] == 0.0
+        assert metrics["rollout/staleness/max"] == 0.0
+        assert metrics["training/skipped_batch"] == 0.0
+        assert metrics["critic/rewards/mean"] == pytest.approx(metrics["critic/score/mean"])
+        assert metrics["timing_s/step"] >= metrics["timing_s/gen"] > 0
+        assert metrics["timing_s/update_actor"] > 0
+        assert metrics["timing_per_token_ms/gen"] > 0
+    assert [m["training/epoch"] for m in history] == [0, 0, 1]
+
+
+def test_mini_batches_epochs_and_rare_publishing() -> None:
+    backend = tiny_backend()
+    steps: list[list[str]] = []
+    forward_backward = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        steps.append([row.uid for row in batch.rows])
+        assert all(row.old_log_probs is not None for row in batch.rows)
+        return forward_backward(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    settings = config(mini_batch_size=2, ppo_epochs=2, sync_every=2, shuffle="seed")
+    history, _, served = train(backend, settings)
+    assert len(steps) == 3 * 2 * 2
+    for first in range(0, len(steps), 2):
+        one, other = set(steps[first]), set(steps[first + 1])
+        assert len(one) == len(other) == 2
+        assert not one & other
+    orders = {tuple(steps[i] + steps[i + 1]) for i in (0, 2)}
+    assert len(orders) == 2, "the second epoch has an order of its own"
+    assert [m["training/policy_version"] for m in history] == [0, 1, 1]
+    assert served.stats().version == 1
+    assert all("timing_s/old_log_prob" in m for m in history)
+
+
+def fail(reason: str) -> Score:
+    return Score(0.0, ok=False, failure=reason)
+
+
+def test_steps_without_a_usable_sample_are_left_out_and_then_end_the_run() -> None:
+    backend = tiny_backend()
+    before = weights(backend)
+    notes: list[str] = []
+    log = Log()
+    served, data = engine(), buffer()
+
+    async def work() -> None:
+        manager = rollouts([served], data, Scorer(lambda sample: fail("judge is gone")))
+        await run_rl_training(
+            backend, data, manager, [served], config(num_steps=9), log, notify=notes.append
+        )
+
+    with pytest.raises(TrainingError, match=r"in 3 steps in a row .*judge is gone.*on_failure"):
+        anyio.run(work)
+    backend.close()
+    assert [m["training/skipped_batch"] for _, m in log.lines] == [1.0, 1.0]
+    assert [m["training/num_failed_rewards"] for _, m in log.lines] == [12.0, 12.0]
+    assert all("critic/score/mean" not in m and "actor/lr" not in m for _, m in log.lines)
+    assert len(notes) == 3
+    assert "no sample can be trained on" in notes[0]
+    assert notes[1] == "warning: step 1: 12 of 12 samples: left out, judge is gone"
+    assert "no sample can be trained on" in notes[2]
+    for name, parameter in backend.decoder.named_parameters():
+        assert torch.equal(before[name], parameter)
+
+
+def test_one_bad_step_is_left_out_and_the_run_goes_on() -> None:
+    calls = 0
+
+    def second_step_fails(sample: Sample) -> Score:
+        nonlocal calls
+        calls += 1
+        return fail("late") if 12 < calls <= 24 else Score(float(sample.index))
+
+    history, _, _ = train(tiny_backend(), config(num_steps=4), Scorer(second_step_fails))
+    assert [m["training/skipped_batch"] for m in history] == [0.0, 1.0, 0.0, 0.0]
+    assert [m["training/policy_version"] for m in history] == [1, 2, 3, 4]
+
+
+def test_a_sample_left_alone_by_failures_is_not_trained_on() -> None:
+    def only_one(sample: Sample) -> Score:
+        alone = sample.group_index is not None and sample.group_index % 4 == 0
+        return fail("x") if alone and sample.index else Score(float(sample.index))
+
+    backend = tiny_backend()
+    rows: list[int] = []
+    forward_backward = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        rows.append(len(batch.rows))
+        return forward_backward(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    history, _, _ = train(backend, config(num_steps=1), Scorer(only_one))
+    assert rows == [9]
+    assert history[0]["training/num_lone_samples"] == 1.0
+    assert history[0]["training/num_failed_rewards"] == 2.0
+
+
+def test_a_reward_that_ends_the_run_ends_it() -> None:
+    def stop(sample: Sample) -> Score:
+        raise RewardError("the judge is broken")
+
+    with pytest.raises(RewardError, match="the judge is broken"):
+        train(tiny_backend(), config(), Scorer(stop))
+
+
+class Stuck(SingleProcessBackend):
+    """A trainer whose work never ends."""
+
+    def forward_backward(self, *arguments: Any, **more: Any) -> TrainFuture[dict[str, float]]:
+        never: Future[dict[str, float]] = Future()
+        return TrainFuture(never)
+
+
+def test_an_update_that_never_ends_is_a_timeout_that_names_it() -> None:
+    backend = tiny_backend()
+    backend.__class__ = Stuck
+    with pytest.raises(StageTimeoutError, match=r"update: the trainer's optimizer step .* 0.1 s"):
+        train(backend, config(), stages=Stages(timeout_s=0.1))
+
+
+def test_a_stage_that_cannot_be_cancelled_is_reported_by_another_thread() -> None:
+    said: list[str] = []
+    reported = threading.Event()
+
+    def on_stuck(message: str) -> None:
+        said.append(message)
+        reported.set()
+
+    async def work() -> None:
+        stages = Stages(timeout_s=0.01, grace_s=0.02, on_stuck=on_stuck)
+        async with stages.stage("checkpoint", "the disk"):
+            assert reported.wait(10), "nobody noticed"
+
+    anyio.run(work)
+    assert said == [
+        "checkpoint: the disk was not done after 0.01 s; raise trainer.stage_timeout_s if it only "
+        "needs more time"
+    ]
+
+
+def test_a_stage_in_time_leaves_nothing_behind() -> None:
+    said: list[str] = []
+
+    async def work() -> None:
+        stages = Stages(timeout_s=0.02, grace_s=0.01, on_stuck=said.append)
+        async with stages.stage("fast", "nothing"):
+            pass
+        await anyio.sleep(0.06)
+
+    anyio.run(work)
+    assert said == []
+
+
+def test_a_step_is_saved_after_it_is_logged_and_the_hook_can_end_the_loop() -> None:
+    log_lengths: list[tuple[int, bool, int]] = []
+    data, served, log, backend = buffer(), engine(), Log(), tiny_backend()
+
+    async def after_step(
+        step: int, groups: Sequence[Group], metrics: dict[str, float], timers: Timers
+    ) -> bool:
+        assert len(groups) == 4
+        metrics["timing_s/testing"] = 0.5
+        return step == 4
+
+    async def save(step: int, stopping: bool, timers: Timers) -> None:
+        log_lengths.append((step, stopping, len(log.lines)))
+
+    async def work() -> list[dict[str, float]]:
+        return await run_rl_training(
+            backend,
+            data,
+            rollouts([served], data),
+            [served],
+            config(num_steps=9, start_step=2),
+            log,
+            after_step=after_step,
+            save=save,
+        )
+
+    history = anyio.run(work)
+    backend.close()
+    assert log_lengths == [(3, False, 1), (4, True, 2)]
+    assert [m["training/global_step"] for m in history] == [3, 4]
+    assert log.lines[0][1]["timing_s/testing"] == 0.5
+
+
+class Receiver:
+    """Takes weights as an engine does."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.names: list[str] = []
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self.version = update.version
+        self.names = [name for name, _ in update.tensors()]
+
+
+def test_every_engine_gets_all_weights_under_one_version() -> None:
+    backend = tiny_backend()
+    receivers = [Receiver(), Receiver(), Receiver()]
+
+    async def work() -> None:
+        await publish(backend, receivers)
+
+    anyio.run(work)
+    backend.close()
+    names = [name for name, _ in backend.decoder.named_parameters()]
+    assert [r.names for r in receivers] == [names] * 3
+    assert [r.version for r in receivers] == [1, 1, 1]
+
+
+FLAT = {"critic/score/min": 0.0, "critic/score/max": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"),
+    [
+        (FLAT, "never finds an answer right"),
+        ({**FLAT, "response_length/clip_ratio": 0.9}, "raise data.max_response_length"),
+        ({**FLAT, "training/num_failed_rewards": 2.0}, "the reward function fails"),
+        ({"critic/score/min": 1.0, "critic/score/max": 1.0}, "too easy"),
+    ],
+)
+def test_flat_rewards_are_warned_of_once_with_the_likely_cause(
+    metrics: dict[str, float], cause: str
+) -> None:
+    said: list[str] = []
+    watch = FlatRewardWatch(3, said.append)
+    varied = {"critic/score/min": 0.0, "critic/score/max": 1.0}
+    for step, seen in enumerate(
+        [metrics, metrics, varied, {}, *[metrics] * 9, varied, *[metrics] * 5]
+    ):
+        watch.see(step, seen)
+        assert len(said) == int(step >= 6)
+    assert said[0].startswith("warning: step 6: all rewards")
+    assert cause in said[0]

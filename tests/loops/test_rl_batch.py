@@ -1,0 +1,149 @@
+"""Mini-batches, usable samples and the KL penalty, by hand-computed numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.algorithms import AdaptiveKLController, FixedKLController
+from slipstream.loops.rl_batch import (
+    KLInReward,
+    batch_metrics,
+    first_failure,
+    mini_batches,
+    rows_of,
+    usable_samples,
+)
+from slipstream.types import (
+    Group,
+    Prompt,
+    Sample,
+    Segment,
+    Status,
+    TrainBatch,
+    TrainRow,
+    VersionSpan,
+)
+
+
+def sample(group: int, index: int, reward: float, *, failed: bool = False) -> Sample:
+    made = Sample.from_prompt(Prompt(uid=f"p{group}", ids=[1, 2]), group_index=group, index=index)
+    made.append(
+        Segment(
+            role="assistant",
+            ids=[5, 6],
+            loss_mask=[1.0, 1.0],
+            log_probs=[-0.5, -0.5],
+            sampling_log_probs=[-0.5, -0.5],
+            spans=[VersionSpan(2, 0, 1), VersionSpan(4, 1, 2)],
+        )
+    )
+    made.reward = reward
+    made.status = Status.FAILED if failed else Status.COMPLETED
+    made.failure = "broken" if failed else None
+    return made
+
+
+def group(index: int, *failed: bool) -> Group:
+    samples = [sample(index, i, float(i), failed=f) for i, f in enumerate(failed)]
+    return Group(index=index, prompt=Prompt(uid=f"p{index}", ids=[1, 2]), samples=samples)
+
+
+def test_failed_samples_and_the_last_of_a_group_are_left_out() -> None:
+    groups = [group(0, False, False), group(1, True, False), group(2, True, True), group(3, False)]
+    usable = usable_samples(groups)
+    assert [[(s.group_index, s.index) for s in g] for g in usable.groups] == [
+        [(0, 0), (0, 1)],
+        # A group of one by design has nothing to be relative to either, and is kept.
+        [(3, 0)],
+    ]
+    assert usable.lone == 1
+    assert first_failure(groups) == "sample p1: broken"
+    assert first_failure(groups[:1]) == "no sample failed"
+
+
+def batch(sizes: list[int]) -> TrainBatch:
+    rows = [
+        TrainRow(tokens=[g, i], loss_mask=[0.0, 1.0], uid="same")
+        for g, size in enumerate(sizes)
+        for i in range(size)
+    ]
+    return TrainBatch(rows=rows, temperature=0.7)
+
+
+def first_tokens(parts: list[TrainBatch]) -> list[list[int]]:
+    return [[row.tokens[0] for row in part.rows] for part in parts]
+
+
+def test_mini_batches_count_groups_of_any_size_also_of_one_prompt() -> None:
+    sizes = [2, 1, 3, 2, 1]
+    assert first_tokens(mini_batches(batch(sizes), sizes, 2, shuffle=None)) == [
+        [0, 0, 1],
+        [2, 2, 2, 3, 3],
+        [4],
+    ]
+    (whole,) = mini_batches(batch(sizes), sizes, None, shuffle=None)
+    assert len(whole.rows) == 9
+    assert whole.temperature == 0.7
+
+
+def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
+    sizes = [1] * 12
+
+    def order(seed: str) -> list[int]:
+        return [
+            t
+            for part in first_tokens(mini_batches(batch(sizes), sizes, 4, shuffle=seed))
+            for t in part
+        ]
+
+    assert order("a") == order("a")
+    assert order("a") != order("b")
+    assert sorted(order("a")) == list(range(12))
+
+
+def rows_with_log_probs() -> tuple[list[Sample], list[TrainRow]]:
+    samples = [sample(0, 0, 1.0), sample(0, 1, 2.0)]
+    made = rows_of(
+        samples, None, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, temperature=1.0
+    )
+    made.rows[0].old_log_probs = [0.0, 0.0, -1.0, -2.0]
+    made.rows[0].ref_log_probs = [0.0, 0.0, -1.5, -3.0]
+    made.rows[1].old_log_probs = [9.0, 9.0, -1.0, -1.0]
+    made.rows[1].ref_log_probs = [0.0, 0.0, -1.0, -1.0]
+    return samples, made.rows
+
+
+def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
+    samples, rows = rows_with_log_probs()
+    rewards, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(samples, rows)
+    # Row 0: k1 is 0.5 and 1.0; row 1: none on its targets.
+    assert rewards == pytest.approx([1.0 - 0.2 * 1.5, 2.0])
+    assert metrics == {
+        "actor/reward_kl_penalty": pytest.approx((0.75 + 0.0) / 2),
+        "actor/reward_kl_penalty_coeff": 0.2,
+    }
+
+
+def test_the_steered_coefficient_survives_a_restart() -> None:
+    def penalty() -> KLInReward:
+        return KLInReward(AdaptiveKLController(0.2, target_kl=0.1, horizon=10), "kl")
+
+    one, other = penalty(), penalty()
+    one.rewards(*rows_with_log_probs())
+    # KL 0.375 is far above the target: * (1 + 0.2 * 2 / 10).
+    assert one.state_dict() == {"kl_coef": pytest.approx(0.208)}
+    other.load_state_dict(one.state_dict())
+    assert other.rewards(*rows_with_log_probs()) == one.rewards(*rows_with_log_probs())
+
+
+def test_batch_metrics_cover_targets_only() -> None:
+    usable = usable_samples([group(0, False, False)])
+    made = rows_of(
+        usable.samples, None, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, temperature=1.0
+    )
+    metrics = batch_metrics(made, [0.0, 1.0], usable, weight_version=5)
+    assert metrics["critic/advantages/max"] == 0.5
+    assert metrics["critic/advantages/min"] == -0.5
+    assert metrics["critic/rewards/mean"] == 0.5
+    assert metrics["rollout/staleness/mean"] == 2.0
+    assert metrics["rollout/staleness/max"] == 3.0

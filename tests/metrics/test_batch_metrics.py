@@ -1,0 +1,212 @@
+"""Statistics against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from slipstream.errors import DataError
+from slipstream.metrics.batch_metrics import (
+    accuracy_interval,
+    paired_difference,
+    rollout_metrics,
+    summary,
+    validation_metrics,
+)
+from slipstream.metrics.names import check_names
+from slipstream.types import Group, Prompt, Sample, Segment, Status
+
+
+def sample(
+    length: int, reward: float, status: Status = Status.COMPLETED, prompt: int = 3
+) -> Sample:
+    return Sample(
+        segments=[Segment.given("prompt", [0] * prompt), Segment.given("assistant", [1] * length)],
+        reward=reward,
+        status=status,
+    )
+
+
+def group(index: int, *samples: Sample, source: str = "countdown") -> Group:
+    prompt = Prompt(uid=str(index), ids=[0], data_source=source)
+    return Group(index=index, prompt=prompt, samples=list(samples))
+
+
+def test_rollout_metrics_by_hand() -> None:
+    groups = [
+        group(0, sample(2, 1.0), sample(4, 0.0), sample(12, 0.5, Status.TRUNCATED)),
+        group(1, sample(6, 1.0, prompt=5), sample(6, 1.0, Status.ABORTED, prompt=5)),
+        group(2, sample(0, 7.0, Status.FAILED), sample(0, 1.0)),
+    ]
+    metrics = rollout_metrics(groups, max_prompt_length=5, max_response_length=12)
+    check_names(metrics)
+    assert metrics == {
+        "critic/score/mean": 0.75,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "response_length/mean": pytest.approx(30 / 7),
+        "response_length/max": 12.0,
+        "response_length/min": 0.0,
+        "response_length/median": 4.0,
+        "response_length/p90": pytest.approx(8.4),
+        "response_length/clip_ratio": pytest.approx(1 / 7),
+        "response/aborted_ratio": pytest.approx(1 / 7),
+        "prompt_length/mean": pytest.approx(25 / 7),
+        "prompt_length/max": 5.0,
+        "prompt_length/min": 3.0,
+        "prompt_length/clip_ratio": pytest.approx(2 / 7),
+        "num_turns/mean": pytest.approx(12 / 7),
+        "num_turns/max": 2.0,
+        "num_turns/min": 1.0,
+        "rollout/num_prompts": 3.0,
+        "rollout/num_samples": 7.0,
+        "rollout/longest_over_median": 2.0,
+        "training/num_zero_variance_groups": 1.0,
+        "training/num_failed_rewards": 1.0,
+        "perf/total_num_tokens": 55.0,
+    }
+
+
+def test_all_failed_has_no_score_and_nothing_at_all_is_an_error() -> None:
+    metrics = rollout_metrics(
+        [group(0, sample(1, 0.0, Status.FAILED))], max_prompt_length=9, max_response_length=9
+    )
+    assert "critic/score/mean" not in metrics
+    assert metrics["training/num_failed_rewards"] == 1.0
+    with pytest.raises(DataError, match="no sample in 1 groups"):
+        rollout_metrics([group(0)], max_prompt_length=9, max_response_length=9)
+
+
+def test_reward_parts_and_failures_that_count_as_zero() -> None:
+    first, second = sample(1, 1.0), sample(1, 0.0)
+    first.reward_parts = {"format": 1.0, "score": 1.0}
+    second.reward_parts = {"score": 0.0}
+    second.metadata["reward_failure"] = "timed out"
+    metrics = rollout_metrics([group(0, first, second)], max_prompt_length=9, max_response_length=9)
+    assert {k: v for k, v in metrics.items() if k.startswith("reward/")} == {
+        "reward/format/mean": 1.0, "reward/format/max": 1.0, "reward/format/min": 1.0,
+    }  # fmt: skip
+    assert metrics["critic/score/mean"] == 0.5
+    assert metrics["training/num_failed_rewards"] == 1.0
+
+
+def test_turns_merge_segments_of_one_role() -> None:
+    many = sample(2, 0.0)
+    for role in ("assistant", "tool", "tool", "assistant"):
+        many.append(Segment.given(role, [1]))
+    metrics = rollout_metrics([group(0, many)], max_prompt_length=9, max_response_length=9)
+    assert metrics["num_turns/max"] == 4.0
+
+
+def test_summary_of_nothing_is_nothing() -> None:
+    assert summary("x", []) == {}
+    assert summary("x", [1, 3]) == {"x/mean": 2.0, "x/max": 3.0, "x/min": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"),
+    [
+        (8, 10, 0.4902, 0.9433),
+        (0, 20, 0.0, 0.1611),
+        (20, 20, 0.8389, 1.0),
+        (263, 400, 0.6097, 0.7024),
+    ],
+)
+def test_wilson_interval(right: int, n: int, low: float, high: float) -> None:
+    p, found_low, found_high = accuracy_interval([True] * right + [False] * (n - right))
+    assert p == right / n
+    assert found_low == pytest.approx(low, abs=1e-4)
+    assert found_high == pytest.approx(high, abs=1e-4)
+    assert 0.0 <= found_low <= p <= found_high <= 1.0
+
+
+def test_interval_refuses_nothing_and_non_shares() -> None:
+    with pytest.raises(DataError, match="no answers"):
+        accuracy_interval([])
+    with pytest.raises(DataError, match=r"got \[-1.0, 1.0\]"):
+        accuracy_interval([-1.0, 1.0])
+
+
+def test_paired_difference() -> None:
+    a = [True] * 40 + [False] * 60
+    b = [True] * 30 + [False] * 10 + [True] * 30 + [False] * 30
+    difference, low, high = paired_difference(a, b)
+    assert difference == 0.2
+    # Normal approximation: sqrt((0.4 - 0.04) / 100) = 0.06 either way, times 1.96.
+    assert low == pytest.approx(0.2 - 0.1176, abs=0.011)
+    assert high == pytest.approx(0.2 + 0.1176, abs=0.011)
+    assert paired_difference(a, b) == (difference, low, high)
+    assert paired_difference(b, a)[0] == -0.2
+    assert paired_difference(a, a) == (0.0, 0.0, 0.0)
+    with pytest.raises(DataError, match="got 2 and 1"):
+        paired_difference([True, False], [True])
+
+
+def test_paired_difference_equals_drawing_prompts_one_by_one() -> None:
+    a = [i % 3 == 0 for i in range(60)]
+    b = [i % 2 == 0 for i in range(60)]
+    rng = random.Random(0)
+    pairs = list(zip(a, b, strict=True))
+    draws = sorted(
+        sum(int(y) - int(x) for x, y in rng.choices(pairs, k=60)) / 60 for _ in range(4000)
+    )
+    _, low, high = paired_difference(a, b)
+    assert low == pytest.approx(draws[100], abs=0.02)
+    assert high == pytest.approx(draws[3900], abs=0.02)
+
+
+def test_validation_of_one_response_per_prompt() -> None:
+    groups = [group(i, sample(i, float(i < 8))) for i in range(10)]
+    groups += [group(9, sample(4, 1.0, Status.FAILED), source="other/set")]
+    metrics = validation_metrics(groups, max_response_length=9)
+    check_names(metrics)
+    assert metrics == {
+        "val-core/countdown/acc/mean@1": 0.8,
+        "val-aux/countdown/acc/mean@1/ci_low": pytest.approx(0.4902, abs=1e-4),
+        "val-aux/countdown/acc/mean@1/ci_high": pytest.approx(0.9433, abs=1e-4),
+        "val-aux/countdown/num_prompts": 10.0,
+        "val-aux/countdown/num_failed": 0.0,
+        "val-aux/countdown/response_length/mean": 4.5,
+        "val-aux/countdown/response_length/max": 9.0,
+        "val-aux/countdown/response_length/clip_ratio": 0.1,
+        "val-core/other/set/acc/mean@1": 0.0,
+        "val-aux/other/set/acc/mean@1/ci_low": 0.0,
+        "val-aux/other/set/acc/mean@1/ci_high": pytest.approx(0.7935, abs=1e-4),
+        "val-aux/other/set/num_prompts": 1.0,
+        "val-aux/other/set/num_failed": 1.0,
+        "val-aux/other/set/response_length/mean": 4.0,
+        "val-aux/other/set/response_length/max": 4.0,
+        "val-aux/other/set/response_length/clip_ratio": 0.0,
+    }
+
+
+def test_best_of_k_is_the_mean_over_all_subsets() -> None:
+    rewards = [[1.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5, [1.0, 1.0, 0.0, 1.0, 0.0]]
+    groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
+    metrics = validation_metrics(groups)
+    check_names(metrics)
+    for k in (2, 4):
+        subsets = [
+            sum(max(c) for c in itertools.combinations(row, k))
+            / len([*itertools.combinations(row, k)])
+            for row in rewards
+        ]
+        assert metrics[f"val-aux/countdown/acc/best@{k}/mean"] == pytest.approx(sum(subsets) / 3)
+    assert metrics["val-core/countdown/acc/best@5/mean"] == pytest.approx(2 / 3)
+    assert metrics["val-core/countdown/acc/mean@5"] == pytest.approx(4 / 15)
+
+
+def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_interval() -> None:
+    shaped = sample(1, -0.5)
+    shaped.reward_parts = {"acc": 1.0}
+    assert validation_metrics([group(0, shaped)])["val-core/countdown/acc/mean@1"] == 1.0
+    metrics = validation_metrics([group(0, sample(1, -0.5))])
+    assert metrics["val-core/countdown/acc/mean@1"] == -0.5
+    assert not any("ci_" in name for name in metrics)
+
+
+def test_uneven_validation_is_refused() -> None:
+    with pytest.raises(DataError, match=r"same number of responses .* got \[1, 2\]"):
+        validation_metrics([group(0, sample(1, 1.0)), group(1, sample(1, 1.0), sample(1, 0.0))])

@@ -1,0 +1,224 @@
+"""Records survive crashes and resumes, and a broken logger does not stop a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.metrics.loggers import (
+    LOGGERS,
+    ConsoleLogger,
+    JSONLLogger,
+    LoggerContext,
+    MetricsLogger,
+    TeeLogger,
+    TensorBoardLogger,
+    build_loggers,
+    read_jsonl,
+    register_logger,
+)
+
+
+def test_one_line_a_step_as_verl_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "m.jsonl"
+    logger = JSONLLogger(path)
+    logger.log(1, {"a": 0.1, "b": 2})
+    assert path.read_text() == '{"step": 1, "data": {"a": 0.1, "b": 2}}\n'
+    logger.log(2, {})
+    logger.close()
+    assert read_jsonl(path) == [(1, {"a": 0.1, "b": 2.0}), (2, {})]
+
+
+def test_non_finite_values_stay_json_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with closing(JSONLLogger(path)) as logger:
+        logger.log(1, {"a": math.inf, "b": -math.inf, "c": math.nan})
+
+    def forbid(constant: str) -> float:
+        raise AssertionError(constant)
+
+    json.loads(path.read_text(), parse_constant=forbid)
+    ((_, data),) = read_jsonl(path)
+    assert (data["a"], data["b"], math.isnan(data["c"])) == (math.inf, -math.inf, True)
+
+
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    logger = JSONLLogger(path)
+    for step in (0, 1, 2, 2, 3):
+        logger.log(step, {"x": step})
+    logger.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "da')
+    logger = JSONLLogger(path)
+    logger.truncate_after(2)
+    logger.log(3, {"x": 30})
+    logger.close()
+    assert [(step, data["x"]) for step, data in read_jsonl(path)] == [
+        (0, 0.0), (1, 1.0), (2, 2.0), (2, 2.0), (3, 30.0),
+    ]  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ["x", "y" * 5000])
+def test_opening_removes_a_torn_line_of_any_length(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "m.jsonl"
+    whole = '{"step": 1, "data": {}}\n'
+    for text in (whole + torn, torn):
+        path.write_text(text)
+        JSONLLogger(path).close()
+        assert path.read_text() == text.removesuffix(torn)
+
+
+def test_reading_leaves_a_torn_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "data": {}}\n{"step"')
+    assert read_jsonl(path) == [(1, {})]
+    assert path.read_text().endswith('{"step"')
+
+
+@pytest.mark.parametrize("line", ["nonsense", '{"step": 1}', '{"step": 1, "data": 3}', "[]"])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "data": {}}\n' + line + "\n")
+    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2, is no record of metrics"):
+        read_jsonl(path)
+    logger = JSONLLogger(path)
+    with pytest.raises(CheckpointError, match="line 2"):
+        logger.truncate_after(1)
+    logger.log(5, {})
+    logger.close()
+    assert path.read_text().splitlines()[1:] == [line, '{"step": 5, "data": {}}']
+
+
+def test_console_shows_headlines_or_everything() -> None:
+    metrics = {
+        "critic/score/mean": 0.51234,
+        "critic/score/max": 1.0,
+        "rollout/tokens_per_second": 1234.0,
+        "val-core/countdown/acc/mean@1": 0.25,
+    }
+    stream = io.StringIO()
+    console = ConsoleLogger(stream)
+    console.log(3, metrics)
+    console.log(4, {"critic/score/max": 1.0})
+    assert stream.getvalue() == ("step 3  reward 0.5123  tok/s 1234  countdown/acc/mean@1 0.25\n")
+    stream = io.StringIO()
+    ConsoleLogger(stream, everything=True).log(3, {"critic/score/max": 1.0, "own": math.nan})
+    assert stream.getvalue() == "step 3  critic/score/max 1  own nan\n"
+
+
+class Broken:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls += 1
+        raise OSError("disk full")
+
+    def close(self) -> None:
+        raise AssertionError("was dropped")
+
+
+def test_a_failing_logger_is_reported_once_and_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Broken()
+    tee = TeeLogger([broken, JSONLLogger(tmp_path / "m.jsonl")])
+    with caplog.at_level(logging.WARNING):
+        tee.log(1, {"a": 1.0})
+        tee.log(2, {"a": 2.0})
+        tee.close()
+    assert broken.calls == 1
+    assert [record.message for record in caplog.records] == [
+        "Broken failed and gets no more metrics: OSError: disk full"
+    ]
+    assert tee.failures == {"Broken": "OSError: disk full"}
+    assert [step for step, _ in read_jsonl(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_strict_refuses_unknown_names_before_anything_is_written(tmp_path: Path) -> None:
+    tee = build_loggers(["file"], tmp_path, "p", "e", strict=True)
+    with pytest.raises(ValueError, match="unknown metric names: my/own"):
+        tee.log(1, {"my/own": 1.0})
+    tee.log(1, {"actor/lr": 1.0})
+    tee.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [(1, {"actor/lr": 1.0})]
+
+
+def test_build_keeps_the_record_of_an_earlier_run(tmp_path: Path) -> None:
+    for number in range(3):
+        with closing(build_loggers(["file", "file"], tmp_path, "p", "e")) as tee:
+            tee.log(number, {})
+    found = {p.name: [step for step, _ in read_jsonl(p)] for p in tmp_path.iterdir()}
+    assert found == {"metrics.1.jsonl": [0], "metrics.2.jsonl": [1], "metrics.jsonl": [2]}
+
+
+def test_build_for_a_resumed_run_truncates(tmp_path: Path) -> None:
+    tee = build_loggers(["file"], tmp_path, "p", "e", file_name="sft.jsonl")
+    for step in range(4):
+        tee.log(step, {})
+    tee.close()
+    tee = build_loggers(["file"], tmp_path, "p", "e", file_name="sft.jsonl", resume_step=1)
+    tee.log(2, {})
+    tee.close()
+    assert [step for step, _ in read_jsonl(tmp_path / "sft.jsonl")] == [0, 1, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ["sft.jsonl"]
+
+
+def test_unknown_and_registered_loggers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'tensorbord'; did you mean 'tensorboard'"):
+        build_loggers(["console", "tensorbord"], tmp_path, "p", "e")
+    seen: list[str] = []
+
+    @register_logger("mine")
+    def mine(context: LoggerContext) -> MetricsLogger:
+        seen.append(f"{context.project_name}/{context.experiment_name}")
+        return ConsoleLogger()
+
+    try:
+        build_loggers(["mine"], tmp_path, "p", "e")
+        assert seen == ["p/e"]
+        with pytest.raises(ConfigError, match="registered already"):
+            register_logger("mine")(mine)
+    finally:
+        del LOGGERS["mine"]
+
+
+def test_tensorboard_missing_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another test may have imported it already: every loaded part of it must be gone.
+    for name in [*sys.modules, "tensorboard", "tensorboard.compat.proto.event_pb2"]:
+        if name.partition(".")[0] == "tensorboard":
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[tensorboard\]'"):
+        TensorBoardLogger(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_scalars_and_purge(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is an optional extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tee = build_loggers(["tensorboard"], tmp_path, "p", "e")
+    for step in (1, 2, 3):
+        tee.log(step, {"actor/lr": step / 2})
+    tee.close()
+    again = build_loggers(["tensorboard"], tmp_path, "p", "e", resume_step=2)
+    again.log(3, {"actor/lr": 9.0})
+    again.close()
+    assert tee.failures == again.failures == {}
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard" / "metrics"))
+    accumulator.Reload()
+    scalars = [(event.step, event.value) for event in accumulator.Scalars("actor/lr")]
+    assert scalars == [(1, 0.5), (2, 1.0), (3, 9.0)]

@@ -1,0 +1,113 @@
+"""The picture holds the numbers of the files, panel by panel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import DataError
+from slipstream.metrics.loggers import JSONLLogger
+from slipstream.metrics.picture import plot_run, smooth
+
+
+def write(path: Path, *lines: tuple[int, dict[str, float]]) -> Path:
+    logger = JSONLLogger(path)
+    for step, data in lines:
+        logger.log(step, data)
+    logger.close()
+    return path
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every figure that is drawn."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    save = Figure.savefig
+
+    def keep(figure: Any, *args: Any, **kwargs: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return drawn
+
+
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_all_panels_with_their_data(tmp_path: Path, figures: list[Any]) -> None:
+    sft = write(
+        tmp_path / "sft.jsonl",
+        (1, {"sft/loss": 2.0}),
+        (2, {"sft/loss": 1.0, "val-core/c/acc/mean@1": 0.9}),
+    )
+    bounds = {"val-aux/c/acc/mean@1/ci_low": 0.1, "val-aux/c/acc/mean@1/ci_high": 0.4}
+    lengths = {"response_length/median": 5, "response_length/p90": 8, "response_length/max": 9}
+    rl = write(
+        tmp_path / "metrics.jsonl",
+        (0, {"val-core/c/acc/mean@1": 0.2, **bounds}),
+        (1, {"critic/score/mean": 0.3, **lengths}),
+        (2, {"critic/score/mean": 0.4, "val-core/c/acc/mean@1": 0.5, **lengths}),
+    )
+    out = plot_run([sft, rl], tmp_path / "out" / "run.png", {"accuracy": 0.51239, "steps": 2})
+    assert out.read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    assert titles(figure) == [
+        "Reward", "Held-out accuracy", "Response length", "Supervised fine-tuning",
+    ]  # fmt: skip
+    reward, accuracy, length, loss = figure.axes
+    assert reward.lines[0].get_xydata().tolist() == [[1, 0.3], [2, 0.4]]
+    assert accuracy.lines[0].get_xydata().tolist() == [[0, 0.2], [2, 0.5]]
+    (bars,) = accuracy.containers
+    (segments,) = bars[2]
+    assert [s.round(6).tolist() for s in segments.get_segments()] == [
+        [[0, 0.1], [0, 0.4]],
+        [[2, 0.5], [2, 0.5]],
+    ]
+    assert [text.get_text() for text in accuracy.texts if "%" in text.get_text()[-1]] == [
+        "20.0 %", "50.0 %",
+    ]  # fmt: skip
+    assert [line.get_ydata().tolist() for line in length.lines] == [[5, 5], [8, 8], [9, 9]]
+    assert loss.lines[0].get_ydata().tolist() == [2.0, 1.0]
+    assert "accuracy: 0.5124   ·   steps: 2" in [text.get_text() for text in figure.texts]
+    assert figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Any]) -> None:
+    path = write(
+        tmp_path / "sft.jsonl", (1, {"sft/loss": 2.0}), (1, {"val-core/a/b/acc/mean@4": 0.5})
+    )
+    plot_run(path, tmp_path / "a.png")
+    assert titles(figures[0]) == ["Held-out accuracy", "Supervised fine-tuning"]
+    path = write(tmp_path / "rl.jsonl", (1, {"critic/score/mean": 2.0}))
+    plot_run(path, tmp_path / "b.png")
+    assert titles(figures[1]) == ["Reward"]
+
+
+def test_long_series_get_a_smoothed_course(tmp_path: Path, figures: list[Any]) -> None:
+    lines = [(i, {"critic/score/mean": float(i % 2)}) for i in range(48)]
+    plot_run(write(tmp_path / "m.jsonl", *lines), tmp_path / "a.png")
+    raw, smoothed = figures[0].axes[0].lines
+    assert raw.get_ydata().tolist() == [float(i % 2) for i in range(48)]
+    assert smoothed.get_label() == "mean of 5 steps"
+    assert smoothed.get_ydata()[10] == 0.4
+
+
+def test_smooth() -> None:
+    assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, 11 / 3, 4.5]
+    assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
+    assert smooth([], 3) == []
+
+
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.jsonl", (1, {"actor/lr": 1.0}))
+    with pytest.raises(DataError, match=r"nothing to draw in .*m\.jsonl"):
+        plot_run(path, tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()

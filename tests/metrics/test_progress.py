@@ -1,0 +1,120 @@
+"""Plain lines where there is no terminal, a bar of any width where there is one."""
+
+from __future__ import annotations
+
+import errno
+import io
+
+import pytest
+from rich.console import Console
+
+from slipstream.metrics.progress import Progress, SteadyConsole, is_interactive
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(clock: Clock, every: float = 10.0) -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    console = SteadyConsole(file=stream, width=40)
+    return Progress(console=console, every_seconds=every, clock=clock), stream
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environ", "expected"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {}, True),
+        (True, {"TERM": "dumb"}, False),
+        (True, {"TERM": "xterm", "CI": "true"}, False),
+        (True, {"TERM": "xterm", "CI": "0"}, True),
+        (False, {"TERM": "xterm"}, False),
+    ],
+)
+def test_when_a_bar_makes_sense(terminal: bool, environ: dict[str, str], expected: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=terminal)
+    assert is_interactive(console, environ) is expected
+
+
+def test_plain_lines_first_last_and_every_few_seconds() -> None:
+    clock = Clock()
+    progress, stream = plain(clock)
+    with progress:
+        progress.phase("RL", 6)
+        for reward in (0.25, 0.3, 0.35, 0.4, 0.45, 0.5):
+            clock.now += 6.0
+            progress.step(reward=reward, mean_length=120.4, tokens_per_second=3456.7)
+        progress.note("saved [global_step_6] with a line that is longer than the console")
+    assert stream.getvalue().splitlines() == [
+        "RL: 6 steps",
+        "RL 1/6  reward 0.25  length 120  tok/s 3457  30s left",
+        "RL 3/6  reward 0.35  length 120  tok/s 3457  18s left",
+        "RL 5/6  reward 0.45  length 120  tok/s 3457  6s left",
+        "RL 6/6  reward 0.5  length 120  tok/s 3457",
+        "saved [global_step_6] with a line that is longer than the console",
+    ]
+
+
+def test_remaining_time_follows_recent_steps_and_a_resumed_phase() -> None:
+    clock = Clock()
+    progress, stream = plain(clock)
+    with progress:
+        progress.phase("RL", 130, done=100)
+        assert progress.remaining() is None
+        clock.now += 1000.0
+        progress.step()
+        assert progress.remaining() == 29 * 1000.0
+        for _ in range(20):
+            clock.now += 300.0
+            progress.step()
+        assert progress.remaining() == 9 * 300.0
+    assert stream.getvalue().startswith("RL: 130 steps, 100 done\nRL 101/130  8h03m left\n")
+    assert stream.getvalue().endswith("RL 121/130  45m00s left\n")
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 10, 20, 40, 200])
+def test_any_width_of_terminal(width: int) -> None:
+    stream = io.StringIO()
+    console = SteadyConsole(file=stream, force_terminal=True, width=width, height=5)
+    with Progress(console=console, plain=False) as progress:
+        progress.phase("supervised fine-tuning", 2)
+        progress.step(loss=1.25)
+        progress.phase("[RL]", 3)
+        progress.step(reward=float("nan"), mean_length=1e9, tokens_per_second=0.0)
+        progress.note("a note")
+    if width == 200:
+        assert "loss 1.25" in stream.getvalue()
+        assert "1/3" in stream.getvalue()
+        assert "a note" in stream.getvalue()
+
+
+class Gone(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "session is gone")])
+@pytest.mark.parametrize("as_lines", [True, False])
+def test_a_terminal_that_is_gone_does_not_stop_a_run(as_lines: bool, error: OSError) -> None:
+    console = SteadyConsole(file=Gone(error), force_terminal=not as_lines)
+    with Progress(console=console, plain=as_lines) as progress:
+        progress.phase("RL", 2)
+        progress.step(reward=1.0)
+        progress.note("unheard")
+
+
+def test_nothing_is_drawn_outside_of_the_context() -> None:
+    progress, stream = plain(Clock())
+    progress.phase("RL", 1)
+    progress.step(reward=1.0)
+    progress.note("unheard")
+    assert stream.getvalue() == ""

@@ -1,0 +1,47 @@
+"""Seconds add up by name, on a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.metrics.timers import Timers, timing_per_token
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_spans_accumulate_nest_and_start_anew() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.span("step"):
+        for seconds in (1.0, 2.0):
+            with timers.span("gen"):
+                clock.now += seconds
+        clock.now += 0.5
+    timers.add("sync", 0.25)
+    assert timers.collect() == {"timing_s/gen": 3.0, "timing_s/step": 3.5, "timing_s/sync": 0.25}
+    assert timers.collect() == {}
+
+
+def test_a_span_that_raises_still_counts() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+
+    def fail() -> None:
+        clock.now += 2.0
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), timers.span("gen"):
+        fail()
+    assert timers.collect() == {"timing_s/gen": 2.0}
+
+
+def test_milliseconds_per_token() -> None:
+    timings = {"timing_s/gen": 3.0, "timing_s/reward": 1.0}
+    tokens = {"gen": 1500, "update_actor": 10, "reward": 0}
+    assert timing_per_token(timings, tokens) == {"timing_per_token_ms/gen": 2.0}

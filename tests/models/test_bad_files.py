@@ -1,0 +1,220 @@
+"""Folders that cannot be loaded: the message names the file and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models import ModelConfig, load_checkpoint, save_checkpoint
+from slipstream.models.hf_io import INDEX, WEIGHTS, read_tensors
+from tests.models.helpers import config, make_decoder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(make_decoder("llama"), tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_checkpoint(make_decoder("llama"), tmp_path / "s", max_shard_bytes=40_000)
+    return tmp_path / "s"
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_missing_folder_and_files(folder: Path) -> None:
+    assert refused(folder / "no") == f"model folder {folder / 'no'} does not exist"
+    with pytest.raises(CheckpointError, match=r"model folder .*no does not exist"):
+        read_tensors(folder / "no")
+    (folder / WEIGHTS).unlink()
+    assert refused(folder) == f"{folder}: neither {WEIGHTS} nor {INDEX} is there"
+    (folder / "config.json").unlink()
+    assert refused(folder) == f"{folder / 'config.json'} does not exist"
+
+
+@pytest.mark.parametrize("content", ["{", "", "[1]", '"x"', b"\xff\xfe"])
+def test_unreadable_config(folder: Path, content: str | bytes) -> None:
+    path = folder / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert refused(folder).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("damage", ["half", "no header", "empty", "bit of the header", "longer"])
+def test_damaged_weights(folder: Path, damage: str) -> None:
+    path = folder / WEIGHTS
+    data = path.read_bytes()
+    damaged = {
+        "half": data[: len(data) // 2],
+        "no header": data[:5],
+        "empty": b"",
+        "bit of the header": data[:20] + b"\x00\xff" + data[22:],
+        "longer": data + b"xxxx",
+    }
+    path.write_bytes(damaged[damage])
+    assert refused(folder).startswith(f"{path}: corrupt or cut short (")
+
+
+def test_shards_that_are_not_there(sharded: Path) -> None:
+    first = sorted(sharded.glob("model-*"))[0]
+    first.unlink()
+    assert refused(sharded) == f"{sharded / INDEX}: names {first.name}, which is not there"
+
+
+def test_shards_without_a_tensor_that_the_index_names(sharded: Path) -> None:
+    first = sorted(sharded.glob("model-*"))[0]
+    tensors = load_file(first)
+    gone = sorted(tensors)[0]
+    del tensors[gone]
+    save_file(tensors, first)
+    assert refused(sharded) == f"{sharded / INDEX}: {gone} is in none of the shards"
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
+def test_an_index_without_a_map(sharded: Path, weight_map: object) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert refused(sharded).startswith(f"{sharded / INDEX}: weight_map, the shard of each tensor")
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", 3])
+def test_an_index_that_points_elsewhere(sharded: Path, name: object) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
+    assert f"{name!r} is not the name of a file in this folder" in refused(sharded)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    message = refused(folder)
+    assert message.startswith(f"{folder}: {name} is a pickle file")
+    assert "save_pretrained" in message
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), f"tensor {NORM} is missing"),
+        (lambda t: t.pop("lm_head.weight"), "tensor lm_head.weight is missing"),
+        (lambda t: t.update(extra=torch.ones(1)), "tensor extra is not part of this model"),
+        (
+            lambda t: t.update({NORM: torch.ones(47)}),
+            f"tensor {NORM} has shape (47,), expected (48,)",
+        ),
+        (lambda t: t[NORM].fill_(float("nan")), f"tensor {NORM} has NaN or infinite values"),
+        (lambda t: t[NORM][3:4].fill_(float("inf")), f"tensor {NORM} has NaN or infinite values"),
+        (
+            lambda t: t.update({NORM: torch.ones(48, dtype=torch.int8)}),
+            f"tensor {NORM} has dtype torch.int8, expected a float type",
+        ),
+        (
+            lambda t: t.update({NORM: torch.ones(48).to(torch.float8_e4m3fn)}),
+            f"tensor {NORM} has dtype torch.float8_e4m3fn, expected a float type",
+        ),
+    ],
+)
+def test_wrong_tensors(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    edit(folder, change)
+    assert refused(folder) == f"{folder}: {message}"
+
+
+def test_many_problems_are_counted(folder: Path) -> None:
+    edit(folder, lambda t: [t.pop(n) for n in list(t) if "layers.1" in n])
+    message = refused(folder)
+    assert message.count("is missing") == 3
+    assert message.endswith("; and 6 more")
+
+
+def test_a_tied_head_may_be_there_twice_but_not_differ(tmp_path: Path) -> None:
+    decoder = make_decoder("qwen2", tie_word_embeddings=True)
+    save_checkpoint(decoder, tmp_path)
+    edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load_checkpoint(tmp_path)
+    edit(tmp_path, lambda t: t["lm_head.weight"].mul_(2))
+    assert refused(tmp_path) == f"{tmp_path}: tensor lm_head.weight is not part of this model"
+
+
+def test_rotary_frequencies_of_old_files_are_ignored(folder: Path) -> None:
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": NAN}))
+    load_checkpoint(folder)
+
+
+NAN = torch.full((4,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not one that Slipstream's decoder"),
+        ({"model_type": None}, "model_type None is not one"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "RoPE scaling 'llama3' (rope_parameters)"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling 'linear' (rope_scaling)"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
+        ({"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
+        ({"attention_bias": True}, "attention_bias=true is not supported for llama"),
+        ({"mlp_bias": True}, "mlp_bias=true is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"vocab_size": None}, "int() argument"),
+        ({"hidden_size": "wide"}, "invalid literal for int()"),
+        ({"num_attention_heads": 0, "head_dim": None}, "integer division"),
+        ({"num_key_value_heads": 4}, "num_heads=6 must be a multiple of num_kv_heads=4"),
+        ({"num_hidden_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+    ],
+)
+def test_architectures_that_are_not_supported(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    got = refused(folder)
+    assert got.startswith(f"{path}: ")
+    assert message in got
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "rms_norm_eps"])
+def test_missing_keys(folder: Path, key: str) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    del raw[key]
+    path.write_text(json.dumps(raw))
+    assert refused(folder) == f"{path}: key '{key}' is missing"
+
+
+def test_settings_of_a_new_model_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="unknown model family 'gpt2'; known: qwen2"):
+        config("gpt2")
+    with pytest.raises(ConfigError, match="hidden_size=0 must be at least 1"):
+        config("qwen2", hidden_size=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_configs_survive_a_round_trip(family: str) -> None:
+    original = config(family, eos_token_id=(3, 4), pad_token_id=0, initializer_range=0.01)
+    assert ModelConfig.from_hf(original.to_hf(), source="x") == original

@@ -1,0 +1,141 @@
+"""Forward pass, initialisation, taps and exact-mode rules of the decoder."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.errors import ConfigError
+from slipstream.models import Decoder
+from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
+from slipstream.models.heads import ValueHead
+from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
+from tests.models.helpers import config, logits, make_decoder, random_ids
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
+    B, H, G, T, K = 2, 2, 3, 10, 8
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, n, T, K, generator=generator).to(dtype) for n in (H * G, H, H))
+    S = padded_keys(T, dtype)
+    mask = causal_mask(torch.arange(T).expand(B, -1), S, H, G)
+    folded = pad_query_rows(q.view(B, H, G * T, K))
+    out = attend(folded, F.pad(k, (0, 0, 0, S - T)), F.pad(v, (0, 0, 0, S - T)), mask)
+    got = out[:, :, : G * T].reshape(B, H * G, T, K)
+    expected = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
+    tolerance = 1e-6 if dtype == torch.float32 else 0.03
+    assert float((got.double() - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
+    ids = random_ids(3, 40)
+    packed = make_decoder("qwen3").pack(dtype)
+    positions = torch.arange(40)
+    with torch.no_grad():
+        together = packed.forward(ids, positions.expand(3, -1)).final
+        for length in (4, 12, 36):
+            alone = packed.forward(ids[1:2, :length], positions[None, :length]).final
+            assert torch.equal(alone[0], together[1, :length])
+        changed = ids.clone()
+        changed[:, 20] = (changed[:, 20] + 1) % 96
+        after = packed.forward(changed, positions.expand(3, -1)).final
+    assert torch.equal(after[:, :20], together[:, :20])
+    assert not torch.equal(after[:, 20], together[:, 20])
+    assert not torch.equal(after[:, 30], together[:, 30])
+
+
+def test_taps_are_layer_outputs() -> None:
+    from slipstream.models.decoder import rms_norm
+
+    decoder = make_decoder("llama")
+    packed = decoder.pack(torch.float32)
+    with torch.no_grad():
+        out = packed.forward(random_ids(1, 8), torch.arange(8)[None], taps=(0, 2))
+    assert sorted(out.taps) == [0, 2]
+    assert torch.equal(rms_norm(out.taps[2], packed.norm, 1e-5), out.final)
+    assert not torch.equal(out.taps[0], out.taps[2])
+
+
+def test_gradients_reach_every_parameter_and_checkpointing_keeps_them() -> None:
+    decoder = make_decoder("qwen2", tie_word_embeddings=True)
+    grads = []
+    for recompute in (False, True):
+        decoder.zero_grad()
+        packed = decoder.pack(torch.float32)
+        out = packed.forward(random_ids(2, 8), torch.arange(8).expand(2, -1), recompute=recompute)
+        (out.final @ packed.lm_head.T).logsumexp(-1).sum().backward()  # type: ignore[no-untyped-call]
+        grads.append({n: p.grad for n, p in decoder.named_parameters()})
+    for name, grad in grads[0].items():
+        other = grads[1][name]
+        assert grad is not None, name
+        assert other is not None
+        # Adding a constant to all keys moves no softmax: their bias has no gradient but rounding.
+        if not name.endswith("k_proj.bias"):
+            assert float(grad.abs().max()) > 1e-3, name
+        assert torch.equal(grad, other), name
+
+
+def test_initialisation_is_a_function_of_the_seed() -> None:
+    first, again, other = (Decoder(config("qwen2", hidden_size=64, head_dim=16)) for _ in range(3))
+    first.init_weights(1)
+    again.init_weights(1)
+    other.init_weights(2)
+    for name, parameter in first.named_parameters():
+        same, different = again.get_parameter(name), other.get_parameter(name)
+        assert torch.equal(parameter, same)
+        if parameter.ndim == 2:
+            assert not torch.equal(parameter, different)
+            std = 0.02 / (
+                math.sqrt(6) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+            )
+            assert float(parameter.detach().std()) == pytest.approx(std, rel=0.05), name
+        else:
+            assert parameter.unique().tolist() == ([0.0] if name.endswith("bias") else [1.0])  # type: ignore[no-untyped-call]
+
+
+def test_the_vocabulary_may_have_any_size() -> None:
+    decoder = make_decoder(vocab_size=101)
+    assert logits(decoder, random_ids(1, 8)).shape == (1, 8, 101)
+
+
+def test_widths_of_exact_mode() -> None:
+    check_widths(hidden_size=16, head_dim=128)
+    with pytest.raises(ConfigError, match=r"head_dim=24 is not a multiple of 16.*name=hf"):
+        check_widths(hidden_size=64, head_dim=24)
+
+
+def test_dtype_names() -> None:
+    cpu = torch.device("cpu")
+    assert dtype_from_name("bfloat16", cpu) == torch.bfloat16
+    assert dtype_from_name("float32", cpu) == torch.float32
+    assert dtype_from_name("auto", cpu) in DTYPES
+    with pytest.raises(ConfigError, match="'float16' is not one of auto, bfloat16, float32"):
+        dtype_from_name("float16", cpu)
+
+
+def test_padding() -> None:
+    x = torch.arange(10.0).view(5, 2)
+    padded = pad_rows(x)
+    assert padded.shape == (8, 2)
+    assert torch.equal(padded[5:], x[:1].expand(3, -1))
+    assert pad_rows(x[:4]) is not None
+    assert pad_rows(x[:4]).shape == (4, 2)
+    assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
+    assert padded_keys(0, torch.float32) == padded_keys(64, torch.float32) == 64
+    assert padded_keys(513, torch.bfloat16) == 1024
+
+
+def test_a_new_value_head_is_zero() -> None:
+    head = ValueHead(8)
+    values = head(torch.randn(2, 3, 8, dtype=torch.bfloat16))
+    assert values.dtype == torch.float32
+    assert torch.equal(values, torch.zeros(2, 3))

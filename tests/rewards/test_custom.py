@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.rewards.custom import get_custom_reward_fn
+
+CODE = """
+from dataclasses import dataclass
+from math import sqrt
+
+@dataclass
+class Helper:
+    x: int = 2
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):
+    return {"score": scale * len(solution_str), "extra": Helper().x}
+
+async def slow(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return kwargs["bonus"]
+
+def compute_reward(data, **kwargs):
+    return 0
+
+_private = compute_reward
+value = 3
+"""
+
+
+def write(folder: Path, code: str = CODE, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(code)
+    return path
+
+
+def call(function: object, text: str) -> object:
+    assert callable(function)
+    return function(data_source="d", solution_str=text, ground_truth=None, extra_info={})
+
+
+def test_loads_and_binds(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert call(get_custom_reward_fn(path), "abc") == {"score": 3.0, "extra": 2}
+    scaled = get_custom_reward_fn(str(path), "compute_score", {"scale": 2.0})
+    assert call(scaled, "abc") == {"score": 6.0, "extra": 2}
+    slow = get_custom_reward_fn(path, "slow", {"bonus": 1})
+    assert inspect.iscoroutinefunction(slow)
+
+
+def test_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        write(tmp_path / str(number), f"def compute_score(**kwargs):\n return {number}")
+    one, two = (get_custom_reward_fn(tmp_path / n / "mine.py") for n in ("1", "2"))
+    assert (call(one, ""), call(two, "")) == (1, 2)
+
+
+def test_missing_file_and_name(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path '.*no\.py' is not a file"):
+        get_custom_reward_fn(tmp_path / "no.py")
+    with pytest.raises(
+        ConfigError,
+        match=r"name 'compute_scor' is not a function of '.*mine\.py'; did you mean "
+        r"'compute_score'\? It defines: Helper, compute_reward, compute_score, slow",
+    ):
+        get_custom_reward_fn(path, "compute_scor")
+    with pytest.raises(ConfigError, match=r"name 'value' is not a function"):
+        get_custom_reward_fn(path, "value")
+    with pytest.raises(ConfigError, match=r"'.*empty\.py'\. It defines: no functions"):
+        get_custom_reward_fn(write(tmp_path, "x = 1", "empty.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "message"),
+    [
+        ("def compute_score(:", "broken.py", "does not import: SyntaxError"),
+        ("import no_such_module_xyz", "broken.py", "does not import: ModuleNotFoundError"),
+        ("1 / 0", "broken.py", "does not import: ZeroDivisionError: division by zero"),
+        ("x", "broken.txt", r"its name must end in \.py"),
+    ],
+)
+def test_files_that_do_not_import(tmp_path: Path, code: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        get_custom_reward_fn(write(tmp_path, code, name))
+
+
+def test_signatures_are_checked_before_the_run(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=r"compute_reward\(data, \*\*kwargs\) in .* cannot be called with",
+    ):
+        get_custom_reward_fn(path, "compute_reward")
+    with pytest.raises(ConfigError, match=r"reward_kwargs scal: got an unexpected keyword"):
+        get_custom_reward_fn(path, "compute_score", {"scal": 2.0})
+    with pytest.raises(ConfigError, match="must not contain ground_truth"):
+        get_custom_reward_fn(path, "compute_score", {"ground_truth": 2.0})

@@ -1,0 +1,114 @@
+"""Group filters: both answers of each, reasons, bounds that cannot be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.rollout.filters import (
+    FILTERS,
+    FilterResult,
+    check_any_success,
+    check_min_reward,
+    check_quality_and_diversity,
+    check_reasonable_length,
+    check_response_diversity,
+    check_reward_nonzero_std,
+    get_filter,
+    run_filter,
+)
+from slipstream.types import Sample
+from tests.rollout.samples import make_sample
+
+
+def group(rewards: list[float], responses: list[list[int]] | None = None) -> list[Sample]:
+    responses = responses or [[10 + i] for i in range(len(rewards))]
+    return [make_sample(0, r, ids) for r, ids in zip(rewards, responses, strict=True)]
+
+
+KEPT = FilterResult(True)
+
+
+def rejected(reason: str) -> FilterResult:
+    return FilterResult(False, reason)
+
+
+def test_reward_spread() -> None:
+    assert check_reward_nonzero_std(group([0.0, 1.0])) == KEPT
+    assert check_reward_nonzero_std(group([1.0, 1.0])) == rejected("zero_reward_std")
+    assert check_reward_nonzero_std(group([0.0])) == KEPT
+
+
+def test_mean_reward() -> None:
+    assert check_min_reward(group([0.0, 1.0]), 0.5) == KEPT
+    assert check_min_reward(group([0.0, 0.9]), 0.5) == rejected("low_mean_reward")
+
+
+def test_any_success() -> None:
+    assert check_any_success(group([0.0, 1.0])) == KEPT
+    assert check_any_success(group([0.0, 0.9])) == rejected("no_success")
+    assert check_any_success(group([0.0, 0.9]), threshold=0.9) == KEPT
+
+
+def test_diversity() -> None:
+    same = [[5, 6], [5, 6], [5, 6], [7]]
+    assert check_response_diversity(group([0.0] * 4, same), 0.5) == KEPT
+    assert check_response_diversity(group([0.0] * 4, same), 0.6) == rejected("duplicate_responses")
+    with pytest.raises(ConfigError, match="0 to 1, got 2"):
+        check_response_diversity(group([0.0]), 2)
+
+
+def test_length_counts_the_response_only() -> None:
+    samples = group([0.0, 0.0], [[5], [5, 6, 7]])
+    assert check_reasonable_length(samples, 1, 3) == KEPT
+    assert check_reasonable_length(samples, 2) == rejected("response_too_short")
+    assert check_reasonable_length(samples, 1, 2) == rejected("response_too_long")
+    with pytest.raises(ConfigError, match="max_length 1 is below min_length 2"):
+        check_reasonable_length(samples, 2, 1)
+
+
+def test_the_combined_check_names_what_failed_first() -> None:
+    assert check_quality_and_diversity(group([0.0, 1.0])) == KEPT
+    assert check_quality_and_diversity(group([1.0, 1.0])) == rejected("zero_reward_std")
+    low = check_quality_and_diversity(group([0.0, 1.0]), min_reward=0.6)
+    assert low == rejected("low_mean_reward")
+    twice = group([0.0, 1.0], [[5], [5]])
+    assert check_quality_and_diversity(twice, min_unique=1.0) == rejected("duplicate_responses")
+    short = check_quality_and_diversity(group([0.0, 1.0]), min_length=2)
+    assert short == rejected("response_too_short")
+    long = check_quality_and_diversity(group([0.0, 1.0], [[5], [5, 6]]), max_length=1)
+    assert long == rejected("response_too_long")
+
+
+def test_results_work_as_conditions_and_reasons_can_be_counted() -> None:
+    groups = [group([1.0, 1.0]), group([0.0, 1.0]), group([0.0, 0.0])]
+    results = [check_reward_nonzero_std(g) for g in groups]
+    assert [bool(r) for r in results] == [False, True, False]
+    assert Counter(r.reason for r in results if not r) == {"zero_reward_std": 2}
+
+
+def test_user_filters_may_return_a_bool() -> None:
+    def short_prompts(samples: Sequence[Sample]) -> bool:
+        return len(samples) > 1
+
+    assert run_filter(short_prompts, group([0.0, 0.0])) == KEPT
+    assert run_filter(short_prompts, group([0.0])) == rejected("short_prompts")
+    assert run_filter(None, group([0.0])) == KEPT
+    bound = partial(check_any_success, threshold=2.0)
+    assert run_filter(bound, group([1.0])) == rejected("no_success")
+
+
+def test_filters_by_name() -> None:
+    assert get_filter("check_reward_nonzero_std") is check_reward_nonzero_std
+    with pytest.raises(ConfigError, match="unknown group filter 'std'; known: check_reward_nonz"):
+        get_filter("std")
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_an_empty_group_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match="without samples"):
+        get_filter(name)([])

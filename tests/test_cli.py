@@ -1,0 +1,315 @@
+"""The command line: what it parses, calls, prints and returns. Training itself is faked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from slipstream import cli, main_fastrl, main_ppo
+from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
+from slipstream.errors import DataError
+
+ROOT = Path(__file__).parents[1]
+
+
+class Calls(list[tuple[Any, ...]]):
+    """What the faked loops were called with; `result` is what they return or raise."""
+
+    result: int | BaseException = 0
+
+    def answer(self, *arguments: Any) -> int:
+        self.append(arguments)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+    run: Any = ModuleType("slipstream.loops.run")
+    run.train = lambda *arguments: made.answer("train", *arguments)
+    run.evaluate = lambda *arguments: made.answer("evaluate", *arguments)
+    run.export = lambda *arguments: made.answer("export", *arguments)
+    quickstart: Any = ModuleType("slipstream.loops.quickstart")
+    quickstart.main = lambda *arguments: made.answer("quickstart", *arguments)
+    monkeypatch.setitem(sys.modules, "slipstream.loops", ModuleType("slipstream.loops"))
+    monkeypatch.setitem(sys.modules, "slipstream.loops.run", run)
+    monkeypatch.setitem(sys.modules, "slipstream.loops.quickstart", quickstart)
+    return made
+
+
+def test_train_takes_the_mode_that_the_settings_imply(calls: Calls) -> None:
+    assert cli.main(["train", "--recipe", "tiny", "trainer.seed=3"]) == 0
+    (name, config, mode), *rest = calls
+    assert (name, mode, rest) == ("train", "sft+rl", [])
+    assert isinstance(config, Config)
+    assert config.trainer.seed == 3
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_sft_and_rl_force_the_mode(calls: Calls, command: str) -> None:
+    assert cli.main([command, "--recipe", "tiny"]) == 0
+    assert calls[0][2] == command
+    assert calls[0][1].trainer.mode == command
+
+
+def test_flags_and_overrides_may_be_mixed(calls: Calls) -> None:
+    line = [
+        "train",
+        "trainer.seed=3",
+        "--recipe",
+        "tiny",
+        "+trainer.seed=4",
+        "--debug",
+        "data.seed=2",
+    ]
+    assert cli.main(line) == 0
+    assert (calls[0][1].trainer.seed, calls[0][1].data.seed) == (4, 2)
+
+
+def test_a_config_file_is_given_in_three_ways(calls: Calls, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny]\ntrainer:\n  seed: 8\n")
+    assert cli.main(["train", "--config", str(tmp_path / "mine.yaml")]) == 0
+    assert cli.main(["train", f"--config-path={tmp_path}", "--config-name=mine"]) == 0
+    assert cli.main(["train", "-cp", str(tmp_path), "-cn", "mine.yaml"]) == 0
+    assert [call[1].trainer.seed for call in calls] == [8, 8, 8]
+    assert cli.main(["train", "--config-name", "tiny"]) == 0
+    assert calls[3][1].trainer.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            ["train", "--recipe", "tiny", "--config", "a.yaml"],
+            "--recipe and --config each name the settings to start from; give one",
+        ),
+        (["train", "--config-path", "a"], "add --config-name NAME"),
+        (["train", "--config", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
+        (["train"], "no model is named"),
+        (["train", "trainer.sead=1"], "did you mean trainer.seed"),
+        (["config", "trainer.sead"], "did you mean trainer.seed"),
+    ],
+)
+def test_settings_errors_are_one_line_and_code_2(
+    calls: Calls, capsys: pytest.CaptureFixture[str], line: list[str], message: str
+) -> None:
+    assert cli.main(line) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert calls == []
+
+
+def test_errors_have_their_own_codes_and_a_traceback_only_on_demand(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.result = DataError("no rows; give some")
+    assert cli.main(["train", "--recipe", "tiny"]) == 3
+    assert capsys.readouterr().err == "error: no rows; give some\n"
+    assert cli.main(["train", "--recipe", "tiny", "--debug"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_commands_own_status_is_returned(calls: Calls) -> None:
+    calls.result = 5
+    assert cli.main(["train", "--recipe", "tiny"]) == 5
+
+
+def test_an_interrupt_ends_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    calls.result = KeyboardInterrupt()
+    assert cli.main(["train", "--recipe", "tiny"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_bug_is_not_dressed_up_as_a_users_error(calls: Calls) -> None:
+    calls.result = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "--recipe", "tiny"])
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "sft", "rl", "eval", "export", "quickstart", "config", "bench"]
+)
+def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert f"examples:\n  slipstream {command}" in text
+    assert "130  interrupted" in text or "130 interrupted" in text
+
+
+def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    text = capsys.readouterr().out
+    assert all(f"\n  {command.name} " in text for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["trian"],
+        ["train", "--recipy", "tiny"],
+        ["export", "--checkpoint", ".", "--output", "x", "trainer.seed=1"],
+        ["export", "--output", "x"],
+        ["eval", "--checkpoint", ".", "--problems", "0"],
+        ["quickstart", "--recipe", "large"],
+    ],
+)
+def test_unusable_flags_end_with_code_2(
+    calls: Calls, line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line)
+    assert ended.value.code == 2
+    assert "usage: slipstream" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_eval_uses_the_runs_own_settings(calls: Calls, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "global_step_5"
+    checkpoint.mkdir(parents=True)
+    config = load_config(["trainer.seed=41"], recipe="tiny")
+    (tmp_path / "run" / CONFIG_FILE).write_text(to_yaml(config))
+    assert cli.main(["eval", "--checkpoint", str(checkpoint), "--problems", "7"]) == 0
+    assert calls == [("evaluate", config, checkpoint, 7, None)]
+    line = ["eval", "--checkpoint", str(checkpoint), "--output", "o.json", "--recipe", "default"]
+    assert cli.main([*line, "data.seed=3"]) == 0
+    assert calls[1][1].data.seed == 3
+    assert calls[1][1].trainer.seed == 1
+    assert calls[1][3:] == (None, Path("o.json"))
+
+
+def test_eval_without_settings_or_checkpoint_is_refused(
+    calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", "--checkpoint", str(tmp_path / "none")]) == 4
+    assert "does not exist; check --checkpoint" in capsys.readouterr().err
+    deep = tmp_path / "a" / "b" / "c"
+    deep.mkdir(parents=True)
+    assert cli.main(["eval", "--checkpoint", str(deep)]) == 2
+    assert "add --recipe NAME" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_export_and_quickstart_pass_their_flags_on(calls: Calls, tmp_path: Path) -> None:
+    line = ["export", "--checkpoint", str(tmp_path), "--output", "model", "--dtype", "bfloat16"]
+    assert cli.main(line) == 0
+    assert cli.main(["quickstart"]) == 0
+    line = ["quickstart", "--output", "o", "--seed", "4", "--recipe", "quickstart_small"]
+    assert cli.main([*line, "--sft-control", "--no-bf16"]) == 0
+    assert calls == [
+        ("export", tmp_path, Path("model"), "bfloat16"),
+        ("quickstart", Path("runs/quickstart"), 1, "auto", False, True),
+        ("quickstart", Path("o"), 4, "quickstart_small", True, False),
+    ]
+
+
+def test_config_prints_the_tree_or_explains_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--recipe", "tiny", "trainer.seed=9"]) == 0
+    assert "  seed: 9\n" in capsys.readouterr().out
+    assert cli.main(["config"]) == 0
+    assert capsys.readouterr().out.startswith("data:\n  task: null\n")
+    assert cli.main(["config", "trainer.seed", "data.seed"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("trainer.seed\n  Seed of everything")
+    assert "\n\ndata.seed\n" in text
+
+
+@pytest.mark.parametrize("entry", [cli.main, main_ppo.main, main_fastrl.main])
+def test_cfg_job_prints_settings_that_read_back_and_trains_nothing(
+    entry: Any, calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = ["--cfg", "job", "--resolve", "--config-name", "tiny", "trainer.seed=6"]
+    assert entry(["train", *line] if entry is cli.main else line) == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert load_config(file=file) == load_config(["trainer.seed=6"], recipe="tiny")
+    assert calls == []
+
+
+@pytest.mark.parametrize("entry", [main_ppo.main, main_fastrl.main])
+def test_launchers_take_the_same_path(
+    entry: Any, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [
+        "--config-name=ppo_trainer",
+        "data.train_files=a.parquet",
+        "actor_rollout_ref.model.path=m",
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+    ]
+    assert entry(line) == 0
+    (_, config, mode), *rest = calls
+    assert (mode, rest) == ("rl", [])
+    assert config.data.train_batch_size == 8
+    notes = capsys.readouterr().err.splitlines()
+    assert notes[0] == "note: --config-name ppo_trainer is taken as --recipe default"
+    assert notes[1].startswith("note: actor_rollout_ref.rollout.gpu_memory_utilization has no")
+    assert "actor_rollout_ref.rollout.n=8 (there 1)" in notes[2]
+    assert "adv_estimator" not in notes[2]
+    assert "train_batch_size" not in notes[2]
+    assert ("speculative.enable=false (there true)" in notes[2]) is (entry is main_fastrl.main)
+
+
+def test_main_fastrl_refuses_speculation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_fastrl.main(["--config-name", "tiny", "speculative.enable=True"]) == 2
+    assert "set speculative.enable=false" in capsys.readouterr().err
+
+
+IMPORTS = """
+import sys
+from slipstream import {module}
+try:
+    status = {module}.main({line!r})
+except SystemExit as ended:
+    status = ended.code
+heavy = [name for name in ("torch", "transformers", "numpy", "hydra") if name in sys.modules]
+print("status", status, "heavy", heavy)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "end"),
+    [
+        ("cli", ["--help"], "status 0 heavy []"),
+        ("cli", ["train", "--help"], "status 0 heavy []"),
+        ("cli", ["config", "trainer.seed"], "status 0 heavy []"),
+        ("cli", ["bench", "rollout", "--help"], "status 0 heavy []"),
+        ("cli", ["train", "trainer.sead=1"], "status 2 heavy ['hydra']"),
+        ("cli", ["train", "--recipe", "tiny", "--cfg", "job"], "status 0 heavy ['hydra']"),
+        ("main_ppo", ["--help"], "status 0 heavy []"),
+        ("main_fastrl", ["trainer.seed=x"], "status 2 heavy ['hydra']"),
+    ],
+)
+def test_help_and_settings_import_nothing_heavy(module: str, line: list[str], end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(module=module, line=line)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == end
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    done = subprocess.run(
+        f"'{sys.executable}' -m slipstream.cli config | head -n 1",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("data:\n", "")

@@ -1,0 +1,122 @@
+"""The same token gets the same bits, whatever micro-batch, padding or caller it comes with."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.models import Decoder, ModelConfig
+from slipstream.models.numerics import pad_rows
+from slipstream.types import TrainBatch
+from tests.training.helpers import make_row, tiny_backend, tiny_decoder
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def wide_decoder(max_positions: int) -> Decoder:
+    decoder = Decoder(
+        ModelConfig(
+            family="qwen3",
+            vocab_size=96,
+            hidden_size=192,
+            intermediate_size=512,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=1,
+            head_dim=48,
+            max_position_embeddings=max_positions,
+        )
+    )
+    decoder.init_weights(1)
+    with torch.no_grad():
+        decoder.model.embed_tokens.weight.mul_(20)
+    return decoder
+
+
+def log_probs(decoder: Decoder, batch: TrainBatch, **settings: object) -> list[list[float]]:
+    backend = tiny_backend(decoder, **settings)
+    out = backend.compute_log_probs(batch).wait()
+    backend.close()
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_do_not_depend_on_the_split(dtype: torch.dtype, temperature: float) -> None:
+    rng = random.Random(0)
+    rows = [make_row(rng, rng.randrange(5, 150), prompt=rng.randrange(1, 5)) for _ in range(14)]
+    batch = TrainBatch(rows=rows, temperature=temperature)
+    # bf16 is emulated on many CPUs: a smaller model keeps the test short.
+    decoder = wide_decoder(512) if dtype == torch.float32 else tiny_decoder()
+
+    reference = log_probs(decoder, batch, dtype=dtype, max_tokens_per_micro_batch=100_000)
+
+    for budget in (160, 333, 1000):
+        assert (
+            log_probs(decoder, batch, dtype=dtype, max_tokens_per_micro_batch=budget) == reference
+        )
+    chunked = log_probs(
+        decoder, batch, dtype=dtype, max_tokens_per_micro_batch=1000, log_prob_chunk=20
+    )
+    assert chunked == reference
+    assert all(row[0] == 0.0 for row in reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contexts_do_not_depend_on_padding_or_company(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    long, shorter = make_row(rng, 2000), make_row(rng, 1100)
+    shorter.tokens[:700] = long.tokens[:700]
+    if dtype == torch.float32:
+        decoder = wide_decoder(2048)
+    else:
+        decoder = tiny_decoder(layers=1, max_positions=2048)
+
+    together = log_probs(
+        decoder,
+        TrainBatch(rows=[long, shorter, make_row(rng, 40)]),
+        dtype=dtype,
+        max_tokens_per_micro_batch=6000,
+    )
+    alone = log_probs(
+        decoder, TrainBatch(rows=[long]), dtype=dtype, max_tokens_per_micro_batch=2000
+    )
+    shorter_alone = log_probs(
+        decoder, TrainBatch(rows=[shorter]), dtype=dtype, max_tokens_per_micro_batch=2000
+    )
+
+    assert together[0] == alone[0]
+    assert together[1] == shorter_alone[0]
+    # A common prefix has common bits.
+    assert together[0][1:700] == together[1][1:700]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
+    dtype: torch.dtype,
+) -> None:
+    rng = random.Random(2)
+    batch = TrainBatch(rows=[make_row(rng, n) for n in (30, 77)], temperature=0.9)
+    decoder = tiny_decoder()
+
+    ours = log_probs(decoder, batch, dtype=dtype)
+
+    with torch.no_grad():
+        packed = decoder.pack(dtype)
+        for row, got in zip(batch.rows, ours, strict=True):
+            ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 4))[None]
+            hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
+            for t in range(3, len(row.tokens), 13):
+                # One decode step: a single row, padded by the row rule.
+                logits = F.linear(pad_rows(hidden[t - 1 : t], 12), packed.lm_head)[:1].float()
+                law = torch.log_softmax(logits / 0.9, -1)
+                assert law[0, row.tokens[t]].item() == got[t]
+
+
+def test_engine_row_counts_of_four_agree_with_twelve() -> None:
+    hidden = torch.randn(12, 192)
+    weight = torch.randn(96, 192)
+    assert torch.equal(F.linear(hidden, weight)[:4], F.linear(hidden[:4].clone(), weight))

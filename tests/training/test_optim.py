@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.training.muon import BatchedMuon
+from slipstream.training.optim import OptimSettings, PolicyOptimizer, lr_factor
+from tests.training.helpers import tiny_decoder
+
+
+def test_lr_factor_values() -> None:
+    def cosine(step: int) -> float:
+        return lr_factor(step, schedule="cosine", warmup_steps=4, total_steps=12, min_lr_ratio=0.2)
+
+    assert [cosine(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert cosine(4) == 1.0
+    assert cosine(8) == pytest.approx(0.6)
+    assert cosine(6) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert cosine(12) == pytest.approx(0.2)
+    assert cosine(500) == pytest.approx(0.2)
+    assert lr_factor(7, schedule="linear", total_steps=10) == pytest.approx(0.3)
+    assert lr_factor(0, schedule="constant") == 1.0
+    assert lr_factor(10**6, schedule="constant", warmup_steps=3) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"optimizer": "SGD"}, "unknown optimizer 'SGD'; known: AdamW, Muon"),
+        ({"schedule": "step"}, "unknown schedule"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": math.nan}, "lr=nan"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1.0"),
+        ({"eps": 0.0}, "eps=0.0"),
+        ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),
+        ({"schedule": "cosine"}, "needs total_steps > warmup_steps"),
+        ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "total_steps=5"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        OptimSettings(**{"lr": 1e-3, **options})  # type: ignore[arg-type]
+
+
+def parameters(seed: int) -> dict[str, nn.Parameter]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"a": (8, 8), "b": (8, 8), "wide": (4, 12), "tall": (12, 4), "tall2": (12, 4)}
+    return {n: nn.Parameter(torch.randn(s, generator=g)) for n, s in shapes.items()}
+
+
+def give_gradients(ours: dict[str, nn.Parameter], seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for parameter in ours.values():
+        parameter.grad = torch.randn(parameter.shape, generator=g)
+
+
+def fp32_newton_schulz(
+    grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    a, b, c = coefficients
+    tall = grad.shape[0] > grad.shape[1]
+    x: torch.Tensor = grad.T if tall else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+@pytest.mark.parametrize(("in_fp32", "tolerance"), [(True, 2e-6), (False, 0.02)])
+def test_batched_muon_is_torch_muon(
+    monkeypatch: pytest.MonkeyPatch, in_fp32: bool, tolerance: float
+) -> None:
+    if in_fp32:
+        # torch iterates in bf16; the rule itself is compared in full precision.
+        monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", fp32_newton_schulz)
+    ours, theirs = parameters(0), parameters(0)
+    muon = BatchedMuon(ours, momentum=0.9, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs.values(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    for step in range(3):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        muon.step(0.05)
+        reference.step()  # type: ignore[no-untyped-call]
+
+    for name in ours:
+        assert (ours[name] - theirs[name]).abs().max().item() < tolerance, name
+
+
+def test_muon_state_continues_bitwise() -> None:
+    straight, resumed = parameters(1), parameters(1)
+    first = BatchedMuon(straight, momentum=0.9, weight_decay=0.0)
+    for step in range(2):
+        give_gradients(straight, step)
+        first.step(0.05)
+    second = BatchedMuon(resumed, momentum=0.9, weight_decay=0.0)
+    second.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        for name in resumed:
+            resumed[name].copy_(straight[name])
+
+    for muon, ours in ((first, straight), (second, resumed)):
+        give_gradients(ours, 5)
+        muon.step(0.05)
+
+    for name in straight:
+        assert torch.equal(straight[name], resumed[name])
+
+
+def test_adamw_is_torchs_without_decay_on_norms() -> None:
+    ours, theirs = tiny_decoder(), tiny_decoder()
+    optimizer = PolicyOptimizer(
+        ours.named_parameters(), OptimSettings(lr=0.01, weight_decay=0.3, warmup_steps=2)
+    )
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.01,
+        fused=True,
+    )
+
+    for step in range(3):
+        give_gradients(dict(ours.named_parameters()), step)
+        give_gradients(dict(theirs.named_parameters()), step)
+        for group in reference.param_groups:
+            group["lr"] = 0.005 if step == 0 else 0.01
+        optimizer.step(step)
+        reference.step()
+
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_muon_takes_the_layers_matrices_only() -> None:
+    optimizer = PolicyOptimizer(
+        tiny_decoder().named_parameters(), OptimSettings(lr=0.01, optimizer="Muon", muon_lr=0.02)
+    )
+    give_gradients(dict(optimizer._parameters), 0)
+    optimizer.step(0)
+
+    state = optimizer.state_dict()
+    assert len(state["muon"]) == 2 * 7
+    assert all(".self_attn." in n or ".mlp." in n for n in state["muon"])
+    assert "model.embed_tokens.weight" in state["adamw"]
+    assert "model.layers.0.self_attn.q_norm.weight" in state["adamw"]
+    assert optimizer.learning_rates(0) == {"lr": 0.01, "muon_lr": 0.02}
+    before = state["muon"]["model.layers.0.mlp.up_proj.weight"]["momentum_buffer"]
+    assert before.shape == (64, 32)
+
+
+def test_foreign_state_is_refused() -> None:
+    adamw = PolicyOptimizer(tiny_decoder().named_parameters(), OptimSettings(lr=0.01))
+    give_gradients(dict(adamw._parameters), 0)
+    adamw.step(0)
+    state = adamw.state_dict()
+    muon = PolicyOptimizer(
+        tiny_decoder().named_parameters(), OptimSettings(lr=0.01, optimizer="Muon", muon_lr=0.02)
+    )
+    deeper = PolicyOptimizer(tiny_decoder(layers=3).named_parameters(), OptimSettings(lr=0.01))
+
+    with pytest.raises(CheckpointError, match="optimizer is AdamW, this run's is Muon"):
+        muon.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"parameter 'model\.layers\.2"):
+        deeper.load_state_dict(state)
+    state["adamw"]["model.norm.weight"]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"exp_avg of 'model\.norm\.weight' has shape \(3,\)"):
+        adamw.load_state_dict(state)

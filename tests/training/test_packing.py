@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.errors import DataError
+from slipstream.training.packing import (
+    build_micro_batch,
+    check_batch,
+    column,
+    padded_length,
+    plan_micro_batches,
+)
+from slipstream.types import TrainBatch, TrainRow
+from tests.training.helpers import make_batch
+
+
+def test_plan_trades_padding_against_micro_batches() -> None:
+    # Padded widths 16, 16, 32, 112; a micro-batch costs 64 tokens besides.
+    lengths = {0: 100, 1: 10, 2: 16, 3: 17}
+
+    # Padding the two short rows to 32 adds 32 tokens, less than another micro-batch.
+    assert plan_micro_batches(lengths, max_tokens=1000) == [[1, 2, 3], [0]]
+    assert plan_micro_batches(lengths, max_tokens=112) == [[1, 2, 3], [0]]
+    assert plan_micro_batches(lengths, max_tokens=None, max_rows=2) == [[1, 2], [3], [0]]
+    # Equal widths are cut at the budget only.
+    assert plan_micro_batches(dict.fromkeys(range(5), 30), max_tokens=70) == [[0, 1], [2, 3], [4]]
+    assert plan_micro_batches({}, max_tokens=70) == []
+
+
+def test_plan_keeps_padding_small_under_a_large_budget() -> None:
+    lengths = {i: 20 + (i * 53) % 130 for i in range(60)}
+
+    plan = plan_micro_batches(lengths, max_tokens=100_000)
+
+    padded = sum(len(part) * padded_length(max(lengths[i] for i in part)) for part in plan)
+    assert padded < 1.15 * sum(lengths.values())
+    assert len(plan) < 10
+
+
+def test_plan_covers_every_row_once_within_the_budget() -> None:
+    lengths = {i: 1 + (i * 37) % 120 for i in range(50)}
+
+    plan = plan_micro_batches(lengths, max_tokens=300)
+
+    assert sorted(i for part in plan for i in part) == list(range(50))
+    for part in plan:
+        assert len(part) * padded_length(max(lengths[i] for i in part)) <= 300
+
+
+def test_plan_refuses_a_row_beyond_the_budget() -> None:
+    with pytest.raises(DataError, match=r"row 7 has 65 tokens \(80 padded\).*64"):
+        plan_micro_batches({7: 65}, max_tokens=64)
+
+
+def test_micro_batch_values() -> None:
+    rows = [
+        TrainRow(tokens=[5, 6, 7], loss_mask=[1.0, 0.0, 1.0]),
+        TrainRow(tokens=[8, 9], loss_mask=[0.0, 0.5]),
+    ]
+
+    micro = build_micro_batch(
+        TrainBatch(rows=rows), [1, 0], pad_id=3, max_positions=10, device=torch.device("cpu")
+    )
+
+    assert micro.ids.shape == (2, 16)
+    assert micro.ids[0].tolist() == [8, 9] + [3] * 14
+    assert micro.ids[1].tolist() == [5, 6, 7] + [3] * 13
+    # Token 0 has no context: its mask is dropped. Weights are kept.
+    assert micro.mask[0].tolist() == [0, 0.5] + [0] * 14
+    assert micro.mask[1].tolist() == [0, 0, 1] + [0] * 13
+    assert micro.target_slots.tolist() == [1, 18]
+    assert micro.head_rows.tolist() == [0, 17] + [0] * 10
+    assert micro.labels.tolist()[:2] == [9, 7]
+    assert micro.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] + [9] * 6
+    spread = micro.scatter(torch.tensor([1.5, 2.5]))
+    assert spread.nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def test_head_rows_obey_the_row_rule() -> None:
+    for length in range(3, 40):
+        micro = build_micro_batch(
+            make_batch([length]), [0], pad_id=0, max_positions=64, device=torch.device("cpu")
+        )
+        assert len(micro.head_rows) % 4 == 0
+        assert len(micro.head_rows) >= 12
+        assert len(micro.target_slots) == max(length - 3, 0)
+
+
+def test_column_is_aligned_with_tokens() -> None:
+    like = torch.zeros(1)
+
+    out = column([[1.0, 2.0], None, [3.0]], torch.Size((3, 4)), like)
+
+    assert out is not None
+    assert out.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
+    assert column([None, None], torch.Size((2, 4)), like) is None
+
+
+def test_check_batch_names_what_is_wrong() -> None:
+    def refuse(row: TrainRow, match: str, others: list[TrainRow] | None = None) -> None:
+        batch = TrainBatch(rows=[*(others or []), row])
+        with pytest.raises(DataError, match=match):
+            check_batch(batch, vocab_size=10, max_positions=4)
+
+    ok = TrainRow(tokens=[1, 2], loss_mask=[0, 1])
+    check_batch(TrainBatch(rows=[ok]), vocab_size=10, max_positions=4)
+    refuse(TrainRow(tokens=[1, 2], loss_mask=[1, 0]), "no target token")
+    refuse(TrainRow(tokens=[1, 2], loss_mask=[0, 1, 1]), "loss_mask has 3 entries for 2 tokens")
+    refuse(TrainRow(tokens=[1, 10], loss_mask=[0, 1]), r"ids from 1 to 10.*0 \.\. 9")
+    refuse(TrainRow(tokens=[1, -1], loss_mask=[0, 1]), "ids from -1 to 1")
+    refuse(TrainRow(tokens=[1] * 5, loss_mask=[1] * 5), "max_position_embeddings=4")
+    refuse(TrainRow(tokens=[], loss_mask=[]), "no tokens", [ok])
+    refuse(
+        TrainRow(tokens=[1, 2], loss_mask=[0, 1], advantages=[1, 1]),
+        "row 0 has no advantages",
+        [ok],
+    )
+    refuse(
+        TrainRow(tokens=[1, 2], loss_mask=[0, 1], old_log_probs=[-1.0]),
+        "old_log_probs has 1 entries",
+    )

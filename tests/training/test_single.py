@@ -1,0 +1,467 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slipstream.algorithms import Normalizers
+from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
+from slipstream.models import Decoder
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.training import (
+    LossFn,
+    LossInputs,
+    LossOutputs,
+    OptimSettings,
+    SingleProcessBackend,
+    TrainingBackend,
+    policy_loss_fn,
+    sft_loss,
+)
+from slipstream.types import Features, TrainBatch, TrainRow
+from tests.training.helpers import (
+    assert_same,
+    gradients,
+    make_batch,
+    relative_difference,
+    tiny_backend,
+    tiny_decoder,
+    weights,
+)
+
+LENGTHS = [9, 40, 17, 65, 33, 12, 50]
+FULL_LOSS = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1)
+
+
+def updates(backend: SingleProcessBackend, first: int, last: int) -> dict[str, float]:
+    """Update numbers `first` .. `last - 1`, each on its own batch."""
+    metrics: dict[str, float] = {}
+    for number in range(first, last):
+        metrics = backend.forward_backward(make_batch(LENGTHS, seed=number), FULL_LOSS).wait()
+        metrics.update(backend.optim_step().wait())
+    return metrics
+
+
+def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """FULL_LOSS with token-mean, row by row, without padding, gathering or micro-batches."""
+    packed = decoder.pack(torch.float32)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in batch.rows:
+        assert row.advantages is not None
+        assert row.old_log_probs is not None
+        assert row.ref_log_probs is not None
+        ids = torch.tensor(row.tokens)[None]
+        hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
+        law = torch.log_softmax(F.linear(hidden, packed.lm_head).double(), -1)
+        for t in range(1, len(row.tokens)):
+            if not row.loss_mask[t]:
+                continue
+            lp = law[t - 1, row.tokens[t]]
+            entropy = -(law[t - 1].exp() * law[t - 1]).sum()
+            advantage = row.advantages[t]
+            ratio = torch.exp(lp - row.old_log_probs[t])
+            pg = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            if advantage < 0:
+                pg = pg.clamp(max=-advantage * 3.0)
+            gap = row.ref_log_probs[t] - lp
+            kl = (gap.exp() - gap - 1).clamp(max=10.0)
+            total = total + (pg - 0.02 * entropy + 0.1 * kl) * row.loss_mask[t]
+    decoder.zero_grad()
+    (total / batch.num_target_tokens).backward()  # type: ignore[no-untyped-call]
+    out = {n: p.grad.clone() for n, p in decoder.named_parameters() if p.grad is not None}
+    decoder.zero_grad()
+    return out
+
+
+def test_it_is_a_training_backend() -> None:
+    backend: TrainingBackend = tiny_backend()
+    assert backend.weight_version == 0
+    backend.close()
+
+
+@pytest.mark.parametrize("limits", [(80, None), (150, None), (4000, None), (None, 2)])
+def test_gradients_and_metrics_do_not_depend_on_the_split(
+    limits: tuple[int | None, int | None],
+) -> None:
+    batch = make_batch(LENGTHS)
+    expected = reference_gradients(tiny_decoder(), batch)
+    whole = tiny_backend(max_tokens_per_micro_batch=100_000)
+    whole_metrics = whole.forward_backward(batch, FULL_LOSS).wait()
+
+    backend = tiny_backend(max_tokens_per_micro_batch=limits[0], max_rows_per_micro_batch=limits[1])
+    metrics = backend.forward_backward(batch, FULL_LOSS).wait()
+
+    assert relative_difference(gradients(backend), expected) < 2e-6
+    assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7)
+
+
+def test_metric_names() -> None:
+    backend = tiny_backend(optim=OptimSettings(lr=1e-3, warmup_steps=10))
+    metrics = updates(backend, 0, 1)
+
+    assert set(metrics) == {
+        "actor/pg_loss",
+        "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower",
+        "actor/ppo_kl",
+        "actor/entropy",
+        "actor/kl_loss",
+        "actor/kl_coef",
+        "actor/grad_norm",
+        "actor/lr",
+        "training/rollout_probs_diff_max",
+        "training/rollout_probs_diff_mean",
+        "training/rollout_log_probs_bitwise_equal",
+        "training/rollout_log_probs_differing",
+        "training/skipped_steps",
+    }
+    assert metrics["actor/lr"] == pytest.approx(1e-4)
+    assert 0 < metrics["actor/entropy"] <= math.log(64)
+
+
+def test_rows_without_old_log_probs_are_on_policy() -> None:
+    batch = make_batch(LENGTHS)
+    for row in batch.rows:
+        row.old_log_probs = None
+    backend = tiny_backend()
+    metrics = backend.forward_backward(batch, policy_loss_fn()).wait()
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    on_policy = gradients(backend)
+
+    explicit = tiny_backend()
+    computed = explicit.compute_log_probs(batch).wait()
+    for row, values in zip(batch.rows, computed, strict=True):
+        row.old_log_probs = values
+    explicit.forward_backward(batch, policy_loss_fn()).wait()
+    assert_same(on_policy, gradients(explicit))
+
+    # Some rows with, some without.
+    batch.rows[0].old_log_probs = batch.rows[3].old_log_probs = None
+    mixed = tiny_backend()
+    mixed.forward_backward(batch, policy_loss_fn()).wait()
+    assert_same(on_policy, gradients(mixed))
+
+
+def test_recorded_log_probs_of_the_same_weights_are_bitwise_equal() -> None:
+    batch = make_batch(LENGTHS)
+    backend = tiny_backend(max_tokens_per_micro_batch=100)
+    recorded = backend.compute_log_probs(batch).wait()
+    for row, values in zip(batch.rows, recorded, strict=True):
+        row.rollout_log_probs = values
+
+    metrics = backend.forward_backward(batch, policy_loss_fn()).wait()
+
+    assert metrics["training/rollout_log_probs_bitwise_equal"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["training/rollout_log_probs_differing"] == 0
+    assert metrics["training/rollout_probs_diff_max"] == 0.0
+    assert metrics["training/rollout_probs_diff_mean"] == 0.0
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_same_inputs_give_the_same_weights_bitwise(optimizer: str) -> None:
+    optim = OptimSettings(lr=1e-3, muon_lr=0.02, optimizer=optimizer)  # type: ignore[arg-type]
+    first, second = tiny_backend(optim=optim), tiny_backend(optim=optim)
+    updates(first, 0, 3)
+    updates(second, 0, 3)
+    assert_same(weights(first), weights(second))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_resume_is_bitwise_equal(optimizer: str, tmp_path: Path) -> None:
+    optim = OptimSettings(
+        lr=1e-3,
+        muon_lr=0.02,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        schedule="cosine",
+        warmup_steps=2,
+        total_steps=6,
+    )
+    straight = tiny_backend(optim=optim)
+    updates(straight, 0, 2)
+    straight.publish()
+    state = straight.state_dict()
+    straight.save_policy(tmp_path)
+    last = updates(straight, 2, 5)
+
+    resumed = tiny_backend(load_checkpoint(tmp_path), optim=optim)
+    resumed.load_state_dict(state)
+    assert resumed.weight_version == 1
+    assert updates(resumed, 2, 5) == last
+    assert_same(weights(straight), weights(resumed))
+
+
+def test_state_is_refused_when_incomplete_or_inopportune() -> None:
+    backend = tiny_backend()
+    with pytest.raises(CheckpointError, match="'counts' is missing"):
+        backend.load_state_dict({"optimizer": {}})
+    backend.forward_backward(make_batch(LENGTHS), FULL_LOSS).wait()
+    with pytest.raises(TrainingError, match="would lose gradients"):
+        backend.state_dict()
+
+
+def test_gradient_checkpointing_changes_no_bit() -> None:
+    plain, recomputing = tiny_backend(), tiny_backend(gradient_checkpointing=True)
+    for backend in (plain, recomputing):
+        backend.forward_backward(make_batch(LENGTHS), FULL_LOSS).wait()
+    assert_same(gradients(plain), gradients(recomputing))
+
+
+def test_bf16_gradients_are_close_to_fp32_and_master_weights_stay_fp32() -> None:
+    exact, rough = tiny_backend(), tiny_backend(dtype=torch.bfloat16)
+    for backend in (exact, rough):
+        backend.forward_backward(make_batch(LENGTHS, policy=False), sft_loss()).wait()
+    assert relative_difference(gradients(rough), gradients(exact)) < 0.03
+    rough.optim_step().wait()
+    assert {w.dtype for w in weights(rough).values()} == {torch.float32}
+
+
+def test_batches_add_up_until_the_optimizer_steps() -> None:
+    backend, other = tiny_backend(), tiny_backend()
+    loss = sft_loss()
+    for seed in (0, 1):
+        backend.forward_backward(make_batch(LENGTHS, seed=seed), loss).wait()
+    summed = gradients(backend)
+    other.forward_backward(make_batch(LENGTHS, seed=1), loss).wait()
+    alone = gradients(other)
+    other.optim_step().wait()
+    assert gradients(other) == {}
+    backend.optim_step().wait()
+    with pytest.raises(TrainingError, match="without gradients"):
+        backend.optim_step().wait()
+    assert relative_difference(summed, alone) > 0.1
+
+
+def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
+    batch = make_batch(LENGTHS)
+    free = tiny_backend(grad_clip=None)
+    free.forward_backward(batch, FULL_LOSS).wait()
+    size = math.sqrt(sum(float(g.square().sum()) for g in gradients(free).values()))
+
+    clipped = tiny_backend(grad_clip=size / 10)
+    clipped.forward_backward(batch, FULL_LOSS).wait()
+    metrics = clipped.optim_step().wait()
+
+    assert metrics["actor/grad_norm"] == pytest.approx(size, rel=1e-5)
+    moment = clipped.state_dict()["optimizer"]["adamw"]
+    kept = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in moment.values()))
+    assert kept == pytest.approx(0.1 * size / 10, rel=1e-3)
+
+
+def broken(good: LossFn, *, in_gradient: bool) -> LossFn:
+    def compute(inputs: LossInputs) -> LossOutputs:
+        out = good(inputs)
+        if in_gradient:
+            # sqrt has an infinite slope at 0: a finite loss with a gradient that is not.
+            return replace(out, loss=out.loss + (out.loss - out.loss.detach()).sqrt())
+        return replace(out, loss=out.loss * math.nan)
+
+    return compute
+
+
+@pytest.mark.parametrize("in_gradient", [False, True])
+def test_non_finite_updates_are_skipped_and_counted(in_gradient: bool) -> None:
+    backend = tiny_backend(max_nonfinite_steps=2)
+    updates(backend, 0, 1)
+    before = weights(backend)
+    state = backend.state_dict()["optimizer"]
+    bad = broken(FULL_LOSS, in_gradient=in_gradient)
+
+    for skipped in (1, 2):
+        backend.forward_backward(make_batch(LENGTHS), bad).wait()
+        assert backend.optim_step().wait()["training/skipped_steps"] == skipped
+    assert_same(before, weights(backend))
+    assert backend.state_dict()["optimizer"]["adamw"].keys() == state["adamw"].keys()
+    # A good update starts the count again.
+    assert updates(backend, 1, 2)["training/skipped_steps"] == 2
+    for _ in range(2):
+        backend.forward_backward(make_batch(LENGTHS), bad).wait()
+        backend.optim_step().wait()
+    backend.forward_backward(make_batch(LENGTHS), bad).wait()
+    with pytest.raises(TrainingError, match=r"3 updates in a row.*learning rate"):
+        backend.optim_step().wait()
+
+
+def test_a_failing_loss_leaves_no_gradients_behind() -> None:
+    backend = tiny_backend(max_tokens_per_micro_batch=80)
+    calls: list[int] = []
+
+    def fails_later(inputs: LossInputs) -> LossOutputs:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("user code")
+        return FULL_LOSS(inputs)
+
+    with pytest.raises(ValueError, match="user code"):
+        backend.forward_backward(make_batch(LENGTHS), fails_later).wait()
+    assert gradients(backend) == {}
+
+
+def test_published_buckets_keep_their_values() -> None:
+    backend = tiny_backend()
+    before = weights(backend)
+    quick, slow, again = backend.publish(), backend.publish(), backend.publish(advance=False)
+    assert (quick.version, slow.version, again.version) == (1, 2, 2)
+    early = dict(quick.tensors())
+
+    updates(backend, 0, 1)
+
+    assert_same(early, before)
+    assert_same(dict(slow.tensors()), before)
+    assert_same(dict(again.tensors()), before)
+    assert list(slow.tensors()) == []
+    now = dict(backend.publish().tensors())
+    assert_same(now, weights(backend))
+    assert not torch.equal(now["model.norm.weight"], before["model.norm.weight"])
+    assert backend.weight_version == 3
+
+
+def test_publish_waits_for_nobody_but_refuses_a_mixture() -> None:
+    async def main() -> None:
+        backend = tiny_backend()
+        await backend.forward_backward(make_batch(LENGTHS), FULL_LOSS)
+        step = backend.optim_step()
+        if not step.done():
+            with pytest.raises(TrainingError, match="mixture of two versions"):
+                backend.publish()
+        await step
+        assert backend.publish().version == 1
+
+    anyio.run(main)
+
+
+def test_weights_round_trip_and_foreign_ones_are_refused() -> None:
+    backend = tiny_backend()
+    other = weights(tiny_backend(tiny_decoder(seed=5)))
+    outstanding = backend.publish()
+    before = weights(backend)
+
+    backend.load_weights(other).wait()
+
+    assert_same(weights(backend), other)
+    assert_same(dict(outstanding.tensors()), before)
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight is missing"):
+        backend.load_weights({k: v for k, v in other.items() if k != "model.norm.weight"}).wait()
+
+
+class RecordingSink:
+    def __init__(self, wanted: set[int], taps: tuple[int, ...] = ()) -> None:
+        self.wanted = wanted
+        self.tap_layers = taps
+        self.received: list[Features] = []
+
+    def select(self, batch: TrainBatch) -> set[int]:
+        return self.wanted
+
+    def receive(self, features: Features) -> None:
+        self.received.append(features)
+
+
+@pytest.mark.parametrize("in_update", [True, False])
+def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
+    batch = make_batch(LENGTHS)
+    for index, row in enumerate(batch.rows):
+        row.uid = f"row{index}"
+    # Nothing to learn in row 4, but its features are wanted.
+    batch.rows[4].loss_mask = [0.0] * len(batch.rows[4].tokens)
+    backend = tiny_backend(max_tokens_per_micro_batch=130)
+    updates(backend, 0, 1)
+    sink = RecordingSink({1, 4, 6}, taps=(0,))
+    if in_update:
+        backend.forward_backward(batch, FULL_LOSS, sink=sink).wait()
+    else:
+        backend.compute_log_probs(batch, sink=sink).wait()
+
+    assert {f.uid for f in sink.received} == {"row1", "row4", "row6"}
+    with torch.no_grad():
+        packed = backend.decoder.pack(torch.float32)
+    for features in sink.received:
+        row = batch.rows[int(features.uid[3:])]
+        ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 16))[None]
+        with torch.no_grad():
+            alone = packed.forward(ids, torch.arange(ids.shape[1])[None], taps=(0,))
+        length = len(row.tokens)
+        assert features.tokens == row.tokens
+        assert features.loss_mask == row.loss_mask
+        assert torch.equal(features.hidden, alone.final[0, :length])
+        assert torch.equal(features.taps[0], alone.taps[0][0, :length])
+        assert not features.hidden.requires_grad
+        assert features.hidden.untyped_storage().nbytes() == features.hidden.nbytes
+        assert features.optimizer_step == 1
+
+
+def test_log_probs_are_zero_off_target_and_rows_without_targets_are_not_computed() -> None:
+    batch = make_batch([20, 30])
+    batch.rows[1].loss_mask = [0.0] * 30
+    out = tiny_backend().compute_log_probs(batch).wait()
+    assert out[1] == [0.0] * 30
+    assert out[0][:3] == [0.0] * 3
+    assert all(-20 < x < 0 for x in out[0][3:])
+
+
+def test_padding_may_reach_beyond_the_models_positions() -> None:
+    batch = make_batch([25])
+    short = tiny_decoder(max_positions=25)
+    roomy = tiny_decoder(max_positions=512)
+    assert (
+        tiny_backend(short).compute_log_probs(batch).wait()
+        == tiny_backend(roomy).compute_log_probs(batch).wait()
+    )
+
+
+def test_bad_batches_are_refused_where_awaited() -> None:
+    backend = tiny_backend()
+    empty = TrainBatch(rows=[TrainRow(tokens=[1, 2], loss_mask=[1.0, 0.0])])
+    with pytest.raises(DataError, match="no target token"):
+        backend.forward_backward(empty, sft_loss()).wait()
+    with pytest.raises(DataError, match="no target token"):
+        backend.compute_log_probs(empty).wait()
+    with pytest.raises(DataError, match="budget of 256"):
+        backend.compute_log_probs(make_batch([300])).wait()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": torch.float16}, "float16 is not one of"),
+        ({"grad_clip": 0.0}, "grad_clip=0.0"),
+        ({"max_nonfinite_steps": -1}, "max_nonfinite_steps=-1"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0"),
+        ({"max_tokens_per_micro_batch": None}, "are both null"),
+        ({"log_prob_chunk": 10}, "log_prob_chunk=10 must be a positive multiple of 4"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        tiny_backend(**options)
+
+
+def test_losses_see_the_counts_of_the_whole_batch() -> None:
+    seen: list[tuple[Normalizers, int]] = []
+
+    def spy(inputs: LossInputs) -> LossOutputs:
+        seen.append((inputs.normalizers, inputs.num_targets))
+        return sft_loss()(inputs)
+
+    backend = tiny_backend(max_tokens_per_micro_batch=80)
+    backend.forward_backward(make_batch(LENGTHS), spy).wait()
+
+    targets = sum(n - 3 for n in LENGTHS)
+    expected = Normalizers(num_tokens=targets, num_sequences=len(LENGTHS), horizon=65.0)
+    assert len(seen) > 2
+    assert set(seen) == {(expected, targets)}
+
+
+def test_the_schedule_moves_once_per_update_skipped_or_not() -> None:
+    backend = tiny_backend(optim=OptimSettings(lr=1.0, warmup_steps=4))
+    rates = []
+    for loss in (sft_loss(), broken(sft_loss(), in_gradient=False), sft_loss()):
+        backend.forward_backward(make_batch(LENGTHS), loss).wait()
+        rates.append(backend.optim_step().wait()["actor/lr"])
+    assert rates == [0.25, 0.5, 0.75]
