@@ -1,12 +1,13 @@
 """Who generates: the embedded engine as rollouts use it, and transformers' `generate`.
 
-Both get the same weights, prompts and lengths, and ignore end-of-sequence tokens. They know nothing
-about timing. Called by `rollout` and, in a process of its own, by `memory`.
+Both get the same weights, prompts and lengths, ignore end-of-sequence tokens, and compute on the
+same thread: with one each, OpenMP would slow both down. They know nothing about timing. Called by
+`rollout` and, in a process of its own, by `memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
+from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import GenerateRequest, Generation, NoiseKey, SamplingParams
 
 OURS = "slipstream"
@@ -54,24 +56,38 @@ class Generate(Protocol):
 
 @contextmanager
 def contender(
-    name: str, workload: Workload, *, shape: str, dtype: torch.dtype, temperature: float
+    name: str,
+    workload: Workload,
+    *,
+    shape: str,
+    dtype: torch.dtype,
+    temperature: float,
+    compute: ComputeThread,
 ) -> Iterator[Generate]:
-    """A contender by name, ready to run."""
-    decoder = make_decoder(shape, max_positions=workload.max_positions)
+    """A contender by name, ready to run on `compute`."""
+
+    def model() -> Decoder:
+        return make_decoder(shape, max_positions=workload.max_positions)
+
     if name == OURS:
-        with _embedded(decoder, workload, dtype, temperature) as generate:
+        with _embedded(model, workload, dtype, temperature, compute) as generate:
             yield generate
     else:
-        yield _transformers(decoder, workload, dtype, temperature, cache=name.partition("-")[2])
+        cache = name.partition("-")[2]
+        generate = compute.run(lambda: _transformers(model(), workload, dtype, temperature, cache))
+        yield lambda: compute.run(generate)
 
 
 @contextmanager
 def _embedded(
-    decoder: Decoder, workload: Workload, dtype: torch.dtype, temperature: float
+    model: Callable[[], Decoder],
+    workload: Workload,
+    dtype: torch.dtype,
+    temperature: float,
+    compute: ComputeThread,
 ) -> Iterator[Generate]:
-    engine = EmbeddedEngine(
-        decoder, EngineSettings(max_model_len=workload.max_positions, dtype=dtype)
-    )
+    settings = EngineSettings(max_model_len=workload.max_positions, dtype=dtype)
+    engine = compute.run(lambda: EmbeddedEngine(model(), settings, executor=compute.executor))
     requests = [
         GenerateRequest(
             request_id=str(index),
@@ -103,7 +119,7 @@ def _embedded(
 
 
 def _transformers(
-    decoder: Decoder, workload: Workload, dtype: torch.dtype, temperature: float, *, cache: str
+    decoder: Decoder, workload: Workload, dtype: torch.dtype, temperature: float, cache: str
 ) -> Generate:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar

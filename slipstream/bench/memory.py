@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from slipstream.bench.contenders import Workload, contender
+from slipstream.training.compute_thread import ComputeThread
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -44,11 +45,15 @@ def _measure(
     threads: int,
 ) -> float:
     torch.set_num_threads(threads)
-    with contender(name, workload, shape=shape, dtype=dtype, temperature=temperature) as generate:
+    compute = ComputeThread()
+    with contender(
+        name, workload, shape=shape, dtype=dtype, temperature=temperature, compute=compute
+    ) as generate:
         if _CLEAR_REFS.exists():
             # Forget the peak that loading the model left (Linux).
             _CLEAR_REFS.write_text("5")
         generate()
+    compute.close()
     return peak_rss() / 1e6
 
 

@@ -24,6 +24,7 @@ from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.shapes import SHAPES
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.errors import ConfigError, EngineError
+from slipstream.training.compute_thread import ComputeThread
 
 FLOORS = {"equal": 1.3, "mixed": 2.5}
 """What the project promises against transformers."""
@@ -92,6 +93,8 @@ def run(bench: RolloutBench) -> list[Row]:
     names = (OURS, *PEERS[bench.peer])
     outputs: dict[str, list[list[int]]] = {}
     with ExitStack() as stack:
+        compute = ComputeThread()
+        stack.callback(compute.close)
         generators = {
             name: stack.enter_context(
                 contender(
@@ -100,6 +103,7 @@ def run(bench: RolloutBench) -> list[Row]:
                     shape=bench.shape,
                     dtype=bench.dtype,
                     temperature=bench.temperature,
+                    compute=compute,
                 )
             )
             for name in names

@@ -116,15 +116,21 @@ def _matmul(size: int, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: a @ b
 
 
+def _on(compute: ComputeThread, work: Callable[[], object]) -> Callable[[], object]:
+    return lambda: compute.run(work)
+
+
 def run(bench: TrainBench) -> Row:
     """Measure a training step against matrix products of its dtype, and of bf16 where the CPU has
     units for it: emulated, one large product takes minutes."""
     compute = ComputeThread()
     try:
-        step = _Step(bench, compute)
-        products = {"matmul": _matmul(bench.matmul_size, bench.dtype)}
+        # All on one thread: products of another thread's OpenMP team would slow the step down.
+        step = compute.run(lambda: _Step(bench, compute))
+        products = {"matmul": _on(compute, _matmul(bench.matmul_size, bench.dtype))}
         if bench.dtype is not torch.bfloat16 and cpu_has_bf16_units():
-            products["matmul_bf16"] = _matmul(bench.matmul_size, torch.bfloat16)
+            bf16 = _matmul(bench.matmul_size, torch.bfloat16)
+            products["matmul_bf16"] = _on(compute, bf16)
         times = alternate({"step": step, **products}, rounds=bench.rounds)
     finally:
         compute.close()

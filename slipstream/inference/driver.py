@@ -6,8 +6,8 @@
                                               own is done it hands the lead to another call.
 
 Nothing runs in the background, so there is nothing to start or to leak. All work on the core is
-done on one thread of its own, never on the event loop. Work once begun is waited for even by a call
-that is cancelled: what it finished belongs to other calls.
+done on one thread, its own or one that it shares with a trainer, never on the event loop. Work once
+begun is waited for even by a call that is cancelled: what it finished belongs to other calls.
 """
 
 from __future__ import annotations
@@ -78,12 +78,22 @@ class _Ticket:
 class AsyncEngine:
     """`InferenceEngine` over an `EngineCore`."""
 
-    def __init__(self, core: EngineCore, *, name: str, slice_seconds: float = 0.02) -> None:
-        """`slice_seconds` bounds how long steps run before the event loop is asked for news."""
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        name: str,
+        executor: ThreadPoolExecutor | None = None,
+        slice_seconds: float = 0.02,
+    ) -> None:
+        """`executor` has one thread and may be shared; without one the engine makes its own.
+        `slice_seconds` bounds how long steps run before the event loop is asked for news."""
         self.core = core
         self._name = name
         self._slice = slice_seconds
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+        self._owns_thread = executor is None
+        self._submitted: set[Future[Any]] = set()
         self._lock = anyio.Lock()
         self._tickets: dict[str, _Ticket] = {}
         self._leader: str | None = None
@@ -153,10 +163,18 @@ class AsyncEngine:
         return self.core.stats()
 
     def close(self) -> None:
-        """End the compute thread. Calls that still wait, and later ones, raise EngineError."""
+        """Give up all work, and end the thread if it is the engine's own.
+
+        Waits for the work under way. Calls that still wait, and later ones, raise EngineError.
+        """
         self._closed = True
         self.core.interrupt(True)
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        submitted = list(self._submitted)
+        for future in submitted:
+            future.cancel()
+        wait([future for future in submitted if not future.cancelled()])
+        if self._owns_thread:
+            self._thread.shutdown(wait=True)
         self._wake_leader()
 
     async def _advance(self) -> None:
@@ -253,7 +271,10 @@ class AsyncEngine:
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         if self._closed:
             raise EngineError(f"engine {self._name} is closed")
-        return self._thread.submit(work)
+        future = self._thread.submit(work)
+        self._submitted.add(future)
+        future.add_done_callback(self._submitted.discard)
+        return future
 
     async def _call(self, work: Callable[[], T]) -> T:
         future = self._submit(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,12 +26,21 @@ _NOT_ARCHITECTURE = {
 
 
 class EmbeddedEngine(AsyncEngine):
-    """`InferenceEngine` on the embedded engine; `decoder` becomes the engine's own copy."""
+    """`InferenceEngine` on the embedded engine; `decoder` becomes the engine's own copy.
+
+    Where `executor` is shared with a trainer, make the engine on its thread.
+    """
 
     def __init__(
-        self, decoder: Decoder, settings: EngineSettings, *, decode: Decode | None = None
+        self,
+        decoder: Decoder,
+        settings: EngineSettings,
+        *,
+        decode: Decode | None = None,
+        executor: ThreadPoolExecutor | None = None,
     ) -> None:
-        super().__init__(Engine(decoder, settings, decode=decode), name="embedded")
+        core = Engine(decoder, settings, decode=decode)
+        super().__init__(core, name="embedded", executor=executor)
         self._config = decoder.config
 
     async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:

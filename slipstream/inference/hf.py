@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -191,5 +192,5 @@ class HFCore:
 class HFEngine(AsyncEngine):
     """`InferenceEngine` on transformers."""
 
-    def __init__(self, core: HFCore) -> None:
-        super().__init__(core, name="hf")
+    def __init__(self, core: HFCore, *, executor: ThreadPoolExecutor | None = None) -> None:
+        super().__init__(core, name="hf", executor=executor)

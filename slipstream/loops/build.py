@@ -1,7 +1,8 @@
 """Wiring: the only place that reads the whole configuration and puts objects together.
 
 Every function takes the configuration and gives one part. One process and a cluster differ only in
-what this module makes.
+what this module makes. What holds tensors is made on the compute thread that will work on it
+(`training.compute_thread`); the callers see to that.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
@@ -161,9 +163,14 @@ def optimizer_steps(config: Config, rl_steps: int) -> int:
 
 
 def make_backend(
-    config: Config, decoder: Decoder, *, optim: OptimSettings, sft: bool = False
+    config: Config,
+    decoder: Decoder,
+    compute: ComputeThread,
+    *,
+    optim: OptimSettings,
+    sft: bool = False,
 ) -> SingleProcessBackend:
-    """The trainer of one phase."""
+    """The trainer of one phase; it works on `compute`."""
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     by_rows = not sft and not actor.use_dynamic_bsz
@@ -180,6 +187,7 @@ def make_backend(
         max_nonfinite_steps=actor.max_nonfinite_steps,
         log_prob_chunk=actor.log_prob_chunk_tokens,
         metrics_prefix="sft" if sft else "actor",
+        compute=compute,
     )
 
 
@@ -233,9 +241,12 @@ def max_model_len(config: Config) -> int:
 
 
 def make_engine(
-    config: Config, decoder: Decoder, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    decoder: Decoder,
+    tokenizer: PreTrainedTokenizerBase,
+    compute: ComputeThread,
 ) -> InferenceEngine:
-    """The rollout engine with weights of its own, equal to `decoder`'s."""
+    """The rollout engine with weights of its own, equal to `decoder`'s; it works on `compute`."""
     rollout = config.actor_rollout_ref.rollout
     device = device_of(config)
     dtype = rollout_dtype(config)
@@ -248,7 +259,7 @@ def make_engine(
         )
     decode = decode_with(tokenizer)
     if rollout.name == "hf":
-        return _hf_engine(config, decoder, dtype, decode)
+        return _hf_engine(config, decoder, dtype, decode, compute)
     if rollout.name == "fake":
         raise ConfigError(
             "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
@@ -262,11 +273,15 @@ def make_engine(
         max_num_seqs=rollout.max_num_seqs,
         kv_budget_bytes=rollout.kv_cache_bytes or DEFAULT_KV_BYTES,
     )
-    return EmbeddedEngine(own, settings, decode=decode)
+    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
 
 
 def _hf_engine(
-    config: Config, decoder: Decoder, dtype: torch.dtype, decode: Callable[[list[int]], str]
+    config: Config,
+    decoder: Decoder,
+    dtype: torch.dtype,
+    decode: Callable[[list[int]], str],
+    compute: ComputeThread,
 ) -> InferenceEngine:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -283,7 +298,7 @@ def _hf_engine(
         eos_token_ids=decoder.config.eos_token_ids,
         decode=decode,
     )
-    return HFEngine(core)
+    return HFEngine(core, executor=compute.executor)
 
 
 def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConfig:
@@ -358,7 +373,10 @@ def make_kl_in_reward(config: Config) -> KLInReward | None:
 
 
 def make_reference(
-    config: Config, tokenizer: PreTrainedTokenizerBase, initial: Path | None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    initial: Path | None,
+    compute: ComputeThread,
 ) -> SingleProcessBackend | None:
     """A frozen copy of the initial policy (or `ref.path`), where a KL term needs one."""
     if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
@@ -366,4 +384,4 @@ def make_reference(
     path = config.actor_rollout_ref.ref.path
     folder = initial if path is None else policy_folder(Path(path))
     decoder = make_decoder(config, tokenizer, folder)
-    return make_backend(config, decoder, optim=OptimSettings(lr=0.0))
+    return make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))

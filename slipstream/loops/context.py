@@ -30,6 +30,7 @@ from slipstream.loops.stages import Stages
 from slipstream.metrics.loggers import TeeLogger, build_loggers
 from slipstream.metrics.progress import Progress
 from slipstream.rewards.protocol import RewardManager
+from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Prompt
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Run:
     held_out: list[Prompt]
     progress: Progress
     interrupt: GracefulInterrupt
+    compute: ComputeThread
+    """Where everything that touches tensors is made and works: both phases, trainer and engine."""
     stages: Stages = field(default_factory=Stages)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by phase, of this process."""
@@ -146,6 +149,7 @@ def open_run(
     folder: Path,
     progress: Progress,
     interrupt: GracefulInterrupt,
+    compute: ComputeThread,
     stages: Stages | None = None,
 ) -> Run:
     """Tokenizer, task, rewards and held-out prompts of a run."""
@@ -160,6 +164,7 @@ def open_run(
         held_out=build.validation_prompts(config, tokenizer, task),
         progress=progress,
         interrupt=interrupt,
+        compute=compute,
         stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
     )
 

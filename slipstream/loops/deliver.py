@@ -18,6 +18,7 @@ from safetensors import safe_open
 from slipstream.config.schema import Config
 from slipstream.environment.tokenizer import load_tokenizer
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.console import accuracies
 from slipstream.loops.evaluate import Evaluation
@@ -26,6 +27,7 @@ from slipstream.loops.records import dump_groups
 from slipstream.loops.snapshot import policy_folder
 from slipstream.loops.stages import Stages, close_parts
 from slipstream.models.hf_io import load_checkpoint, save_checkpoint
+from slipstream.training.compute_thread import ComputeThread
 
 _DTYPES = {
     "float32": torch.float32,
@@ -41,12 +43,17 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     source = policy_folder(checkpoint)
     tokenizer = build.make_tokenizer(config, source if _has_tokenizer(source) else None)
     task = build.make_task(config, tokenizer)
-    decoder = load_checkpoint(source, device=build.device_of(config))
     prompts = build.validation_prompts(config, tokenizer, task, count=problems)
     if not prompts:
         raise ConfigError("nothing to evaluate on: set data.val_files=FILE or data.task=countdown")
     rewards = build.make_reward_manager(config, tokenizer)
-    engine = build.make_engine(config, decoder, tokenizer)
+    compute = ComputeThread()
+
+    def make() -> InferenceEngine:
+        decoder = load_checkpoint(source, device=build.device_of(config))
+        return build.make_engine(config, decoder, tokenizer, compute)
+
+    engine = compute.run(make)
 
     async def work() -> Evaluation:
         return await run_evaluation([engine], prompts, rewards, build.eval_settings(config))
@@ -55,7 +62,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     try:
         result = anyio.run(work)
     finally:
-        close_parts(Stages(), engine)
+        close_parts(Stages(), engine, compute)
     for name, value in result.metrics.items():
         print(f"{name:<48} {value:.4f}")
     for text in accuracies(result.metrics):

@@ -36,13 +36,18 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     snapshots = run.snapshots("sft")
     resume = run.resume_folder("sft")
     total = sft.total_training_steps
-    decoder = build.make_decoder(config, run.tokenizer, initial_policy(config))
+    initial = initial_policy(config)
+    decoder = run.compute.run(lambda: build.make_decoder(config, run.tokenizer, initial))
     optim = build.optim_settings(sft.optim, total)
-    backend = build.make_backend(config, decoder, optim=optim, sft=True)
+    backend = run.compute.run(
+        lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
+    )
     stream = build.make_demonstrations(config, run.tokenizer, run.task)
     done = 0
     if resume is not None:
-        done, data = snapshots.restore(resume, decoder, backend, run.progress.note)
+        done, data = run.compute.run(
+            lambda: snapshots.restore(resume, decoder, backend, run.progress.note)
+        )
         stream.load_state_dict(data["stream"])
         if done >= total:
             run.progress.note(f"SFT has all of its {total} steps")
@@ -56,7 +61,9 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         nonlocal engine
         if run.held_out and _due(step, sft.test_freq, total if validate_last else None):
             if engine is None:
-                engine = build.make_engine(config, decoder, run.tokenizer)
+                engine = run.compute.run(
+                    lambda: build.make_engine(config, decoder, run.tokenizer, run.compute)
+                )
             await engine.update_weights(backend.publish(advance=False))
             evaluation = await run.validate([engine])
             run.record_validation("sft", step, evaluation)
@@ -88,7 +95,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
 
 async def rl_phase(run: Run, start: Path | None) -> bool:
     """RL from the weights in `start`; False if it was stopped before the last step."""
-    phase = _RLPhase(run, start)
+    phase = run.compute.run(lambda: _RLPhase(run, start))
     with _timed(run, "rl"):
         try:
             return await phase.train()
@@ -100,8 +107,12 @@ async def validate_policy(run: Run, start: Path | None) -> None:
     """Validate the policy that RL would go on from, log it, and stop (`trainer.val_only`)."""
     resume = run.resume_folder("rl")
     folder = huggingface_folder(resume) if resume is not None else start
-    decoder = build.make_decoder(run.config, run.tokenizer, folder)
-    engine = build.make_engine(run.config, decoder, run.tokenizer)
+
+    def make() -> InferenceEngine:
+        decoder = build.make_decoder(run.config, run.tokenizer, folder)
+        return build.make_engine(run.config, decoder, run.tokenizer, run.compute)
+
+    engine = run.compute.run(make)
     run.progress.note(f"validating {folder or 'freshly initialised weights'}")
     try:
         evaluation = await run.validate([engine])
@@ -113,7 +124,7 @@ async def validate_policy(run: Run, start: Path | None) -> None:
 
 
 class _RLPhase:
-    """The parts of RL, and what happens around its steps."""
+    """The parts of RL, and what happens around its steps. Made on the run's compute thread."""
 
     def __init__(self, run: Run, start: Path | None) -> None:
         config = run.config
@@ -127,9 +138,9 @@ class _RLPhase:
             config.actor_rollout_ref.actor.optim, build.optimizer_steps(config, self._total)
         )
         self._decoder = decoder
-        self._backend = build.make_backend(config, decoder, optim=optim)
-        self._reference = build.make_reference(config, run.tokenizer, start)
-        self._engine = build.make_engine(config, decoder, run.tokenizer)
+        self._backend = build.make_backend(config, decoder, run.compute, optim=optim)
+        self._reference = build.make_reference(config, run.tokenizer, start, run.compute)
+        self._engine = build.make_engine(config, decoder, run.tokenizer, run.compute)
         self._rollouts = build.make_rollouts(config, self._engine, self._data, run.rewards)
         self._kl = build.make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
@@ -180,10 +191,12 @@ class _RLPhase:
     async def _restore(self) -> int:
         """Load the checkpoint to go on from, if any; the steps done."""
         done = 0
-        if self._resume is not None:
+        if (resume := self._resume) is not None:
             note = self._run.progress.note
-            done, data = self._snapshots.restore(
-                self._resume, self._decoder, self._backend, note, self._published
+            done, data = self._run.compute.run(
+                lambda: self._snapshots.restore(
+                    resume, self._decoder, self._backend, note, self._published
+                )
             )
             self._data.load_state_dict(data["data_buffer"])
             self._rollouts.load_state_dict(data["rollouts"])

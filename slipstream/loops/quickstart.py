@@ -25,16 +25,19 @@ from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.config.load import load_config
+from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.loops.run import PICTURE, Run, claim_folder, open_run, rl_phase, sft_phase
+from slipstream.loops.stages import close_parts
 from slipstream.metrics.batch_metrics import accuracy_interval, paired_difference
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import cpu_has_bf16_units
+from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Sample
 
 PROBLEMS = 1024
@@ -85,7 +88,8 @@ class Clock:
 def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) -> int:
     """Run the quickstart into `output`; the exit status (130 if interrupted)."""
     console = Console()
-    chosen, dtype, reason = choose_recipe(recipe, bf16=bf16)
+    compute = ComputeThread()
+    chosen, dtype, reason = compute.run(lambda: choose_recipe(recipe, bf16=bf16))
     console.print(f"recipe {chosen} in {dtype}: {reason}", highlight=False)
     overrides = [
         f"trainer.seed={seed}",
@@ -98,7 +102,7 @@ def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) ->
     claim_folder(output, config)
     clock = Clock()
     with Progress() as progress, GracefulInterrupt() as interrupt:
-        run = open_run(config, output, progress, interrupt)
+        run = open_run(config, output, progress, interrupt, compute)
         rated = anyio.run(_stages, run, clock, sft_control)
     if rated is None:
         console.print(f"stopped; `slipstream quickstart --output {output}` goes on from here")
@@ -170,11 +174,16 @@ async def rate(run: Run, name: str, policy: Path) -> Rated:
     """Evaluate a policy on `PROBLEMS` held-out problems, sampled at temperature 1."""
     config = run.config
     prompts = build.validation_prompts(config, run.tokenizer, run.task, count=PROBLEMS)
-    engine = build.make_engine(config, load_checkpoint(policy), run.tokenizer)
+
+    def make() -> InferenceEngine:
+        return build.make_engine(config, load_checkpoint(policy), run.tokenizer, run.compute)
+
+    engine = run.compute.run(make)
     run.progress.note(f"{name}: {len(prompts)} held-out problems")
     started = time.perf_counter()
     settings = build.eval_settings(config)
     evaluation = await run_evaluation([engine], prompts, run.rewards, settings)
+    close_parts(run.stages, engine)
     return Rated(name=name, evaluation=evaluation, seconds=time.perf_counter() - started)
 
 
@@ -197,7 +206,8 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
         file=run.folder / "config.yaml",
     )
     claim_folder(folder, config)
-    return await sft_phase(open_run(config, folder, run.progress, run.interrupt))
+    more = open_run(config, folder, run.progress, run.interrupt, run.compute)
+    return await sft_phase(more)
 
 
 def summarize(

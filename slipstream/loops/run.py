@@ -28,11 +28,12 @@ from slipstream.loops.deliver import evaluate, export
 from slipstream.loops.folder import PICTURE, claim_folder, locked
 from slipstream.loops.phases import rl_phase, sft_phase, start_of_rl, validate_policy
 from slipstream.loops.snapshot import policy_folder
-from slipstream.loops.stages import Stages, end_process
+from slipstream.loops.stages import Stages, close_parts, end_process
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.models.numerics import dtype_from_name
+from slipstream.training.compute_thread import ComputeThread
 
 __all__ = [
     "PICTURE",
@@ -68,9 +69,13 @@ def train(config: Config, mode: Mode) -> int:
     try:
         with locked(folder), progress, interrupt:
             claim_folder(folder, config, progress.note)
-            run = open_run(config, folder, progress, interrupt, stages)
+            compute = ComputeThread()
+            run = open_run(config, folder, progress, interrupt, compute, stages)
             announce(run, mode)
-            finished = anyio.run(_train, run, mode)
+            try:
+                finished = anyio.run(_train, run, mode)
+            finally:
+                close_parts(stages, compute)
     finally:
         forced.cancel()
     if config.trainer.val_only:

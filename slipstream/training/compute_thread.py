@@ -1,7 +1,10 @@
-"""One thread on which a backend's blocking work runs, in the order in which it was submitted.
+"""One thread on which all blocking work on tensors runs, in the order in which it was submitted.
 
 Knows nothing about models. The event loop stays free, and two pieces of work never compete for the
-cores. torch's thread count is left as the program set it.
+cores. Share one between trainer, reference and engine, and build the models on it, too: every
+thread that runs a parallel operation gets a team of OpenMP threads of its own, and once teams have
+more threads than there are cores, they sleep and wake at each operation instead of waiting for the
+next one (figures: `docs/log.md`). torch's thread count is left as the program set it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """A queue of work and the thread that works it off. Several backends may share one."""
+    """A queue of work and the thread that works it off. Backends and engines may share one."""
 
     def __init__(self, name: str = "training") -> None:
         self._executor = ThreadPoolExecutor(
@@ -27,6 +30,11 @@ class ComputeThread:
 
     def _remember(self) -> None:
         self._ident = threading.get_ident()
+
+    @property
+    def executor(self) -> ThreadPoolExecutor:
+        """The queue itself, for an engine that shares it."""
+        return self._executor
 
     def submit(self, work: Callable[[], T]) -> TrainFuture[T]:
         """Queue `work`; returns at once."""

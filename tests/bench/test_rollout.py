@@ -12,6 +12,7 @@ from slipstream.bench.contenders import OURS, Workload, contender
 from slipstream.bench.memory import peak_rss
 from slipstream.bench.record import Row, Spread
 from slipstream.errors import ConfigError, EngineError
+from slipstream.training.compute_thread import ComputeThread
 
 TOY = rollout.RolloutBench(
     case="mixed", batch=4, new_tokens=3, prompt_length=4, shape="tiny", temperature=0.0, rounds=2
@@ -81,12 +82,14 @@ def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 def test_sampling_is_the_engines_own() -> None:
     workload = rollout.make_workload(TOY)
-    settings = {"shape": "tiny", "dtype": TOY.dtype}
+    compute = ComputeThread()
+    settings = {"shape": "tiny", "dtype": TOY.dtype, "compute": compute}
     with contender(OURS, workload, temperature=1.0, **settings) as generate:  # type: ignore[arg-type]
         first, second = generate(), generate()
     assert first == second
     with contender(OURS, workload, temperature=0.0, **settings) as generate:  # type: ignore[arg-type]
         assert generate() != first
+    compute.close()
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from slipstream.cli import main
 from slipstream.environment.tokenizer import build_tokenizer
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names
+from slipstream.models.decoder import Decoder, PackedDecoder
+from slipstream.training.optim import PolicyOptimizer
 from tests.loops.helpers import (
     ACTOR,
     ROLLOUT,
@@ -97,6 +100,32 @@ def test_every_metric_is_in_the_table_and_every_log_says_the_same(run: Path) -> 
         "val-aux/countdown/acc/mean@2/ci_low",
     ):
         assert name in last
+
+
+def test_models_are_made_and_used_on_one_thread(
+    tmp_path: Path, reward: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A second thread would get a second team of OpenMP threads, and both would be slow.
+    seen: dict[str, set[int]] = {}
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*arguments: Any, **more: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.get_ident())
+            return original(*arguments, **more)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Decoder, "init_weights")
+    watch(Decoder, "load_state_dict")
+    watch(Decoder, "pack")
+    watch(PackedDecoder, "forward")
+    watch(PolicyOptimizer, "step")
+    kl = (f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=1")
+    assert main(tiny(tmp_path / "run", *kl, reward=reward)) == 0
+    assert len(seen) == 5
+    assert len(set.union(*seen.values())) == 1
 
 
 def test_rollouts_and_validations_are_recorded_sample_by_sample(run: Path) -> None:
