@@ -8,6 +8,7 @@ agree to the last bit. Called by training steps. Knows nothing about models or s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,13 +43,15 @@ def chunked_token_log_probs(
     temperature: float = 1.0,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    product: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `labels_N` and entropies under the LM head, never holding N x V logits.
 
     `hidden_ND` (N, D) are inputs of the LM head `weight_VD` (V, D); returns two (N,) tensors,
     float32 (float64 for float64 inputs), differentiable once in `hidden_ND` and `weight_VD`. Memory
     is O(chunk_size V); the backward pass computes the logits again. Row i of the result does not
-    depend on N or `chunk_size`, to the last bit.
+    depend on N or `chunk_size`, to the last bit. `product` computes x W^T, where the engine has a
+    faster kernel for it than `F.linear`.
 
     Raises:
         ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
@@ -67,7 +70,7 @@ def chunked_token_log_probs(
             f"{tuple(weight_VD.shape)} and {tuple(labels_N.shape)}"
         )
     outputs: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, labels_N, temperature, chunk_size
+        hidden_ND, weight_VD, labels_N, temperature, chunk_size, product
     )
     return outputs
 
@@ -87,18 +90,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         chunk_size: int,
+        product: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.empty_like(log_probs)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            log_p = _log_softmax_rows(hidden[rows], weight, temperature)
+            log_p = _log_softmax_rows(hidden[rows], weight, temperature, product)
             log_probs[rows] = log_p.gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1)
             entropies[rows] = -(log_p.exp().mul_(log_p)).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, labels, entropies)
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
+        ctx.product = product
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
@@ -106,7 +111,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, labels, entropies = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -114,7 +119,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=entropies.dtype) if need_weight else None
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            log_p = _log_softmax_rows(hidden[rows], weight, ctx.temperature)
+            log_p = _log_softmax_rows(hidden[rows], weight, ctx.temperature, ctx.product)
             p = log_p.exp()
             if grad_entropies is None:
                 grad_logits = torch.zeros_like(p)
@@ -131,11 +136,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_weight += grad_logits.T @ hidden[rows]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-def _log_softmax_rows(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = F.linear(_pad_rows(hidden), weight)[: len(hidden)]
+def _log_softmax_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    product: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    rows = _pad_rows(hidden)
+    logits = (F.linear(rows, weight) if product is None else product(rows))[: len(hidden)]
     return torch.log_softmax(_tempered(logits, temperature), dim=-1)
 
 

@@ -50,9 +50,9 @@ def padded_keys(length: int, dtype: torch.dtype) -> int:
 def attend(q_BHRK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask_NRS: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K) + mask) v, (B, H, R, K) in the dtype of `q`.
 
-    `R` and `S` must obey the row and chunk rules (see the module docstring). Numerator and
-    denominator are summed over chunks in order of position, in fp32; inside a chunk the denominator
-    is summed in fp64, so that permuting keys within it cannot move the result.
+    `R` and `S` must obey the row and chunk rules (see the module docstring). The numerator is
+    summed over chunks in order of position, in fp32. The denominator is summed in fp64, so that
+    permuting keys cannot move the result.
     """
     B, H, R, K = q_BHRK.shape
     S = k_BHSK.shape[2]
@@ -64,15 +64,15 @@ def attend(q_BHRK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask_NRS: Tensor) -> 
         scores = torch.baddbmm(mask_NRS, q, k.transpose(1, 2), alpha=K**-0.5)
     else:
         scores = torch.bmm(q, k.transpose(1, 2)).float() * K**-0.5 + mask_NRS
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-    total: Tensor | None = None
-    mass: Tensor | None = None
-    for start in range(0, S, chunk):
-        part = weights[:, :, start : start + chunk]
-        summed = part.sum(-1, keepdim=True, dtype=torch.float64).float()
-        product = torch.bmm(part.to(v.dtype), v[:, start : start + chunk]).float()
-        total = product if total is None else total + product
-        mass = summed if mass is None else mass + summed
-    assert total is not None
-    assert mass is not None
+    # In place: at the size of the scores, memory is what costs.
+    weights = scores.sub_(scores.detach().amax(-1, keepdim=True)).exp_()
+    mass = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
+    weights = weights.to(v.dtype)
+    total = torch.bmm(weights[:, :, :chunk], v[:, :chunk]).float()
+    for start in range(chunk, S, chunk):
+        part, values = weights[:, :, start : start + chunk], v[:, start : start + chunk]
+        if v.dtype == torch.float32:
+            total = torch.baddbmm(total, part, values)
+        else:
+            total = total + torch.bmm(part, values).float()
     return (total / mass).to(q.dtype).view(B, H, R, K)

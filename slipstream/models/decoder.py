@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
 from slipstream.models.config import ModelConfig
+from slipstream.models.linear import PackedLinear
 
 
 class KVCache(Protocol):
@@ -56,14 +57,13 @@ class PackedLayer:
     """Weights of one layer as the forward pass uses them."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: PackedLinear
     qk_norm: Tensor | None
     """(H * G + H, K): the query norm for every query head, then the key norm."""
-    out: Tensor
+    out: PackedLinear
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 class _Attention(nn.Module):
@@ -115,13 +115,14 @@ class _Layer(nn.Module):
             ).to(dtype)
         return PackedLayer(
             input_norm=self.input_layernorm.weight.to(dtype),
-            qkv=torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype),
-            qkv_bias=bias,
+            qkv=PackedLinear.of(
+                torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype), bias
+            ),
             qk_norm=norm,
-            out=a.o_proj.weight.to(dtype),
+            out=PackedLinear.of(a.o_proj.weight.to(dtype)),
             post_norm=self.post_attention_layernorm.weight.to(dtype),
-            gate_up=torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype),
-            down=m.down_proj.weight.to(dtype),
+            gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
+            down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
 
 
@@ -188,7 +189,7 @@ class Decoder(nn.Module):
             embedding=self.model.embed_tokens.weight.to(dtype),
             layers=packed,
             norm=self.model.norm.weight.to(dtype),
-            lm_head=self.lm_head_weight.to(dtype),
+            lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
 
 
@@ -200,7 +201,7 @@ class PackedDecoder:
     embedding: Tensor
     layers: list[PackedLayer]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: PackedLinear
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,7 +253,7 @@ def _layer_forward(
     B, T, _ = x_BTD.shape
     heads = c.num_heads + c.num_kv_heads
     normed = rms_norm(x_BTD, w.input_norm, c.rms_norm_eps)
-    qkv = F.linear(normed, w.qkv, w.qkv_bias).view(B, T, heads + c.num_kv_heads, c.head_dim)
+    qkv = w.qkv(normed).view(B, T, heads + c.num_kv_heads, c.head_dim)
     qk = qkv[:, :, :heads]
     if w.qk_norm is not None:
         qk = rms_norm(qk, w.qk_norm, c.rms_norm_eps)
@@ -269,9 +270,9 @@ def _layer_forward(
     rows = attended[:, :, : c.group_size * T]
     rows = rows.reshape(B, c.num_kv_heads, c.group_size, T, c.head_dim)
     joined = rows.permute(0, 3, 1, 2, 4).reshape(B, T, c.num_heads * c.head_dim)
-    x_BTD = x_BTD + F.linear(joined, w.out)
-    gate, up = F.linear(rms_norm(x_BTD, w.post_norm, c.rms_norm_eps), w.gate_up).chunk(2, dim=-1)
-    return x_BTD + F.linear(F.silu(gate) * up, w.down)
+    x_BTD = x_BTD + w.out(joined)
+    gate, up = w.gate_up(rms_norm(x_BTD, w.post_norm, c.rms_norm_eps)).chunk(2, dim=-1)
+    return x_BTD + w.down(F.silu(gate) * up)
 
 
 def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
@@ -284,7 +285,8 @@ def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019)."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.rsqrt(torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]))
     return (wide * scale).to(x.dtype) * weight
 
 

@@ -65,12 +65,13 @@ def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice
     if rows.any_greedy:
         # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
         scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
-    scores = scores.to(torch.float64)
     if rows.any_sampled:
         noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
         if rows.any_greedy:
-            noise = torch.where(greedy_N[:, None], 0.0, noise)
-        scores = scores + noise
+            noise = noise.masked_fill_(greedy_N[:, None], 0.0)
+        scores = noise.add_(scores)
+    else:
+        scores = scores.to(torch.float64)
     if support is not None:
         scores = scores.masked_fill(~support, float("-inf"))
     # A NaN equals nothing, itself included: then no index is found.
@@ -84,10 +85,10 @@ def first_argmax(scores_NV: Tensor) -> Tensor:
 
     V, the number of columns, for a row with NaN.
     """
-    ties = scores_NV == scores_NV.amax(-1, keepdim=True)
+    others = scores_NV != scores_NV.amax(-1, keepdim=True)
     # argmax over booleans as uint8 does not promise the first; a running index does.
-    ids = torch.arange(scores_NV.shape[1], device=scores_NV.device)
-    return torch.where(ties, ids, scores_NV.shape[1]).amin(-1)
+    ids = torch.arange(scores_NV.shape[1], dtype=torch.int32, device=scores_NV.device)
+    return ids.expand_as(others).masked_fill(others, scores_NV.shape[1]).amin(-1).long()
 
 
 def _law(

@@ -47,27 +47,37 @@ def hash_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
 
     `keys_N2` int32 (N, 2) from `key_words`; `positions_N` int (N,) absolute positions.
     """
-    positions = positions_N.to(torch.int32)
-    first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
-    second = _mix(keys_N2[:, 1] + first)
-    ids = torch.arange(vocab_size, device=keys_N2.device, dtype=torch.int32) * _GOLDEN
-    words = _mix(_mix(ids[None, :] ^ first[:, None]) + second[:, None])
-    return words.to(torch.int64) & 0xFFFFFFFF
+    return _signed_words(keys_N2, positions_N, vocab_size).to(torch.int64) & 0xFFFFFFFF
 
 
 def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
     """G, float64 (N, V): independent Gumbel(0, 1) over positions and token ids."""
-    u = (hash_words(keys_N2, positions_N, vocab_size).to(torch.float64) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(u))
+    words = _signed_words(keys_N2, positions_N, vocab_size)
+    # k - 2^31 as a signed number, so that float64 takes it exactly without going through int64.
+    k = words.bitwise_xor_(-(1 << 31)).to(torch.float64)
+    u = k.add_(2.0**31 + 0.5).mul_(2.0**-32)
+    return u.log_().neg_().log_().neg_()
+
+
+def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
+    """k for every token id, its 32 bits as int32 (N, V)."""
+    positions = positions_N.to(torch.int32)
+    first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
+    second = _mix(keys_N2[:, 1] + first)
+    ids = torch.arange(vocab_size, device=keys_N2.device, dtype=torch.int32) * _GOLDEN
+    return _mix(_mix(ids[None, :] ^ first[:, None]).add_(second[:, None]))
 
 
 def _mix(x: Tensor) -> Tensor:
-    """One round on int32 with wrap-around; a bijection of the 32-bit words."""
-    x = (x ^ _shift_right(x, 16)) * _MULTIPLIER_1
-    x = (x ^ _shift_right(x, 15)) * _MULTIPLIER_2
-    return x ^ _shift_right(x, 16)
+    """One round on int32 with wrap-around; a bijection of the 32-bit words.
+
+    Works in place on what it makes: over a large vocabulary fresh memory costs more than the sums.
+    """
+    x = _shift_right(x, 16).bitwise_xor_(x).mul_(_MULTIPLIER_1)
+    x = _shift_right(x, 15).bitwise_xor_(x).mul_(_MULTIPLIER_2)
+    return _shift_right(x, 16).bitwise_xor_(x)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift: torch shifts int32 arithmetically, so the copied sign bits are masked off."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

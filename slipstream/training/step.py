@@ -105,7 +105,12 @@ def forward(
     )
     rows = hidden.final.flatten(0, 1).index_select(0, micro.head_rows)
     log_probs, entropies = chunked_token_log_probs(
-        rows, packed.lm_head, micro.labels, temperature, chunk_size=settings.log_prob_chunk
+        rows,
+        packed.lm_head.weight,
+        micro.labels,
+        temperature,
+        chunk_size=settings.log_prob_chunk,
+        product=packed.lm_head,
     )
     targets = len(micro.target_slots)
     return ForwardResult(

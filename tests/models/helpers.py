@@ -59,7 +59,7 @@ def logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
         width = -(-T // 4) * 4
         padded = torch.cat([ids, ids.new_zeros(B, width - T)], 1)
         hidden = packed.forward(padded, torch.arange(width).expand(B, -1)).final
-        return (hidden @ packed.lm_head.T)[:, :T]
+        return (hidden @ packed.lm_head.weight.T)[:, :T]
 
 
 def load_theirs(folder: Path) -> Any:

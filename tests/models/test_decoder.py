@@ -72,7 +72,7 @@ def test_gradients_reach_every_parameter_and_checkpointing_keeps_them() -> None:
         decoder.zero_grad()
         packed = decoder.pack(torch.float32)
         out = packed.forward(random_ids(2, 8), torch.arange(8).expand(2, -1), recompute=recompute)
-        (out.final @ packed.lm_head.T).logsumexp(-1).sum().backward()  # type: ignore[no-untyped-call]
+        (out.final @ packed.lm_head.weight.T).logsumexp(-1).sum().backward()  # type: ignore[no-untyped-call]
         grads.append({n: p.grad for n, p in decoder.named_parameters()})
     for name, grad in grads[0].items():
         other = grads[1][name]

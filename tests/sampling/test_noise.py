@@ -158,8 +158,9 @@ def test_gumbel_has_its_moments() -> None:
 
 
 def test_gumbel_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    extremes = torch.tensor([[0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]])
-    monkeypatch.setattr(noise_module, "hash_words", lambda *_: extremes)
+    # The words 0, 1, 2^31 - 1, 2^31, 2^32 - 2 and 2^32 - 1.
+    extremes = torch.tensor([[0, 1, 2**31 - 1, -(2**31), -2, -1]], dtype=torch.int32)
+    monkeypatch.setattr(noise_module, "_signed_words", lambda *_: extremes)
     g = gumbel_noise(keys(KEY), torch.tensor([0]), 6)[0]
     assert g.isfinite().all()
     assert (g.diff() > 0).all()

@@ -111,7 +111,7 @@ def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
             hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
             for t in range(3, len(row.tokens), 13):
                 # One decode step: a single row, padded by the row rule.
-                logits = F.linear(pad_rows(hidden[t - 1 : t], 12), packed.lm_head)[:1].float()
+                logits = packed.lm_head(pad_rows(hidden[t - 1 : t], 12))[:1].float()
                 law = torch.log_softmax(logits / 0.9, -1)
                 assert law[0, row.tokens[t]].item() == got[t]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.algorithms import Normalizers, register_policy_loss
+from slipstream.algorithms import Normalizers, register_policy_loss, registry
 from slipstream.errors import ConfigError, DataError
 from slipstream.training.losses import (
     LossInputs,
@@ -126,7 +126,9 @@ def test_missing_columns_are_refused() -> None:
         policy_loss_fn(use_kl_loss=True)(replace(inputs, advantages=torch.ones(1, 2)))
 
 
-def test_a_users_policy_loss_is_found_by_name() -> None:
+def test_a_users_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_POLICY_LOSSES", dict(registry._POLICY_LOSSES))
+
     @register_policy_loss("test_training_double")
     def double(**given: object) -> tuple[Tensor, dict[str, float]]:
         log_prob = given["log_prob"]

@@ -58,7 +58,7 @@ def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.
         assert row.ref_log_probs is not None
         ids = torch.tensor(row.tokens)[None]
         hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
-        law = torch.log_softmax(F.linear(hidden, packed.lm_head).double(), -1)
+        law = torch.log_softmax(F.linear(hidden, packed.lm_head.weight).double(), -1)
         for t in range(1, len(row.tokens)):
             if not row.loss_mask[t]:
                 continue

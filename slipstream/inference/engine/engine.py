@@ -106,14 +106,14 @@ class Engine:
             )
         )
 
-    @torch.no_grad()
     def step(self) -> list[Generation]:
         """Admit what fits, decode one token for everyone, return what ended."""
-        self._admit()
-        self._decode()
-        self._scheduler.release_when_idle()
+        with torch.inference_mode():
+            self._admit()
+            self._decode()
+            self._scheduler.release_when_idle()
         ended, self._ended = self._ended, []
-        return ended
+        return _ordinary(ended)
 
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
@@ -131,18 +131,20 @@ class Engine:
         """Stop requests (all when None); partial tokens are kept. Unknown ids are ignored."""
         wanted = None if request_ids is None else set(request_ids)
         stopped = [r for r in self._scheduler.all() if wanted is None or r.request_id in wanted]
-        # From the last row to the first, so that few rows move.
-        for request in reversed(stopped):
-            self._scheduler.remove(request)
-            request.stop_reason = StopReason.ABORT
-        self._scheduler.release_when_idle()
+        with torch.inference_mode():
+            # From the last row to the first, so that few rows move.
+            for request in reversed(stopped):
+                self._scheduler.remove(request)
+                request.stop_reason = StopReason.ABORT
+            self._scheduler.release_when_idle()
         self._rows = None
         self._count(aborted=len(stopped))
-        return [request.generation(self._decode_text) for request in stopped]
+        return _ordinary([request.generation(self._decode_text) for request in stopped])
 
     def interrupt(self, wanted: bool) -> None:
         """Steps are short: whoever wants something waits for the one under way."""
 
+    @torch.inference_mode()
     def preempt(self, request_ids: Sequence[str]) -> None:
         """Send running requests back to the queue, as a lack of memory would."""
         for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
@@ -150,7 +152,7 @@ class Engine:
             self._count(preempted=1)
         self._rows = None
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights between two steps; see `KVPolicy` for running requests.
 
@@ -265,3 +267,11 @@ class Engine:
     def _count(self, **more: float) -> None:
         now = {name: getattr(self._stats, name) + value for name, value in more.items()}
         self._stats = replace(self._stats, **now)
+
+
+def _ordinary(generations: list[Generation]) -> list[Generation]:
+    """Hidden states that were made in inference mode, as tensors that a drafter can train on."""
+    for generation in generations:
+        if generation.hidden_states is not None:
+            generation.hidden_states = generation.hidden_states.clone()
+    return generations

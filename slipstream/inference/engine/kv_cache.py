@@ -140,7 +140,7 @@ class DecodeView:
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
         block = self._store.data[layer]
-        fresh = torch.cat([k_BTHK.reshape(-1, self._width), v_BTHK.reshape(-1, self._width)])
+        fresh = torch.cat([k_BTHK, v_BTHK]).view(-1, self._width)
         block.view(-1, self._width).index_copy_(0, self._index, fresh)
         seen = block[:, : self._n, :, : self._num_keys]
         return seen[0], seen[1]

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import DecodeView, KVStore, PrefillView
@@ -82,7 +81,7 @@ class Runner:
     def choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
         """Next tokens after `hidden_ND`, to stand at `positions_N`."""
         n = hidden_ND.shape[0]
-        logits = F.linear(pad_rows(hidden_ND), self._packed.lm_head).float()
+        logits = self._packed.lm_head(pad_rows(hidden_ND)).float()
         return choose(logits[:n], positions_N, rows)
 
 

@@ -58,7 +58,7 @@ def test_greedy_is_the_argmax_whatever_the_cuts() -> None:
         hidden = packed.forward(
             torch.tensor([*ids, 0])[None], torch.arange(len(ids) + 1)[None]
         ).final[0]
-        assert (hidden @ packed.lm_head.T).argmax(-1)[2:-2].tolist() == plain.token_ids
+        assert (hidden @ packed.lm_head.weight.T).argmax(-1)[2:-2].tolist() == plain.token_ids
 
 
 def test_end_of_sequence_as_first_token() -> None:
@@ -238,7 +238,8 @@ def test_a_row_that_held_nan_is_clean_for_its_next_user() -> None:
     engine.add(keeper)
     engine.step()
     # Keys and values overflow in row 0, then their logits do.
-    engine._scheduler.store.data[:, :, 0] = float("nan")
+    with torch.inference_mode():
+        engine._scheduler.store.data[:, :, 0] = float("nan")
     failed = engine.step()
     assert [(g.request_id, g.stop_reason) for g in failed] == [("bad", StopReason.ERROR)]
     assert len(failed[0].token_ids) == len(failed[0].log_probs) == 2

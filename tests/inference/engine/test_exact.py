@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
 from slipstream.models import Decoder
+from slipstream.models.linear import PREPARED_FROM
 from slipstream.types import (
     GenerateRequest,
     Generation,
@@ -157,11 +157,33 @@ def trainer_log_probs(
     with torch.no_grad():
         packed = decoder.pack(dtype)
         hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
-        logits = F.linear(hidden, packed.lm_head).float()
+        logits = packed.lm_head(hidden).float()
         temperature = request.params.temperature or 1.0
         law = torch.log_softmax(logits / torch.full((), temperature), -1)
     first = len(ids) - len(generation.token_ids)
     return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
+
+
+def test_prepared_weights_give_every_caller_the_same_bits() -> None:
+    # Large enough that every product runs on a weight in oneDNN's layout.
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
+    decoder = make_decoder(0, num_kv_heads=8, **sizes)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(0.35)
+    packed, layer = decoder.pack(torch.float32), decoder.pack(torch.float32).layers[0]
+    weights = (layer.qkv, layer.out, layer.gate_up, layer.down, packed.lm_head)
+    assert all(linear.weight.numel() >= PREPARED_FROM for linear in weights)
+    requests = mixed_requests(12, tokens=14, seed=9)
+    reference = make_engine(decoder, max_num_seqs=1).run(requests)
+    for limit in (5, 64):
+        done = make_engine(decoder, max_num_seqs=limit).run(requests)
+        assert all_bits(done) == all_bits(reference)
+    for request, generation in zip(requests, reference, strict=True):
+        expected = trainer_log_probs(decoder, torch.float32, request, generation)
+        assert generation.log_probs == expected
+    assert len({token for g in reference for token in g.token_ids}) > 20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -323,6 +345,7 @@ def test_hidden_states_equal_the_trainers() -> None:
         row = torch.tensor(ids + [0] * (width - len(ids)))[None]
         final = packed.forward(row, torch.arange(width)[None]).final[0]
     assert generation.hidden_states is not None
+    assert not generation.hidden_states.is_inference()
     assert torch.equal(generation.hidden_states, final[36:56])
 
 
