@@ -6,8 +6,8 @@ concatenated. The forward pass is a function of the packed weights alone, so the
 packs with gradients, once per micro-batch) and the engine (once per weight update) run the same
 operations on the same shapes. It does not know about sampling, losses, log-probs or batching.
 
-Shapes: B sequences, T tokens, D hidden width, H key-value heads, G query heads per key-value head,
-K head width, S key slots.
+Shapes: B sequences, T tokens, M = B * T rows, D hidden width, H key-value heads, G query heads per
+key-value head, K head width, S key slots.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ class PackedDecoder:
         num_keys = kv_cache.num_keys if kv_cache else padded_keys(ids_BT.shape[1], self.dtype)
         mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size)
         kept: dict[int, Tensor] = {}
-        x = F.embedding(ids_BT, self.embedding)
+        B, T = ids_BT.shape
+        # Rows, not sequences: each product would flatten its input, and few rows make that dear.
+        x = F.embedding(ids_BT.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
             if recompute:
                 x = checkpoint(
@@ -237,22 +239,22 @@ class PackedDecoder:
             else:
                 x = _layer_forward(layer, index, x, cos_sin, mask, kv_cache, c)
             if index in taps:
-                kept[index] = x
-        return HiddenStates(rms_norm(x, self.norm, c.rms_norm_eps), kept)
+                kept[index] = x.view(B, T, -1)
+        return HiddenStates(rms_norm(x, self.norm, c.rms_norm_eps).view(B, T, -1), kept)
 
 
 def _layer_forward(
     w: PackedLayer,
     index: int,
-    x_BTD: Tensor,
+    x_MD: Tensor,
     cos_sin: tuple[Tensor, Tensor],
     mask_NRS: Tensor,
     kv_cache: KVCache | None,
     c: ModelConfig,
 ) -> Tensor:
-    B, T, _ = x_BTD.shape
+    B, T = cos_sin[0].shape[:2]
     heads = c.num_heads + c.num_kv_heads
-    normed = rms_norm(x_BTD, w.input_norm, c.rms_norm_eps)
+    normed = rms_norm(x_MD, w.input_norm, c.rms_norm_eps)
     qkv = w.qkv(normed).view(B, T, heads + c.num_kv_heads, c.head_dim)
     qk = qkv[:, :, :heads]
     if w.qk_norm is not None:
@@ -269,10 +271,10 @@ def _layer_forward(
     attended = attend(pad_query_rows(q), keys, values, mask_NRS)
     rows = attended[:, :, : c.group_size * T]
     rows = rows.reshape(B, c.num_kv_heads, c.group_size, T, c.head_dim)
-    joined = rows.permute(0, 3, 1, 2, 4).reshape(B, T, c.num_heads * c.head_dim)
-    x_BTD = x_BTD + w.out(joined)
-    gate, up = w.gate_up(rms_norm(x_BTD, w.post_norm, c.rms_norm_eps)).chunk(2, dim=-1)
-    return x_BTD + w.down(F.silu(gate) * up)
+    joined = rows.permute(0, 3, 1, 2, 4).reshape(B * T, c.num_heads * c.head_dim)
+    x_MD = x_MD + w.out(joined)
+    gate, up = w.gate_up(rms_norm(x_MD, w.post_norm, c.rms_norm_eps)).chunk(2, dim=-1)
+    return x_MD + w.down(F.silu(gate) * up)
 
 
 def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
@@ -300,10 +302,12 @@ def rope_tables(positions_BT: Tensor, c: ModelConfig, dtype: torch.dtype) -> tup
 
 
 @cache
+@torch.inference_mode(False)
 def _rope_table(
     theta: float, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    # One table for all callers: sines computed in buffers of other sizes may differ in a bit.
+    # One table for all callers: sines computed in buffers of other sizes may differ in a bit. An
+    # ordinary tensor even when an engine asks first: the trainer's backward pass needs it, too.
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     # Times the reciprocal, as transformers does: far positions are sensitive to the last bit.
     angles = torch.arange(positions, device=device).float()[:, None] * (1.0 / theta**exponents)
