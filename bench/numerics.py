@@ -39,7 +39,7 @@ def attention_rows(dtype: torch.dtype) -> None:
         differ = total = 0
         for position in (1, 5, 17, 60, 63, 64, 65, 100, 129, 200, 300, 400, 511):
             for rows in ([0], [1, 3], list(range(B))):
-                keys = padded_keys(position + 1, dtype)
+                keys = padded_keys(position + 1, dtype, q.device)
                 one = q.view(B, heads, group, T, width)[rows, :, :, position]
                 mask = causal_mask(torch.full((len(rows), 1), position), keys, heads, group)
                 got = attend(pad_query_rows(one), k[rows, :, :keys], v[rows, :, :keys], mask)

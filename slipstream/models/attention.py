@@ -2,8 +2,8 @@
 
 Row i of the result depends on query i and on keys at positions <= i, bit for bit, and on nothing
 else: not on the batch, not on how many queries are asked at once, not on padding. Three rules do
-it: query rows come in fours, key widths in whole chunks, and the sum over keys is taken chunk by
-chunk in the order of positions (a chunk that lies in the future adds exact zeros).
+it: query rows come in fours, key widths in steps (`numerics.key_step`), and the sum over keys is
+taken chunk by chunk in the order of positions (what lies in the future adds exact zeros).
 
 Shapes: B sequences, T queries, S keys (padded), H key-value heads, G query heads per key-value
 head, N = B * H, K head width, R = G * T folded query rows.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.models.numerics import KEY_MULTIPLE, ROW_MULTIPLE, round_up
+from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, key_step, round_up
 
 
 def causal_mask(
@@ -42,21 +42,21 @@ def pad_query_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x[:, :, :1].expand(-1, -1, missing, -1)], dim=2)
 
 
-def padded_keys(length: int, dtype: torch.dtype) -> int:
-    """How many key slots hold `length` positions: a whole number of chunks."""
-    return round_up(max(length, 1), KEY_MULTIPLE[dtype])
+def padded_keys(length: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many key slots attention to `length` positions takes."""
+    return round_up(max(length, 1), key_step(dtype, device))
 
 
 def attend(q_BHRK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask_NRS: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K) + mask) v, (B, H, R, K) in the dtype of `q`.
 
-    `R` and `S` must obey the row and chunk rules (see the module docstring). The numerator is
+    `R` and `S` must obey the rules of rows and keys (see the module docstring). The numerator is
     summed over chunks in order of position, in fp32. The denominator is summed in fp64, so that
     permuting keys cannot move the result.
     """
     B, H, R, K = q_BHRK.shape
     S = k_BHSK.shape[2]
-    chunk = KEY_MULTIPLE[q_BHRK.dtype]
+    chunk = KEY_CHUNK[q_BHRK.dtype]
     q = q_BHRK.reshape(B * H, R, K)
     k = k_BHSK.reshape(B * H, S, K)
     v = v_BHSK.reshape(B * H, S, K)

@@ -32,7 +32,7 @@ class KVCache(Protocol):
 
     @property
     def num_keys(self) -> int:
-        """Key slots that `extend` returns: a whole number of attention chunks."""
+        """Key slots that `extend` returns: what `attention.padded_keys` gives."""
         ...
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,10 @@ class PackedDecoder:
         """
         c = self.config
         cos_sin = rope_tables(positions_BT, c, self.dtype)
-        num_keys = kv_cache.num_keys if kv_cache else padded_keys(ids_BT.shape[1], self.dtype)
+        if kv_cache is None:
+            num_keys = padded_keys(ids_BT.shape[1], self.dtype, ids_BT.device)
+        else:
+            num_keys = kv_cache.num_keys
         mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape

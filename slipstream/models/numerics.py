@@ -19,8 +19,11 @@ from slipstream.errors import ConfigError
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
 
-KEY_MULTIPLE = {torch.float32: 64, torch.bfloat16: 512}
+KEY_CHUNK = {torch.float32: 64, torch.bfloat16: 512}
 """Keys per attention chunk: partial sums end at these multiples of the position."""
+
+KEY_STEP = 16
+"""To what multiple the last chunk is padded where `partial_chunks_are_exact`."""
 
 WIDTH_MULTIPLE = 16
 """Hidden, head and inner widths: no vector kernel is left with a remainder, however its work is
@@ -48,6 +51,43 @@ def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     if not missing:
         return x
     return torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
+
+
+def key_step(dtype: torch.dtype, device: torch.device) -> int:
+    """What the number of keys is rounded up to: whole chunks, or less where that is exact, too."""
+    if dtype == torch.float32 and device.type == "cpu" and partial_chunks_are_exact():
+        return KEY_STEP
+    return KEY_CHUNK[dtype]
+
+
+@cache
+def partial_chunks_are_exact() -> bool:
+    """Whether fp32 products on this CPU give the same bits for a chunk that is cut off where only
+    zeros follow. Measured once (milliseconds): it depends on the library's kernels."""
+    generator = torch.Generator().manual_seed(0)
+    chunk = KEY_CHUNK[torch.float32]
+    for width in (16, 32, 64, 128):
+        q = torch.randn(3, 12, width, generator=generator)
+        keys = torch.randn(3, chunk, width, generator=generator)
+        weights = torch.rand(3, 12, chunk, generator=generator)
+        scores = torch.bmm(q, keys.transpose(1, 2))
+        for end in range(KEY_STEP, chunk, KEY_STEP):
+            weights[:, :, end - 3 :] = 0
+            for rows in (ROW_MULTIPLE, 12):
+                seen, kept = keys[:, :end], weights[:, :rows]
+                cut = torch.bmm(q[:, :rows], seen.transpose(1, 2))
+                product, start = torch.bmm(kept, keys), q[:, :rows]
+                if not (
+                    torch.equal(cut, scores[:, :rows, :end])
+                    and torch.equal(torch.bmm(kept[:, :, :end], seen), product)
+                    and torch.equal(
+                        torch.baddbmm(start, kept[:, :, :end], seen),
+                        torch.baddbmm(start, kept, keys),
+                    )
+                ):
+                    return False
+            weights = torch.rand(3, 12, chunk, generator=generator)
+    return True
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
-from slipstream.models import Decoder
+from slipstream.models import Decoder, numerics
 from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
@@ -23,7 +23,7 @@ def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
     B, H, G, T, K = 2, 2, 3, 10, 8
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, n, T, K, generator=generator).to(dtype) for n in (H * G, H, H))
-    S = padded_keys(T, dtype)
+    S = padded_keys(T, dtype, torch.device("cpu"))
     mask = causal_mask(torch.arange(T).expand(B, -1), S, H, G)
     folded = pad_query_rows(q.view(B, H, G * T, K))
     out = attend(folded, F.pad(k, (0, 0, 0, S - T)), F.pad(v, (0, 0, 0, S - T)), mask)
@@ -130,8 +130,16 @@ def test_padding() -> None:
     assert pad_rows(x[:4]) is not None
     assert pad_rows(x[:4]).shape == (4, 2)
     assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
-    assert padded_keys(0, torch.float32) == padded_keys(64, torch.float32) == 64
-    assert padded_keys(513, torch.bfloat16) == 1024
+
+
+def test_keys_are_padded_to_chunks_or_where_that_is_exact_to_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    assert padded_keys(513, torch.bfloat16, cpu) == 1024
+    for exact, padded in ((True, [16, 16, 64, 80]), (False, [64, 64, 64, 128])):
+        monkeypatch.setattr(numerics, "partial_chunks_are_exact", lambda exact=exact: exact)
+        assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 64, 65)] == padded
 
 
 def test_a_new_value_head_is_zero() -> None:

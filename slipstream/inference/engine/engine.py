@@ -19,7 +19,7 @@ from slipstream.inference.engine.runner import Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Scheduler
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import KEY_MULTIPLE, ROW_MULTIPLE, check_widths, round_up
+from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.choose import Choice, SamplingRows
 from slipstream.sampling.noise import key_words
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
@@ -42,8 +42,8 @@ class EngineSettings:
     max_prefill_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        if self.dtype not in KEY_MULTIPLE:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_MULTIPLE)
+        if self.dtype not in KEY_CHUNK:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_CHUNK)
             raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
         for name in ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens"):
             if getattr(self, name) < 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.models.attention import padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.numerics import ROW_MULTIPLE, round_up
+from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, round_up
 
 
 class KVStore:
@@ -43,12 +43,12 @@ class KVStore:
     def fits(self, rows: int, length: int) -> bool:
         """Whether the budget holds `rows` contexts of `length` tokens."""
         rows = round_up(rows, ROW_MULTIPLE)
-        return rows * padded_keys(length, self._dtype) * self._slot_bytes <= self._budget
+        return rows * self._slots(length) * self._slot_bytes <= self._budget
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room; what is stored stays. The caller has asked `fits`."""
         rows = round_up(rows, ROW_MULTIPLE)
-        slots = padded_keys(length, self._dtype)
+        slots = self._slots(length)
         if rows <= self.rows and slots <= self.slots:
             return
         # Doubling keeps copies rare; near the budget take exactly what is needed.
@@ -82,6 +82,10 @@ class KVStore:
         """Give all memory back; nothing stored is kept."""
         self.data = self._allocate(0, 0)
 
+    def _slots(self, length: int) -> int:
+        """Whole chunks: so that a row's slots seldom need to grow."""
+        return round_up(max(length, 1), KEY_CHUNK[self._dtype])
+
     @property
     def _slot_bytes(self) -> int:
         c = self._config
@@ -108,7 +112,8 @@ class PrefillView:
 
     @property
     def num_keys(self) -> int:
-        return padded_keys(self._length, self._store.data.dtype)
+        data = self._store.data
+        return padded_keys(self._length, data.dtype, data.device)
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
         fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3)
@@ -126,7 +131,7 @@ class DecodeView:
         _, _, rows, heads, slots, width = store.data.shape
         self._store = store
         self._n = n = positions_N.shape[0]
-        self._num_keys = padded_keys(length, store.data.dtype)
+        self._num_keys = padded_keys(length, store.data.dtype, store.data.device)
         # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K).
         line = torch.arange(n, device=positions_N.device)[:, None] * heads
         line = (line + torch.arange(heads, device=positions_N.device)) * slots
