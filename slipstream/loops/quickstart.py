@@ -22,19 +22,26 @@ from rich.table import Table
 
 from slipstream import __version__
 from slipstream.checkpoint.files import write_json
-from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.state import huggingface_folder
+from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import load_config
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
-from slipstream.loops.run import PICTURE, Run, claim_folder, open_run, rl_phase, sft_phase
+from slipstream.loops.run import (
+    PICTURE,
+    Run,
+    claim_folder,
+    open_run,
+    opened,
+    rl_phase,
+    sft_phase,
+)
 from slipstream.loops.stages import close_parts
 from slipstream.metrics.batch_metrics import accuracy_interval, paired_difference
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 from slipstream.metrics.picture import plot_run
-from slipstream.metrics.progress import Progress
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import cpu_has_bf16_units
 from slipstream.training.compute_thread import ComputeThread
@@ -98,15 +105,12 @@ def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) ->
         f"actor_rollout_ref.rollout.dtype={dtype}",
     ]
     config = load_config(overrides, recipe=chosen)
-    build.set_threads(config)
-    claim_folder(output, config)
     clock = Clock()
-    with Progress() as progress, GracefulInterrupt() as interrupt:
-        run = open_run(config, output, progress, interrupt, compute)
+    with opened(config, compute) as run:
         rated = anyio.run(_stages, run, clock, sft_control)
     if rated is None:
         console.print(f"stopped; `slipstream quickstart --output {output}` goes on from here")
-        return 130
+        return INTERRUPTED
     summary = summarize(run, rated, clock, chosen, dtype)
     write_json(output / SUMMARY, summary)
     plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
@@ -206,7 +210,7 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
         file=run.folder / "config.yaml",
     )
     claim_folder(folder, config)
-    more = open_run(config, folder, run.progress, run.interrupt, run.compute)
+    more = open_run(config, folder, run.progress, run.interrupt, run.compute, run.stages)
     return await sft_phase(more)
 
 

@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -42,6 +44,7 @@ __all__ = [
     "evaluate",
     "export",
     "open_run",
+    "opened",
     "rl_phase",
     "sft_phase",
     "train",
@@ -53,8 +56,25 @@ FORCED_EXIT_SECONDS = 5.0
 
 def train(config: Config, mode: Mode) -> int:
     """Run SFT, RL, or one after the other. Returns the exit status."""
+    with opened(config) as run:
+        announce(run, mode)
+        finished = anyio.run(_train, run, mode)
+    if config.trainer.val_only:
+        return 0
+    _conclude(run.folder, finished=finished)
+    return 0 if finished else INTERRUPTED
+
+
+@contextlib.contextmanager
+def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run]:
+    """A run that holds its folder, watches deadlines and Ctrl-C, and shows its progress.
+
+    `compute`, made where there is none, is closed at the end. The process ends where a thread never
+    returns. Raises CheckpointError where the folder is another run's.
+    """
     build.set_threads(config)
     folder = Path(config.trainer.default_local_dir)
+    compute = compute or ComputeThread()
     forced = threading.Timer(FORCED_EXIT_SECONDS, end_process, ["interrupted", INTERRUPTED])
     forced.daemon = True
 
@@ -69,19 +89,12 @@ def train(config: Config, mode: Mode) -> int:
     try:
         with locked(folder), progress, interrupt:
             claim_folder(folder, config, progress.note)
-            compute = ComputeThread()
-            run = open_run(config, folder, progress, interrupt, compute, stages)
-            announce(run, mode)
             try:
-                finished = anyio.run(_train, run, mode)
+                yield open_run(config, folder, progress, interrupt, compute, stages)
             finally:
                 close_parts(stages, compute)
     finally:
         forced.cancel()
-    if config.trainer.val_only:
-        return 0
-    _conclude(folder, finished=finished)
-    return 0 if finished else INTERRUPTED
 
 
 def announce(run: Run, mode: Mode) -> None:

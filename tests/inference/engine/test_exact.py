@@ -335,6 +335,16 @@ def test_set_aside_requests_with_one_row() -> None:
     assert disturbed["c"].spans == [VersionSpan(1, 0, 8)]
 
 
+def test_training_goes_on_after_an_engine_was_first() -> None:
+    # Shared tables are made by whoever comes first; those of inference mode cannot be trained with.
+    decoder = make_decoder(rope_theta=4321.0)
+    make_engine(decoder).run([make_request("first", max_tokens=3)])
+    ids = torch.arange(32)[None]
+    hidden = decoder.pack(torch.float32).forward(ids, ids).final
+    hidden.sum().backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is not None for n, p in decoder.named_parameters() if "lm_head" not in n)
+
+
 def test_hidden_states_equal_the_trainers() -> None:
     request = make_request("h", range(3, 40), max_tokens=20, hidden=True)
     generation = make_engine().run([request, make_request("other", max_tokens=25)])[0]

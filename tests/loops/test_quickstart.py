@@ -1,0 +1,73 @@
+"""The quickstart at toy size: every stage runs, and the summary says what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError
+from slipstream.loops import quickstart
+from slipstream.loops.folder import locked
+
+
+def test_it_trains_compares_and_sums_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "PROBLEMS", 12)
+    output = tmp_path / "run"
+    assert quickstart.main(output, seed=3, recipe="tiny", sft_control=True, bf16=False) == 0
+    shown = capsys.readouterr().out
+    for text in ("after SFT", "after more SFT", "after RL", "12 held-out problems", "summary.json"):
+        assert text in shown
+    summary = json.loads((output / quickstart.SUMMARY).read_text())
+    assert (summary["recipe"], summary["dtype"], summary["seed"]) == ("tiny", "float32", 3)
+    assert summary["problems"] == 12
+    assert summary["steps"] == {"sft": 2, "rl": 2}
+    assert summary["rollout_log_probs_differing"] == 0
+    assert summary["tokens_per_second_rollout"] > 0
+    assert summary["seconds"].keys() == {"sft", "evaluate", "rl", "sft_control", "total"}
+    gain, low, high = summary["accuracy_ci"]["rl_minus_sft"]
+    assert gain == pytest.approx(summary["accuracy_rl"] - summary["accuracy_sft"])
+    assert low <= gain <= high
+    assert summary["accuracy_ci"]["rl_minus_sft_continued"][0] == pytest.approx(
+        summary["accuracy_rl"] - summary["accuracy_sft_continued"]
+    )
+    assert summary["accuracy_ci"].keys() >= {"after SFT", "after more SFT", "after RL"}
+    assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(CheckpointError, match="another run is working in"):
+        quickstart.main(tmp_path, seed=1, recipe="tiny", sft_control=False, bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("units", "asked", "rate", "recipe", "dtype"),
+    [
+        (True, True, 1000.0, "quickstart", "bfloat16"),
+        (True, True, 100.0, "quickstart_small", "bfloat16"),
+        (True, False, 100.0, "quickstart_small", "float32"),
+        (False, True, 100.0, "quickstart_small", "float32"),
+    ],
+)
+def test_the_recipe_is_chosen_by_what_the_cpu_does(
+    monkeypatch: pytest.MonkeyPatch, units: bool, asked: bool, rate: float, recipe: str, dtype: str
+) -> None:
+    measured: list[torch.dtype] = []
+
+    def matmul_rate(kind: torch.dtype) -> float:
+        measured.append(kind)
+        return rate
+
+    monkeypatch.setattr(quickstart, "cpu_has_bf16_units", lambda: units)
+    monkeypatch.setattr(quickstart, "matmul_rate", matmul_rate)
+    chosen, name, reason = quickstart.choose_recipe("auto", bf16=asked)
+    assert (chosen, name) == (recipe, dtype)
+    assert measured == [getattr(torch, dtype)]
+    assert f"{rate:.0f} GFLOP/s in {dtype}" in reason
+    assert ("switched off" in reason) == (not asked)
+    assert ("no bf16 units" in reason) == (asked and not units)
+    assert quickstart.choose_recipe("quickstart", bf16=asked)[0] == "quickstart"
