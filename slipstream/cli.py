@@ -93,7 +93,8 @@ def _existing_checkpoint(folder: Path) -> Path:
 def _run_settings(checkpoint: Path) -> Path | None:
     """The settings that the run of `checkpoint` kept, beside it or above it."""
     resolved = checkpoint.resolve()
-    for folder in (resolved, *list(resolved.parents)[:2]):
+    # From a policy's folder: <run>/sft/global_step_N/actor/huggingface.
+    for folder in (resolved, *list(resolved.parents)[:4]):
         if (folder / CONFIG_FILE).is_file():
             return folder / CONFIG_FILE
     return None

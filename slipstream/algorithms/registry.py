@@ -7,6 +7,7 @@ module that the configuration names.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -121,8 +122,10 @@ def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _F
 def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str) -> _Fn:
     fn = table.get(str(name))
     if fn is None:
+        near = difflib.get_close_matches(str(name), table, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise RegistryError(
-            f"unknown {kind} {str(name)!r}; known: {', '.join(sorted(table))}. "
+            f"unknown {kind} {str(name)!r}{meant}; known: {', '.join(sorted(table))}. "
             f"Your own needs @{decorator}({str(name)!r}) in a module that is imported before"
         )
     return fn

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rollout(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import rollout
+    from slipstream.bench.contenders import PEERS
 
     dtype = _settle_torch(args)
     given = {"batch": args.batch, "new_tokens": args.new_tokens}
@@ -111,6 +112,12 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
                 rounds=args.rounds,
                 memory=args.memory,
                 **{name: value for name, value in given.items() if value is not None},
+            )
+            contenders = len(PEERS[args.peer]) + 1
+            print(
+                f"{case} lengths, {shape}: {contenders} contenders in turns, {args.rounds} rounds "
+                "after one to warm up",
+                file=sys.stderr,
             )
             measured = rollout.run(bench)
             _print(f"rollout, {case} lengths, {shape}", measured)

@@ -28,7 +28,8 @@ def huggingface_folder(checkpoint: Path) -> Path:
 
 
 def optimizer_file(checkpoint: Path) -> Path:
-    """Optimizer, schedule and random number generator states (`save_tree`)."""
+    """Optimizer and schedule (`save_tree`). No random number generator has a state to keep: all
+    draws are functions of seed and position."""
     return checkpoint / "actor" / "optimizer.safetensors"
 
 

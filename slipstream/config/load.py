@@ -60,7 +60,8 @@ RESUMABLE_KEYS = frozenset(
         "sft.test_freq",
     }
 )
-"""Keys that may differ between a run and its continuation: they change no update."""
+"""Keys that may differ between a run and its continuation. They change no update that was made;
+more steps stretch a learning-rate schedule that is tied to them, which the loops announce."""
 
 
 def raise_problems(problems: Sequence[str]) -> None:

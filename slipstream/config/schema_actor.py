@@ -173,7 +173,7 @@ class ActorConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of training; `auto` is bfloat16 where the device is fast in it."""
     log_prob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at once when log-probabilities are computed."""
+    """Tokens whose logits exist at once when log-probabilities are computed; a multiple of 4."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The policy's optimizer."""
 

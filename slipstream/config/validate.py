@@ -29,6 +29,10 @@ GROUP_RELATIVE = frozenset(
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
+_WIDTH_MULTIPLE = 16
+"""`models.numerics.WIDTH_MULTIPLE`, which would import torch."""
+_CHUNK_MULTIPLE = 4
+"""`models.numerics.ROW_MULTIPLE`, likewise."""
 
 
 def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> list[str]:
@@ -172,6 +176,12 @@ def _actor(config: Config) -> Iterator[str]:
             f"data.train_batch_size={batch} is not a multiple of {_ACTOR}.ppo_mini_batch_size="
             f"{mini}; set {_ACTOR}.ppo_mini_batch_size={fitting}"
         )
+    if actor.log_prob_chunk_tokens % _CHUNK_MULTIPLE:
+        fitting = -(-actor.log_prob_chunk_tokens // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+        yield (
+            f"{_ACTOR}.log_prob_chunk_tokens={actor.log_prob_chunk_tokens} is not a multiple of "
+            f"{_CHUNK_MULTIPLE}; set {_ACTOR}.log_prob_chunk_tokens={fitting}"
+        )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         yield (
             f"{_ACTOR}.use_dynamic_bsz=false needs a micro-batch size; set "
@@ -215,20 +225,31 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
     if init is None:
         return
     key = f"{_MODEL}.init"
+    embedded = config.actor_rollout_ref.rollout.name == "embedded"
     if init.head_dim is None and init.hidden_size % init.num_heads:
-        pair = 2 * init.num_heads
-        fitting = -(-init.hidden_size // pair) * pair
+        unit = init.num_heads * (_WIDTH_MULTIPLE if embedded else 2)
+        fitting = -(-init.hidden_size // unit) * unit
         yield (
             f"{key}.hidden_size={init.hidden_size} is not a multiple of {key}.num_heads="
             f"{init.num_heads}; set {key}.hidden_size={fitting} or {key}.head_dim=64"
         )
+        return
     if init.num_heads % init.num_kv_heads:
         yield (
             f"{key}.num_heads={init.num_heads} is not a multiple of {key}.num_kv_heads="
             f"{init.num_kv_heads}; set {key}.num_kv_heads={init.num_heads}"
         )
     width = init.head_dim or init.hidden_size // init.num_heads
-    if width % 2:
+    if embedded:
+        sizes = {"hidden_size": init.hidden_size, "intermediate_size": init.intermediate_size}
+        for name, size in {**sizes, "head_dim": width}.items():
+            if size % _WIDTH_MULTIPLE:
+                yield (
+                    f"{key}.{name}={size} is not a multiple of {_WIDTH_MULTIPLE}, which the "
+                    f"embedded engine needs; set {key}.{name}="
+                    f"{-(-size // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE}"
+                )
+    elif width % 2:
         yield (
             f"{key}: heads of odd width {width} cannot be rotated; set {key}.head_dim={width + 1}"
         )

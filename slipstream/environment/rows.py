@@ -122,7 +122,7 @@ def _read_file(path: Path) -> Iterator[dict[str, Any]]:
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {str(path)!r} is not readable parquet: {error}") from error
     return rows
 
@@ -149,6 +149,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"data file {str(path)!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"data file {str(path)!r} cannot be read: {error}") from error
 
 
 def _parse(path: Path, text: str, line: int) -> Any:

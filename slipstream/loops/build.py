@@ -36,8 +36,8 @@ from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.snapshot import policy_folder
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import load_checkpoint
-from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
+from slipstream.models.hf_io import load_checkpoint, load_config
+from slipstream.models.numerics import WIDTH_MULTIPLE, check_widths, dtype_from_name, round_up
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "check_engine",
     "decode_with",
     "device_of",
     "eval_settings",
@@ -67,6 +68,7 @@ __all__ = [
     "make_task",
     "make_tokenizer",
     "max_model_len",
+    "model_config",
     "optim_settings",
     "optimizer_steps",
     "rl_config",
@@ -100,6 +102,17 @@ def make_decoder(
     """The policy: weights from `folder`, or freshly drawn after `model.init`."""
     if folder is not None:
         return load_checkpoint(folder, device=device_of(config))
+    decoder = Decoder(model_config(config, tokenizer, None))
+    decoder.init_weights(config.trainer.seed)
+    return decoder.to(device_of(config))
+
+
+def model_config(
+    config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
+) -> ModelConfig:
+    """Sizes of the policy: those in `folder`, or `model.init`'s."""
+    if folder is not None:
+        return load_config(folder)
     init = config.actor_rollout_ref.model.init
     if init is None:
         raise ConfigError(
@@ -112,26 +125,22 @@ def make_decoder(
             f"actor_rollout_ref.model.init.vocab_size={vocab} is smaller than the tokenizer's "
             f"{len(tokenizer)} tokens"
         )
-    decoder = Decoder(
-        ModelConfig(
-            family=init.family,
-            vocab_size=vocab,
-            hidden_size=init.hidden_size,
-            intermediate_size=init.intermediate_size,
-            num_layers=init.num_layers,
-            num_heads=init.num_heads,
-            num_kv_heads=init.num_kv_heads,
-            head_dim=init.head_dim or init.hidden_size // init.num_heads,
-            max_position_embeddings=init.max_position_embeddings,
-            rope_theta=init.rope_theta,
-            tie_word_embeddings=init.tie_word_embeddings,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    return ModelConfig(
+        family=init.family,
+        vocab_size=vocab,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_layers=init.num_layers,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads,
+        head_dim=init.head_dim or init.hidden_size // init.num_heads,
+        max_position_embeddings=init.max_position_embeddings,
+        rope_theta=init.rope_theta,
+        tie_word_embeddings=init.tie_word_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    decoder.init_weights(config.trainer.seed)
-    return decoder.to(device_of(config))
 
 
 def optim_settings(optim: OptimConfig, total_steps: int) -> OptimSettings:
@@ -240,6 +249,28 @@ def max_model_len(config: Config) -> int:
     return config.actor_rollout_ref.rollout.max_model_len or wanted
 
 
+def check_engine(config: Config, model: ModelConfig) -> None:
+    """Refuse an engine that could not serve `model`. Raises ConfigError."""
+    rollout, limit = config.actor_rollout_ref.rollout, max_model_len(config)
+    if limit > model.max_position_embeddings:
+        raise ConfigError(
+            f"prompt and response may take {limit} tokens, but the model has "
+            f"{model.max_position_embeddings} positions; lower data.max_prompt_length or "
+            "data.max_response_length"
+        )
+    if rollout.name == "fake":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
+            "embedded or hf"
+        )
+    if rollout.name == "embedded":
+        check_widths(
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            head_dim=model.head_dim,
+        )
+
+
 def make_engine(
     config: Config,
     decoder: Decoder,
@@ -250,25 +281,14 @@ def make_engine(
     rollout = config.actor_rollout_ref.rollout
     device = device_of(config)
     dtype = rollout_dtype(config)
-    limit = max_model_len(config)
-    if limit > decoder.config.max_position_embeddings:
-        raise ConfigError(
-            f"prompt and response may take {limit} tokens, but the model has "
-            f"{decoder.config.max_position_embeddings} positions; lower data.max_prompt_length or "
-            "data.max_response_length"
-        )
+    check_engine(config, decoder.config)
     decode = decode_with(tokenizer)
     if rollout.name == "hf":
         return _hf_engine(config, decoder, dtype, decode, compute)
-    if rollout.name == "fake":
-        raise ConfigError(
-            "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
-            "embedded or hf"
-        )
     own = Decoder(decoder.config).to(device)
     own.load_state_dict(decoder.state_dict())
     settings = EngineSettings(
-        max_model_len=limit,
+        max_model_len=max_model_len(config),
         dtype=dtype,
         max_num_seqs=rollout.max_num_seqs,
         kv_budget_bytes=rollout.kv_cache_bytes or DEFAULT_KV_BYTES,

@@ -84,15 +84,34 @@ class Run:
     def _find_resume(self, phase: str) -> Path | None:
         trainer, manager = self.config.trainer, self.snapshots(phase).manager
         path = manager.resolve(trainer.resume_mode, trainer.resume_from_path)
-        if path is None or trainer.resume_mode == "auto":
-            return path
+        if path is None:
+            return None
         state = RunState.load(path)
+        saved, problems = from_dict(state.config)
+        if phase == "rl" and not problems:
+            self._announce_schedule(saved)
+        if trainer.resume_mode == "auto":
+            return path
         if state.phase != phase:
             return None
-        saved, problems = from_dict(state.config)
         if not problems and (differences := diff(saved, self.config)):
             self.progress.note(f"{path} was made with other settings: {'; '.join(differences)}")
         return path
+
+    def _announce_schedule(self, saved: Config) -> None:
+        """Say where another number of steps changes learning rates: it is no update made again, but
+        not what the longer run would have done from its start."""
+        optim = self.config.actor_rollout_ref.actor.optim
+        tied = optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps_ratio > 0
+        lengths = [
+            (c.trainer.total_training_steps, c.trainer.total_epochs) for c in (saved, self.config)
+        ]
+        if tied and optim.total_training_steps == -1 and lengths[0] != lengths[1]:
+            self.progress.note(
+                "the run has another number of steps than when it began, and its learning-rate "
+                "schedule spans the new one from here on; set "
+                "actor_rollout_ref.actor.optim.total_training_steps to keep the old schedule"
+            )
 
     def sft_result(self, rl_checkpoint: Path) -> Path | None:
         """The policy that the SFT beside an RL checkpoint ended with, None where it is gone."""

@@ -84,8 +84,14 @@ def claim_folder(
                 + "\nset another trainer.default_local_dir, take back the changes, or start over "
                 "with trainer.resume_mode=disable"
             )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path, to_yaml(config))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, to_yaml(config))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}); make room, or set another "
+            "trainer.default_local_dir"
+        ) from error
 
 
 def has_checkpoint(folder: Path) -> bool:

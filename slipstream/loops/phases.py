@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint.manager import verify
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
@@ -21,9 +22,10 @@ from slipstream.loops.folder import forget_after
 from slipstream.loops.records import dump_groups
 from slipstream.loops.rl import WeightReceiver, run_rl_training
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
-from slipstream.loops.snapshot import LastPublished
+from slipstream.loops.snapshot import LastPublished, policy_folder
 from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.metrics.timers import Timers
+from slipstream.models.hf_io import load_config
 from slipstream.types import Group
 
 
@@ -257,6 +259,28 @@ class _RLPhase:
                 self._run,
                 lambda: self._snapshots.save(step, self._backend, state, self._published),
             )
+
+
+def check_rl(run: Run, start: Path | None) -> None:
+    """Refuse what would keep RL from beginning: names that no registry has, prompts that cannot be
+    read, an engine that cannot serve the model, a reference that is not there."""
+    config = run.config
+    data = build.make_data_buffer(config, run.tokenizer, run.task)
+    build.rl_config(config, build.rl_steps(config, data), 0)
+    build.check_engine(config, build.model_config(config, run.tokenizer, start))
+    reference = config.actor_rollout_ref.ref.path
+    if reference is not None:
+        load_config(policy_folder(Path(reference)))
+
+
+def result_of_sft(run: Run) -> Path | None:
+    """The policy of an SFT that has run in this folder before; None where there was none."""
+    latest = run.snapshots("sft").manager.latest()
+    if latest is None:
+        return None
+    verify(latest)
+    run.progress.note(f"RL starts from the SFT in this folder: {latest}")
+    return huggingface_folder(latest)
 
 
 def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:

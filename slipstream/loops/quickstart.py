@@ -24,11 +24,12 @@ from slipstream import __version__
 from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.config.launch import INTERRUPTED
-from slipstream.config.load import load_config
+from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.loops.folder import has_checkpoint
 from slipstream.loops.run import (
     PICTURE,
     Run,
@@ -96,11 +97,14 @@ def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) ->
     """Run the quickstart into `output`; the exit status (130 if interrupted)."""
     console = Console()
     compute = ComputeThread()
-    chosen, dtype, reason = compute.run(lambda: choose_recipe(recipe, bf16=bf16))
+    begun = _begun(output) if recipe == "auto" else None
+    chosen, dtype, reason = begun or compute.run(lambda: choose_recipe(recipe, bf16=bf16))
     console.print(f"recipe {chosen} in {dtype}: {reason}", highlight=False)
     overrides = [
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={output}",
+        # The recipes are sized for CPUs, and the measurement is of this one.
+        "trainer.device=cpu",
         f"actor_rollout_ref.actor.dtype={dtype}",
         f"actor_rollout_ref.rollout.dtype={dtype}",
     ]
@@ -109,13 +113,24 @@ def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) ->
     with opened(config, compute) as run:
         rated = anyio.run(_stages, run, clock, sft_control)
     if rated is None:
-        console.print(f"stopped; `slipstream quickstart --output {output}` goes on from here")
+        again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
+        again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
+        console.print(f"stopped; `{again}` goes on from here", highlight=False, soft_wrap=True)
         return INTERRUPTED
     summary = summarize(run, rated, clock, chosen, dtype)
     write_json(output / SUMMARY, summary)
     plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
     report(console, output, rated, summary)
     return 0
+
+
+def _begun(output: Path) -> tuple[str, str, str] | None:
+    """What the run in `output` began with: another measurement must not choose another recipe."""
+    if not has_checkpoint(output):
+        return None
+    config = load_config(file=output / CONFIG_FILE, complete=False, notify=lambda text: None)
+    actor = config.actor_rollout_ref.actor
+    return config.trainer.experiment_name, actor.dtype, f"as the run in {output} began"
 
 
 def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
@@ -159,7 +174,10 @@ async def _stages(run: Run, clock: Clock, sft_control: bool) -> list[Rated] | No
     clock.lap("evaluate")
     if not await rl_phase(run, sft):
         return None
-    spent = clock.lap("rl")
+    clock.lap("rl")
+    # Of all processes that worked on it.
+    spent = clock.seconds["rl"] = max(clock.seconds["rl"], _trained_seconds(run.folder))
+    clock.seconds["sft"] = max(clock.seconds["sft"], _trained_seconds(run.folder / "sft"))
     policy = run.snapshots("rl").manager.latest()
     assert policy is not None, "rl_phase ends with a checkpoint"
     after = await rate(run, "after RL", huggingface_folder(policy))
@@ -172,6 +190,13 @@ async def _stages(run: Run, clock: Clock, sft_control: bool) -> list[Rated] | No
         rated.append(await rate(run, "after more SFT", continued))
         clock.lap("evaluate")
     return [*rated, after]
+
+
+def _trained_seconds(folder: Path) -> float:
+    """Seconds that a phase's steps and validations have taken, whichever process ran them."""
+    names = ("timing_s/step", "timing_s/testing")
+    lines = read_jsonl(folder / METRICS_FILE)
+    return sum(metrics.get(name, 0.0) for _, metrics in lines for name in names)
 
 
 async def rate(run: Run, name: str, policy: Path) -> Rated:
@@ -197,12 +222,16 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
     history = read_jsonl(run.folder / "sft" / METRICS_FILE)
     per_step = float(np.median([metrics["timing_s/step"] for _, metrics in history]))
     folder = run.folder / "sft_control"
+    steps = max(1, round(seconds / per_step))
+    if has_checkpoint(folder):
+        begun = load_config(file=folder / CONFIG_FILE, complete=False, notify=lambda text: None)
+        steps = begun.sft.total_training_steps
     config = load_config(
         [
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={sft}",
             "actor_rollout_ref.model.init=null",
-            f"sft.total_training_steps={max(1, round(seconds / per_step))}",
+            f"sft.total_training_steps={steps}",
             "trainer.mode=sft",
             # Other demonstrations than those it has seen.
             f"data.seed={run.config.trainer.seed + 1_000_000}",

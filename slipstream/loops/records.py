@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.checkpoint.files import write_text_atomic
+from slipstream.checkpoint.files import is_disk_full, write_text_atomic
+from slipstream.errors import CheckpointError
 from slipstream.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -18,12 +19,22 @@ if TYPE_CHECKING:
 def dump_groups(
     path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
-    """Write all samples of `groups` to `path`, replacing it in one rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(record(sample, tokenizer, step)) for group in groups for sample in group.samples
-    ]
-    write_text_atomic(path, "\n".join(lines) + "\n")
+    """Write all samples of `groups` to `path`, replacing it in one rename.
+
+    A ground truth that JSON has no value for (a date, a decimal) is written as text. Raises
+    CheckpointError where the file cannot be written: the checkpoints before stay.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lines = [json.dumps(record(sample, tokenizer, step), default=str) for sample in samples]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, "\n".join(lines) + "\n")
+    except OSError as error:
+        remedy = "make room" if is_disk_full(error) else "see to the folder"
+        raise CheckpointError(
+            f"step {step}: the samples cannot be written to {path} ({error}); {remedy} and run the "
+            "same command again: it goes on from the last checkpoint"
+        ) from error
 
 
 def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:

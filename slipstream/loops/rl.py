@@ -223,6 +223,10 @@ class _Learner:
                 metrics |= penalty
                 for row, fresh in zip(batch.rows, self._rows(usable, rewards).rows, strict=True):
                     row.advantages = fresh.advantages
+        if self._config.sync_every > 1:
+            # The engines may be some updates behind: the policy that sampled is the old one.
+            for row in batch.rows:
+                row.old_log_probs = row.rollout_log_probs
         metrics |= batch_metrics(batch, rewards, usable, self._backend.weight_version)
         with timers.span("update_actor"):
             metrics |= await self._update(step, batch, usable)
@@ -261,9 +265,11 @@ class _Learner:
         )
 
     async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
-        """The old policy's log-probs, where the update is not its own old policy, and the
-        reference's."""
-        if not self._config.on_policy or self._kl is not None:
+        """The old policy's log-probs, where the update is not its own old policy and the rollout's
+        will not do, and the reference's."""
+        config = self._config
+        several = not config.on_policy and config.sync_every == 1
+        if several or self._kl is not None:
             with timers.span("old_log_prob"):
                 async with self._stages.stage("log-probs", "the policy's forward pass"):
                     old = await self._backend.compute_log_probs(batch)

@@ -28,9 +28,21 @@ from slipstream.loops import build
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
 from slipstream.loops.deliver import evaluate, export
 from slipstream.loops.folder import PICTURE, claim_folder, locked
-from slipstream.loops.phases import rl_phase, sft_phase, start_of_rl, validate_policy
+from slipstream.loops.phases import (
+    check_rl,
+    result_of_sft,
+    rl_phase,
+    sft_phase,
+    start_of_rl,
+    validate_policy,
+)
 from slipstream.loops.snapshot import policy_folder
-from slipstream.loops.stages import Stages, close_parts, end_process
+from slipstream.loops.stages import (
+    Stages,
+    close_parts,
+    end_process,
+    frozen_interpreter_ends,
+)
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
@@ -86,8 +98,9 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
     stages = Stages(timeout_s=config.trainer.stage_timeout_s, on_stuck=on_stuck)
     interrupt = GracefulInterrupt(on_second=forced.start)
     progress = Progress(console=SteadyConsole(file=sys.stdout))
+    frozen_after = config.trainer.stage_timeout_s + stages.grace_s
     try:
-        with locked(folder), progress, interrupt:
+        with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
                 yield open_run(config, folder, progress, interrupt, compute, stages)
@@ -133,6 +146,11 @@ async def _train(run: Run, mode: Mode) -> bool:
         await _validate_only(run, start)
         return True
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
+    if "rl" in phases:
+        # Before hours of SFT, not after them.
+        check_rl(run, start)
+    if "sft" not in phases and start is None:
+        start = result_of_sft(run)
     if "sft" in phases:
         if rl_checkpoint is not None:
             start = start_of_rl(run, rl_checkpoint)

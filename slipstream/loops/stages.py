@@ -9,6 +9,7 @@ nothing of what the stages do. Called by the loops.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -101,6 +102,38 @@ def close_parts(stages: Stages, *parts: object) -> None:
         for part in parts:
             if isinstance(part, _Closable):
                 part.close()
+
+
+@contextlib.contextmanager
+def frozen_interpreter_ends(seconds: float) -> Iterator[None]:
+    """End the process, with the stack of every thread on stderr, where no Python code has run for
+    `seconds` in the body.
+
+    Timers and signal handlers are Python, too: they cannot see a call that never gives up the
+    interpreter, such as a regular expression that backtracks for ever in a reward function. Exit
+    status 1.
+    """
+    try:
+        output = sys.stderr.fileno()
+    except (OSError, ValueError):  # replaced by something that is no file
+        yield
+        return
+    over = threading.Event()
+
+    def postpone() -> None:
+        while True:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=output)
+            if over.wait(min(seconds / 4, 5.0)):
+                return
+
+    thread = threading.Thread(target=postpone, name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end_process(message: str, status: int) -> NoReturn:

@@ -36,9 +36,9 @@ class MetricsLogger(Protocol):
 class JSONLLogger:
     """One line `{"step": ..., "data": {...}}` a call, as VERL's file logger writes.
 
-    Every line is flushed. Appends to an existing file; a last line that a crash tore off is
-    removed first. Infinities and NaN are written as strings, since JSON has no numbers for them;
-    `read_jsonl` turns them back.
+    Every line is on disk when `log` returns. Appends to an existing file; a last line that a crash
+    tore off is removed first. Infinities and NaN are written as strings, since JSON has no numbers
+    for them; `read_jsonl` turns them back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,6 +51,8 @@ class JSONLLogger:
         data = {name: _to_json(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, "data": data}, allow_nan=False) + "\n")
         self._file.flush()
+        # A checkpoint that survives a power loss must not be ahead of its log.
+        os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
         """Drop all lines of later steps, in one rename: what a resumed run will log again."""

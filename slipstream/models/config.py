@@ -189,8 +189,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> Non
         if kind != "default":
             raise CheckpointError(
                 f"{source}: RoPE scaling {kind!r} ({key}) is not supported by Slipstream's "
-                "decoder; use a checkpoint without scaling, or roll out with "
-                "actor_rollout_ref.rollout.name=hf"
+                "decoder; use a checkpoint without scaling"
             )
         partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         if partial not in (None, 1, 1.0):

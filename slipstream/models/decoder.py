@@ -35,6 +35,11 @@ class KVCache(Protocol):
         """Key slots that `extend` returns: what `attention.padded_keys` gives."""
         ...
 
+    @property
+    def num_seen(self) -> int:
+        """Key slots from 0 on that every query of this pass sees; a multiple of 16."""
+        ...
+
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values of one layer; return all of them, (B, H, S, K) each."""
         ...
@@ -226,10 +231,10 @@ class PackedDecoder:
         c = self.config
         cos_sin = rope_tables(positions_BT, c, self.dtype)
         if kv_cache is None:
-            num_keys = padded_keys(ids_BT.shape[1], self.dtype, ids_BT.device)
+            num_keys, seen = padded_keys(ids_BT.shape[1], self.dtype, ids_BT.device), 0
         else:
-            num_keys = kv_cache.num_keys
-        mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size)
+            num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
+        mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size, seen)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
@@ -237,10 +242,18 @@ class PackedDecoder:
         for index, layer in enumerate(self.layers):
             if recompute:
                 x = checkpoint(
-                    _layer_forward, layer, index, x, cos_sin, mask, kv_cache, c, use_reentrant=False
+                    _layer_forward,
+                    layer,
+                    index,
+                    x,
+                    cos_sin,
+                    (num_keys, mask),
+                    kv_cache,
+                    c,
+                    use_reentrant=False,
                 )
             else:
-                x = _layer_forward(layer, index, x, cos_sin, mask, kv_cache, c)
+                x = _layer_forward(layer, index, x, cos_sin, (num_keys, mask), kv_cache, c)
             if index in taps:
                 kept[index] = x.view(B, T, -1)
         return HiddenStates(rms_norm(x, self.norm, c.rms_norm_eps).view(B, T, -1), kept)
@@ -251,11 +264,12 @@ def _layer_forward(
     index: int,
     x_MD: Tensor,
     cos_sin: tuple[Tensor, Tensor],
-    mask_NRS: Tensor,
+    visible: tuple[int, Tensor],
     kv_cache: KVCache | None,
     c: ModelConfig,
 ) -> Tensor:
     B, T = cos_sin[0].shape[:2]
+    num_keys, mask_NRX = visible
     heads = c.num_heads + c.num_kv_heads
     normed = rms_norm(x_MD, w.input_norm, c.rms_norm_eps)
     qkv = w.qkv(normed).view(B, T, heads + c.num_kv_heads, c.head_dim)
@@ -265,13 +279,13 @@ def _layer_forward(
     qk = rotate(qk, *cos_sin)
     k, v = qk[:, :, c.num_heads :], qkv[:, :, heads:]
     if kv_cache is None:
-        keys, values = _pad_keys(k, mask_NRS.shape[-1]), _pad_keys(v, mask_NRS.shape[-1])
+        keys, values = _pad_keys(k, num_keys), _pad_keys(v, num_keys)
     else:
         keys, values = kv_cache.extend(index, k, v)
     # Query heads of one key-value head become rows of one matrix: (B, T, H*G, K) -> (B, H, G*T, K).
     q = qk[:, :, : c.num_heads].reshape(B, T, c.num_kv_heads, c.group_size, c.head_dim)
     q = q.permute(0, 2, 3, 1, 4).reshape(B, c.num_kv_heads, c.group_size * T, c.head_dim)
-    attended = attend(pad_query_rows(q), keys, values, mask_NRS)
+    attended = attend(pad_query_rows(q), keys, values, mask_NRX)
     rows = attended[:, :, : c.group_size * T]
     rows = rows.reshape(B, c.num_kv_heads, c.group_size, T, c.head_dim)
     joined = rows.permute(0, 3, 1, 2, 4).reshape(B * T, c.num_heads * c.head_dim)

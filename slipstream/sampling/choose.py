@@ -6,7 +6,7 @@ keyed noise alone (see `noise`), so whatever proposed it, the same token comes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,22 @@ class SamplingRows:
     any_tempered: bool
     cuts: bool
 
+    def part(self, rows: slice) -> SamplingRows:
+        """The settings of some of the rows."""
+        return replace(
+            self,
+            keys_N2=self.keys_N2[rows],
+            temperature_N=self.temperature_N[rows],
+            top_k_N=self.top_k_N[rows],
+            top_p_N=self.top_p_N[rows],
+            min_p_N=self.min_p_N[rows],
+        )
+
+
+ELEMENTS_AT_ONCE = 1 << 18
+"""On CPU, rows are taken in blocks of so many logits: larger temporaries are fresh memory each
+time, which costs as much as what is computed in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -51,6 +67,20 @@ class Choice:
 
 def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
     """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
+    count, vocab_size = logits_NV.shape
+    at_once = max(1, ELEMENTS_AT_ONCE // vocab_size)
+    if count <= at_once or logits_NV.is_cuda:
+        return _choose(logits_NV, positions_N, rows)
+    blocks = [slice(start, start + at_once) for start in range(0, count, at_once)]
+    parts = [_choose(logits_NV[b], positions_N[b], rows.part(b)) for b in blocks]
+    return Choice(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.log_probs for part in parts]),
+        torch.cat([part.sampling_log_probs for part in parts]),
+    )
+
+
+def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
     greedy_N = rows.temperature_N == 0
     if rows.any_tempered:
         logits_NV = logits_NV / torch.where(greedy_N, 1.0, rows.temperature_N)[:, None]

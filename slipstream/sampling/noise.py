@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -64,8 +65,14 @@ def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tens
     positions = positions_N.to(torch.int32)
     first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
     second = _mix(keys_N2[:, 1] + first)
-    ids = torch.arange(vocab_size, device=keys_N2.device, dtype=torch.int32) * _GOLDEN
-    return _mix(_mix(ids[None, :] ^ first[:, None]).add_(second[:, None]))
+    ids_V = _scrambled_ids(vocab_size, keys_N2.device)
+    return _mix(_mix(ids_V[None, :] ^ first[:, None]).add_(second[:, None]))
+
+
+@cache
+@torch.inference_mode(False)
+def _scrambled_ids(vocab_size: int, device: torch.device) -> Tensor:
+    return torch.arange(vocab_size, device=device, dtype=torch.int32) * _GOLDEN
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ Tinker's style), so that work can be submitted first and awaited later.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import anyio
+import anyio.from_thread
+import anyio.lowlevel
 
 from slipstream.training.losses import LossFn
 from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
@@ -69,12 +70,12 @@ class TrainFuture(Generic[T_co]):
     async def _arrive(self) -> T_co:
         if not self._work.done():
             arrived = anyio.Event()
-            loop = asyncio.get_running_loop()
+            token = anyio.lowlevel.current_token()
 
             def wake(_: object) -> None:
-                # A loop that was closed in the meantime has nobody left to wake.
+                # A loop that has ended in the meantime has nobody left to wake.
                 with contextlib.suppress(RuntimeError):
-                    loop.call_soon_threadsafe(arrived.set)
+                    anyio.from_thread.run_sync(arrived.set, token=token)
 
             self._work.add_done_callback(wake)
             await arrived.wait()

@@ -121,14 +121,23 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             f"{MODEL}.init.hidden_size=33",
             "is not a multiple",
-            f"{MODEL}.init.hidden_size=36",
+            f"{MODEL}.init.hidden_size=64",
         ),
         (
             f"{MODEL}.init.num_kv_heads=3",
             "is not a multiple",
             f"{MODEL}.init.num_kv_heads=2",
         ),
-        (f"{MODEL}.init.head_dim=5", "odd width 5", f"{MODEL}.init.head_dim=6"),
+        (
+            f"{MODEL}.init.head_dim=5",
+            "not a multiple of 16, which the embedded engine needs",
+            f"{MODEL}.init.head_dim=16",
+        ),
+        (
+            f"{ACTOR}.log_prob_chunk_tokens=1023",
+            "not a multiple of 4",
+            f"{ACTOR}.log_prob_chunk_tokens=1024",
+        ),
         (
             "actor_rollout_ref.ref.path=m",
             "has no effect without a KL term",
@@ -299,3 +308,16 @@ def test_a_run_without_work_is_refused(overrides: str, message: str, remedy: str
     assert message in str(caught.value)
     assert remedy in str(caught.value)
     resolve_mode(load(f"{overrides} {remedy}"))
+
+
+def test_heads_of_odd_width_are_refused_for_every_engine() -> None:
+    with pytest.raises(ConfigError, match="odd width 5"):
+        load(f"{ROLLOUT}.name=hf", f"{MODEL}.init.head_dim=5")
+
+
+def test_multiples_are_those_of_exact_mode() -> None:
+    # The rules may not import torch, and so repeat two numbers.
+    from slipstream.config.validate import _CHUNK_MULTIPLE, _WIDTH_MULTIPLE
+    from slipstream.models.numerics import ROW_MULTIPLE, WIDTH_MULTIPLE
+
+    assert (_WIDTH_MULTIPLE, _CHUNK_MULTIPLE) == (WIDTH_MULTIPLE, ROW_MULTIPLE)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +19,11 @@ from safetensors.torch import load_file, save_file
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.checkpoint.tree import save_tree
 from slipstream.cli import main
+from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.errors import CheckpointError
+from slipstream.loops.records import dump_groups
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.types import Group, Prompt, Sample
 from tests.loops.helpers import ACTOR, ROLLOUT, rl_only, steps_of, tiny, write_reward
 
 MODEL = "actor_rollout_ref.model"
@@ -339,3 +344,33 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(
     assert steps_of(tmp_path / "run") == [1]
     assert main(line) == 0
     assert [step for step, _ in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.adv_estimator=grpoo", "did you mean 'grpo'"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
+        (f"{ROLLOUT}.name=fake", "is for tests"),
+        ("actor_rollout_ref.ref.path=nowhere", "nowhere"),
+    ],
+)
+def test_what_rl_cannot_use_is_refused_before_sft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    assert main(tiny(tmp_path / "run", override)) in (2, 4)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "sft").exists()
+
+
+def test_ground_truths_that_json_has_no_value_for_are_recorded_as_text(tmp_path: Path) -> None:
+    sample = Sample(uid="u", ground_truth=Decimal("1.50"))
+    groups = [Group(index=0, prompt=Prompt(uid="p", ids=[1]), samples=[sample])]
+    dump_groups(tmp_path / "1.jsonl", groups, build_tokenizer(), 1)
+    assert json.loads((tmp_path / "1.jsonl").read_text())["gts"] == "1.50"
+
+
+def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("a file where a folder belongs")
+    with pytest.raises(CheckpointError, match="step 3: the samples cannot be written to"):
+        dump_groups(tmp_path / "rollouts" / "3.jsonl", [], build_tokenizer(), 3)

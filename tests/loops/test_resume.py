@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.checkpoint.manager import MANIFEST, TRACKER
 from slipstream.cli import main
 from tests.loops.helpers import (
+    ACTOR,
     assert_same_result,
     metrics_of,
     policy,
     records_of,
     result_of,
+    rl_only,
     steps_of,
     tiny,
     write_reward,
@@ -298,3 +301,27 @@ def test_a_reference_policy_must_still_be_there(
     assert expected["actor/kl_loss"] > 0
     for name in ("run", "new"):
         assert metrics_of(tmp_path / name)[3] == expected
+
+
+def test_rl_goes_on_from_the_sft_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both, apart, reward = tmp_path / "both", tmp_path / "apart", write_reward(tmp_path)
+    settings = ("trainer.val_before_train=false", f"{ACTOR}.use_kl_loss=true")
+    assert main(tiny(both, *settings, reward=reward)) == 0
+    assert main([*tiny(apart, *settings, reward=reward), "trainer.mode=sft"]) == 0
+    line = [*tiny(apart, *settings, reward=reward), "trainer.mode=rl"]
+    assert main([*line, "trainer.total_training_steps=1"]) == 0
+    assert "RL starts from the SFT in this folder" in capsys.readouterr().out
+    # Again with a checkpoint of its own: the reference is still the SFT's result.
+    assert main([*line, "trainer.total_training_steps=2"]) == 0
+    expected = policy(both, 2)
+    assert all(torch.equal(expected[name], w) for name, w in policy(apart, 2).items())
+
+
+def test_a_longer_schedule_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*rl_only(tmp_path / "run"), f"{ACTOR}.optim.lr_scheduler_type=cosine"]
+    assert main([*line, "trainer.total_training_steps=1"]) == 0
+    assert "learning-rate schedule" not in capsys.readouterr().out
+    assert main([*line, "trainer.total_training_steps=2"]) == 0
+    assert "its learning-rate schedule spans the new one" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.loops.stages import frozen_interpreter_ends
 from tests.loops.helpers import finish, rl_only
 
 
@@ -80,3 +82,29 @@ def test_a_second_ctrl_c_ends_even_what_cannot_be_cancelled(tmp_path: Path) -> N
         time.sleep(0.1)
     assert finish(process, output, timeout=60) == 130
     assert output.read_text(encoding="utf-8").rstrip().endswith("interrupted")
+
+
+def _backtrack(output: str) -> None:
+    with open(output, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+    from slipstream.loops.stages import frozen_interpreter_ends
+
+    with frozen_interpreter_ends(0.5):
+        # Never gives up the interpreter: no timer of Python's can fire.
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def test_a_call_that_keeps_the_interpreter_ends_the_process_and_is_shown(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    process = multiprocessing.get_context("spawn").Process(target=_backtrack, args=(str(output),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    text = output.read_text()
+    assert "Timeout" in text
+    assert "_backtrack" in text
+
+
+def test_an_interpreter_that_works_is_left_alone() -> None:
+    with frozen_interpreter_ends(0.3):
+        time.sleep(0.9)

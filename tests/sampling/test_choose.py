@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -183,3 +184,16 @@ def test_a_broken_row_is_marked_and_alone(bad: float, setting: Setting) -> None:
 def test_first_argmax() -> None:
     scores = torch.tensor([[0.0, 2.0, 2.0], [5.0, 5.0, 1.0], [float("-inf"), -3.0, -3.0]])
     assert first_argmax(scores).tolist() == [1, 0, 1]
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = make_rows([*SETTINGS, Setting(temperature=0.0), Setting()])
+    logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(9) * 7
+    whole = choose(logits, positions, rows)
+    for elements in (1, 3 * logits.shape[1]):
+        monkeypatch.setattr(sys.modules["slipstream.sampling.choose"], "ELEMENTS_AT_ONCE", elements)
+        parts = choose(logits, positions, rows)
+        assert torch.equal(parts.tokens, whole.tokens)
+        assert torch.equal(parts.log_probs, whole.log_probs)
+        assert torch.equal(parts.sampling_log_probs, whole.sampling_log_probs)

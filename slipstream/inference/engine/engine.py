@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Engine:
         self._ended: list[Generation] = []
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
-        self._stats = EngineStats()
+        self._counts: dict[str, float] = {}
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it can never be served."""
@@ -177,8 +177,8 @@ class Engine:
             self._scheduler.set_aside(request, store.take(0, request.length - 1))
 
     def stats(self) -> EngineStats:
-        return replace(
-            self._stats,
+        return EngineStats(
+            **self._counts,  # type: ignore[arg-type]
             version=self.version,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -232,8 +232,9 @@ class Engine:
         device = self._runner.device
         ids = torch.tensor([r.context[-1] for r in running] + [0] * padding, device=device)
         lengths = torch.tensor([r.length for r in running] + [1] * padding, device=device)
-        longest = max(r.length for r in running)
-        hidden = self._runner.decode(self._scheduler.store, ids, lengths - 1, longest)
+        longest, shortest = max(r.length for r in running), min(r.length for r in running)
+        store = self._scheduler.store
+        hidden = self._runner.decode(store, ids, lengths - 1, longest, shortest)
         choice = self._runner.choose(hidden, lengths, self._rows)
         for request in running:
             request.kv_weights.add(self._weights)
@@ -242,7 +243,7 @@ class Engine:
             preempted=len(preempted),
             decode_steps=1,
             decode_tokens=len(running),
-            max_batch=max(0, len(running) - self._stats.max_batch),
+            max_batch=max(0, len(running) - self._counts.get("max_batch", 0)),
             decode_seconds=time.perf_counter() - started,
         )
 
@@ -265,8 +266,8 @@ class Engine:
         self._count(generated_tokens=sum(r.stop_reason is not StopReason.ERROR for r in requests))
 
     def _count(self, **more: float) -> None:
-        now = {name: getattr(self._stats, name) + value for name, value in more.items()}
-        self._stats = replace(self._stats, **now)
+        for name, value in more.items():
+            self._counts[name] = self._counts.get(name, 0) + value
 
 
 def _ordinary(generations: list[Generation]) -> list[Generation]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.models.attention import padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, round_up
+from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, WIDTH_MULTIPLE, round_up
 
 
 class KVStore:
@@ -115,6 +115,10 @@ class PrefillView:
         data = self._store.data
         return padded_keys(self._length, data.dtype, data.device)
 
+    @property
+    def num_seen(self) -> int:
+        return 0
+
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
         fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3)
         block = self._store.data[layer]
@@ -125,13 +129,17 @@ class PrefillView:
 
 
 class DecodeView:
-    """`KVCache` of one decode step: rows 0 .. N-1, one new token each."""
+    """`KVCache` of one decode step: rows 0 .. N-1, one new token each.
 
-    def __init__(self, store: KVStore, positions_N: Tensor, length: int) -> None:
+    `length` and `shortest` are the longest and the shortest context, the new token included.
+    """
+
+    def __init__(self, store: KVStore, positions_N: Tensor, length: int, shortest: int) -> None:
         _, _, rows, heads, slots, width = store.data.shape
         self._store = store
         self._n = n = positions_N.shape[0]
         self._num_keys = padded_keys(length, store.data.dtype, store.data.device)
+        self._num_seen = shortest - shortest % WIDTH_MULTIPLE
         # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K).
         line = torch.arange(n, device=positions_N.device)[:, None] * heads
         line = (line + torch.arange(heads, device=positions_N.device)) * slots
@@ -142,6 +150,10 @@ class DecodeView:
     @property
     def num_keys(self) -> int:
         return self._num_keys
+
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
         block = self._store.data[layer]

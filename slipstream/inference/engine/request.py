@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+    """Each policy version that sampled, with the index of its first token."""
     hidden: list[Tensor] = field(default_factory=list)
     kv_weights: set[int] = field(default_factory=set)
     """Which of the engine's weights, counted by loads, computed its keys and values."""
@@ -67,14 +69,12 @@ class Running:
                 f"{version}; the weights or the activations overflowed"
             )
             return
-        start = len(self.token_ids)
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.token_ids)))
         self.context.append(token)
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, len(self.token_ids)))
         self.stop_reason = self._stop_reason(token, decode)
 
     def _stop_reason(self, token: int, decode: Decode | None) -> StopReason | None:
@@ -125,6 +125,7 @@ class Running:
     def generation(self, decode: Decode | None) -> Generation:
         """The result, complete or partial."""
         assert self.stop_reason is not None
+        marks = [*self.versions, (0, len(self.token_ids))]
         text = self.text
         if self.stop_reason is not StopReason.STOP_STRING and decode is not None:
             text = self._new_text(decode)
@@ -133,7 +134,7 @@ class Running:
             token_ids=self.token_ids,
             log_probs=self.log_probs,
             sampling_log_probs=self.sampling_log_probs,
-            spans=self.spans,
+            spans=[VersionSpan(v, start, end) for (v, start), (_, end) in pairwise(marks)],
             stop_reason=self.stop_reason,
             text=text,
             hidden_states=torch.stack(self.hidden) if self.hidden else None,

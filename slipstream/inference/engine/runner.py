@@ -72,9 +72,14 @@ class Runner:
         last = torch.tensor([len(contexts[s]) - 1 for s in sources], device=self.device)
         return hidden[sources_M, last]
 
-    def decode(self, store: KVStore, ids_N: Tensor, positions_N: Tensor, length: int) -> Tensor:
-        """One token per row: cache it, and return its hidden state (N, D)."""
-        view = DecodeView(store, positions_N, length)
+    def decode(
+        self, store: KVStore, ids_N: Tensor, positions_N: Tensor, longest: int, shortest: int
+    ) -> Tensor:
+        """One token per row: cache it, and return its hidden state (N, D).
+
+        `longest` and `shortest` context, this token included; rows of padding may be shorter.
+        """
+        view = DecodeView(store, positions_N, longest, shortest)
         states = self._packed.forward(ids_N[:, None], positions_N[:, None], kv_cache=view)
         return states.final[:, 0]
 
