@@ -312,7 +312,7 @@ def test_a_run_without_work_is_refused(overrides: str, message: str, remedy: str
 
 def test_heads_of_odd_width_are_refused_for_every_engine() -> None:
     with pytest.raises(ConfigError, match="odd width 5"):
-        load(f"{ROLLOUT}.name=hf", f"{MODEL}.init.head_dim=5")
+        load(f"{ROLLOUT}.name=hf {MODEL}.init.head_dim=5")
 
 
 def test_multiples_are_those_of_exact_mode() -> None:
