@@ -84,11 +84,10 @@ class AsyncEngine:
         *,
         name: str,
         executor: ThreadPoolExecutor | None = None,
-        slice_seconds: float = 0.25,
+        slice_seconds: float = 0.1,
     ) -> None:
         """`executor` has one thread and may be shared; without one the engine makes its own.
-        `slice_seconds` bounds how long steps run before the event loop is asked for news; a call
-        that wants the core ends a slice after the step under way."""
+        `slice_seconds` bounds how long steps run before the event loop is asked for news."""
         self.core = core
         self._name = name
         self._slice = slice_seconds
@@ -108,7 +107,7 @@ class AsyncEngine:
             raise RequestError(f"request {name!r}: a request of this id is already running")
         ticket = self._tickets[name] = _Ticket()
         try:
-            async with self._between_steps():
+            async with self._lock:
                 if ticket.result is None:
                     ticket.known = True
                     await self._call(lambda: self.core.add(request))
@@ -202,11 +201,10 @@ class AsyncEngine:
         end = time.monotonic() + self._slice
         ended: list[Generation] = []
         try:
-            # At least one step: a stream of new requests must not keep those here from going on.
-            while not ended and self.core.has_work():
+            # Not ended by who waits for the core: how far the others get must not depend on when a
+            # thread was scheduled, or a run with over-sampling could not be repeated.
+            while not ended and self.core.has_work() and time.monotonic() < end:
                 ended = self.core.step()
-                if self._interrupts or time.monotonic() >= end:
-                    break
             if not ended and not self.core.has_work():
                 # Results are delivered before the next slice begins: who waits now waits in vain.
                 return [_empty(n, StopReason.ERROR, "the engine lost the request") for n in known]
