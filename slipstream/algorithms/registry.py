@@ -1,8 +1,8 @@
 """Names of advantage estimators and policy losses, and how users add their own.
 
 Two registries under VERL's names. They know nothing about what the functions compute. The loop's
-wiring looks functions up by the configured name; user code registers with the decorators, in a
-module that the configuration names.
+wiring looks functions up by the configured name; user code registers with the decorators, in the
+module that `actor_rollout_ref.model.external_lib` names, or in any that is imported before.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str) -> _Fn:
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise RegistryError(
             f"unknown {kind} {str(name)!r}{meant}; known: {', '.join(sorted(table))}. "
-            f"Your own needs @{decorator}({str(name)!r}) in a module that is imported before"
+            f"Your own needs @{decorator}({str(name)!r}) in a module that "
+            "actor_rollout_ref.model.external_lib names"
         )
     return fn

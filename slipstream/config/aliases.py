@@ -184,7 +184,6 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_MODEL}.enable_activation_offload": _NO_OFFLOAD,
     f"{_MODEL}.lora_rank": Neutral((0, None), "this version trains all weights; set it to 0"),
     f"{_MODEL}.lora_adapter_path": _off("this version trains all weights; set it to null"),
-    f"{_MODEL}.external_lib": _off("import your module before the run instead; set it to null"),
     f"{_MODEL}.override_config": Neutral(({}, None), "edit the checkpoint's config.json instead"),
     f"{_ROLLOUT}.multi_turn.enable": _NO_MULTI_TURN,
     f"{_ROLLOUT}.multi_turn.tool_config_path": _NO_MULTI_TURN,

@@ -82,6 +82,9 @@ class ModelConfig:
     """Folder of the tokenizer; null: the one in `path`."""
     custom_chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own."""
+    external_lib: str | None = None
+    """Python module (`my_package.losses`) to import first: where your own advantage estimators and
+    policy losses register themselves. Found as `python -c "import ..."` would find it."""
     trust_remote_code: Literal[False] = False
     """Run Python code shipped with a checkpoint; always off in this version."""
     enable_gradient_checkpointing: bool = False

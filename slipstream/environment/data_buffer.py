@@ -93,11 +93,14 @@ class ListSource:
         return replace(prompt, epoch=self.epoch_id)
 
     def _identity(self) -> State:
-        digest = hashlib.blake2b("\x1f".join(self.uids).encode(), digest_size=8).hexdigest()
+        # What is asked, not only what it is called: files are edited in place.
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self._prompts:
+            digest.update(f"{prompt.uid}\x1f{prompt.ids}\x1f{prompt.ground_truth!r}\x1e".encode())
         return {
             "kind": "list",
             "prompts": len(self._prompts),
-            "uids": digest,
+            "content": digest.hexdigest(),
             "seed": self._seed,
             "shuffle": self._shuffle,
         }

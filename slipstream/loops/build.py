@@ -7,6 +7,8 @@ what this module makes. What holds tensors is made on the compute thread that wi
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,7 @@ __all__ = [
     "decode_with",
     "device_of",
     "eval_settings",
+    "import_external",
     "make_backend",
     "make_data_buffer",
     "make_decoder",
@@ -88,6 +91,26 @@ def device_of(config: Config) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def import_external(config: Config) -> None:
+    """Import `model.external_lib`, so that what it registers can be named.
+
+    Raises ConfigError where it cannot be imported.
+    """
+    name = config.actor_rollout_ref.model.external_lib
+    if name is None:
+        return
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it: modules in the present folder
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.external_lib={name} cannot be imported "
+            f"({type(error).__name__}: {error}); it takes a module's dotted name, and PYTHONPATH "
+            "says where modules lie"
+        ) from error
 
 
 def set_threads(config: Config) -> None:

@@ -85,6 +85,7 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
     returns. Raises CheckpointError where the folder is another run's.
     """
     build.set_threads(config)
+    build.import_external(config)
     folder = Path(config.trainer.default_local_dir)
     compute = compute or ComputeThread()
     forced = threading.Timer(FORCED_EXIT_SECONDS, end_process, ["interrupted", INTERRUPTED])

@@ -6,6 +6,7 @@ made of (`loops.build` does).
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -63,6 +64,10 @@ class ShuffledSamples:
         self._epoch = 0
         self._offset = 0
         self._order = self._shuffled()
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in samples:
+            digest.update(f"{sample.tokens}\x1f{sample.loss_mask}\x1e".encode())
+        self._content = digest.hexdigest()
 
     def next_sample(self) -> Sample:
         if self._offset == len(self._samples):
@@ -72,13 +77,23 @@ class ShuffledSamples:
         return self._samples[self._order[self._offset - 1]]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "offset": self._offset, "count": len(self._samples)}
+        return {
+            "epoch": self._epoch,
+            "offset": self._offset,
+            "count": len(self._samples),
+            "content": self._content,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["count"] != len(self._samples):
             raise DataError(
                 f"the checkpoint was made with {state['count']} SFT samples, now there are "
                 f"{len(self._samples)}; resume with the same files"
+            )
+        if state["content"] != self._content:
+            raise DataError(
+                "the checkpoint was made with other SFT samples, or with another tokenizer or chat "
+                "template; resume with the same files"
             )
         self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
         self._order = self._shuffled()

@@ -1,10 +1,10 @@
 """Linear layers over weights that are laid out for the product once.
 
 A library product of few rows spends most of its time rearranging the weights. On x86 CPUs, large
-fp32 weights are therefore kept in oneDNN's blocked layout: 3 to 5 times faster with 4 rows, 1.4
-times with 32 (docs/log.md). Its rows do not depend on how many are computed at once, nor on the
-thread count, so it obeys exact mode (`tests/models/test_linear.py`). Trainer and engine decide by
-the weights alone and so use the same kernel. Called by `decoder`.
+fp32 weights are therefore kept in oneDNN's blocked layout (`python bench/linear.py`). Its rows do
+not depend on how many are computed at once, nor on the thread count, so it obeys exact mode
+(`tests/models/test_linear.py`). Trainer and engine decide by the weights alone and so use the same
+kernel. Called by `decoder`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.algorithms import registry
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.cli import main
 from slipstream.environment.tokenizer import build_tokenizer
@@ -426,3 +428,35 @@ def test_over_sampling_loses_and_mixes_up_nothing_over_a_restart(
         assert len(step) == 4
         assert all(r["status"] in ("completed", "truncated") for r in step)
         assert all(len(r["response_ids"]) <= 32 for r in step)
+
+
+MODULE = """
+from slipstream.algorithms import get_policy_loss_fn, register_policy_loss
+
+@register_policy_loss("doubled")
+def doubled(**given):
+    loss, metrics = get_policy_loss_fn("vanilla")(**given)
+    return 2 * loss, metrics
+"""
+
+
+def test_a_module_of_ones_own_registers_what_the_settings_name(
+    tmp_path: Path,
+    reward: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(registry, "_POLICY_LOSSES", dict(registry._POLICY_LOSSES))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "losses_of_mine.py").write_text(MODULE)
+    settings = (f"{ACTOR}.policy_loss.loss_mode=doubled", "trainer.total_training_steps=1")
+    line = rl_only(tmp_path / "own", *settings, reward=reward)
+    assert main(line) == 2
+    assert "actor_rollout_ref.model.external_lib names" in capsys.readouterr().err
+    assert main([*line, f"{INIT}.external_lib=losses_of_mine"]) == 0
+    plain = rl_only(tmp_path / "plain", settings[1], reward=reward)
+    assert main(plain) == 0
+    norms = [metrics_of(tmp_path / name)[1]["actor/grad_norm"] for name in ("own", "plain")]
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4)
+    assert main([*line, f"{INIT}.external_lib=losses_of_nobody"]) == 2
+    assert "external_lib=losses_of_nobody cannot be imported" in capsys.readouterr().err
