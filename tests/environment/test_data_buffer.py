@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def test_a_foreign_position_is_refused() -> None:
     state = DataBuffer(prompts(5), seed=0).state_dict()
     for other, key in (
         (DataBuffer(prompts(6), seed=0), "prompts"),
-        (DataBuffer(prompts(5, "q"), seed=0), "uids"),
+        (DataBuffer(prompts(5, "q"), seed=0), "content"),
+        (DataBuffer([replace(p, ids=[9]) for p in prompts(5)], seed=0), "content"),
         (DataBuffer(prompts(5), seed=1), "seed"),
         (DataBuffer(prompts(5), seed=0, shuffle=False), "shuffle"),
         (DataBuffer(TaskSource(CountdownTask())), "kind"),

@@ -147,3 +147,12 @@ def test_no_data_and_data_without_targets_are_errors_not_endless_loops() -> None
         next_batch(mute, 10)
     some = ShuffledSamples([demonstration("mute", loss=0.0), demonstration("s")], seed=1)
     assert {row.uid for row in next_batch(some, 30).rows} == {"s"}
+
+
+def test_a_position_in_other_samples_is_refused() -> None:
+    state = ShuffledSamples(samples(4), seed=1).state_dict()
+    ShuffledSamples(samples(4), seed=1).load_state_dict(state)
+    longer = [demonstration("s0", 7), *samples(4)[1:]]
+    for other, message in ((samples(5), "with 4 SFT samples"), (longer, "other SFT samples")):
+        with pytest.raises(DataError, match=message):
+            ShuffledSamples(other, seed=1).load_state_dict(state)
