@@ -164,6 +164,31 @@ def trainer_log_probs(
     return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
 
 
+def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
+    rng = random.Random(11)
+    lengths = (60, 61, 127, 300, 513, 800, 1030, 1500, 2000)
+    requests = [
+        make_request(f"c{length}", random_prompt(rng, length), max_tokens=6 + length % 5)
+        for length in lengths
+    ]
+    reference = make_engine(max_num_seqs=1).run(requests)
+    for limit in (7, 64):
+        engine, done = make_engine(max_num_seqs=limit), list[Generation]()
+        for request in random.Random(limit).sample(requests, len(requests)):
+            engine.add(request)
+        steps = 0
+        while engine.has_work():
+            done += engine.step()
+            steps += 1
+            if steps % 3 == 0:
+                engine.preempt([request.request_id for request in requests[steps % 2 :: 2]])
+        assert engine.stats().preempted > 4
+        assert all_bits(done) == all_bits(reference)
+    for request, generation in zip(requests, reference, strict=True):
+        expected = trainer_log_probs(shared_decoder(), torch.float32, request, generation)
+        assert generation.log_probs == expected
+
+
 def test_prepared_weights_give_every_caller_the_same_bits() -> None:
     # Large enough that every product runs on a weight in oneDNN's layout.
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
