@@ -113,9 +113,9 @@ class Run:
                 "actor_rollout_ref.actor.optim.total_training_steps to keep the old schedule"
             )
 
-    def sft_result(self, rl_checkpoint: Path) -> Path | None:
-        """The policy that the SFT beside an RL checkpoint ended with, None where it is gone."""
-        latest = CheckpointManager(rl_checkpoint.parent / "sft", keep=None).latest()
+    def sft_result(self, folder: Path) -> Path | None:
+        """The policy that the SFT in a run folder ended with, None where there is none."""
+        latest = CheckpointManager(folder / "sft", keep=None).latest()
         if latest is None:
             return None
         verify(latest)

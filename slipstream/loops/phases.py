@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.manager import verify
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
@@ -275,12 +274,10 @@ def check_rl(run: Run, start: Path | None) -> None:
 
 def result_of_sft(run: Run) -> Path | None:
     """The policy of an SFT that has run in this folder before; None where there was none."""
-    latest = run.snapshots("sft").manager.latest()
-    if latest is None:
-        return None
-    verify(latest)
-    run.progress.note(f"RL starts from the SFT in this folder: {latest}")
-    return huggingface_folder(latest)
+    result = run.sft_result(run.folder)
+    if result is not None:
+        run.progress.note(f"RL starts from the SFT in this folder: {result}")
+    return result
 
 
 def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
@@ -288,7 +285,7 @@ def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
 
     Only a reference policy needs it. Raises CheckpointError where one does and it is gone.
     """
-    start = run.sft_result(rl_checkpoint)
+    start = run.sft_result(rl_checkpoint.parent)
     actor = run.config.actor_rollout_ref
     needs = actor.actor.use_kl_loss or run.config.algorithm.use_kl_in_reward
     if start is None and needs and actor.ref.path is None:

@@ -62,6 +62,9 @@ __all__ = [
     "train",
 ]
 
+FROZEN_SECONDS = 60.0
+"""For so long at least Python may stand still: importing a large library takes seconds, too."""
+
 FORCED_EXIT_SECONDS = 5.0
 """Seconds that a second Ctrl-C gives to a computation that cannot be cancelled."""
 
@@ -99,7 +102,7 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
     stages = Stages(timeout_s=config.trainer.stage_timeout_s, on_stuck=on_stuck)
     interrupt = GracefulInterrupt(on_second=forced.start)
     progress = Progress(console=SteadyConsole(file=sys.stdout))
-    frozen_after = config.trainer.stage_timeout_s + stages.grace_s
+    frozen_after = max(FROZEN_SECONDS, config.trainer.stage_timeout_s + stages.grace_s)
     try:
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
