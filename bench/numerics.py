@@ -11,7 +11,14 @@ import argparse
 import torch
 from torch.nn import functional as F
 
-from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
+from slipstream.models.attention import (
+    as_context,
+    attend,
+    causal_mask,
+    fold_queries,
+    padded_keys,
+    unfold_queries,
+)
 
 SHAPES = ((192, 576), (192, 1024), (512, 192), (768, 192), (192, 128), (2048, 512), (512, 2048))
 ROWS = (*range(1, 34), 40, 48, 56, 64, 100, 128, 256, 500, 512, 1000, 1024)
@@ -31,20 +38,23 @@ def attention_rows(dtype: torch.dtype) -> None:
     """One decoded token against the same token inside a whole forward pass."""
     for heads, group, width in ((1, 4, 32), (2, 4, 32), (2, 2, 64), (4, 1, 16), (1, 4, 48)):
         B, T = 6, 512
-        q = torch.randn(B, heads, group * T, width).to(dtype)
+        q = torch.randn(B, T, heads * group, width).to(dtype)
         k, v = torch.randn(2, B, heads, T, width).to(dtype)
         everyone = torch.arange(T).expand(B, T)
-        whole = attend(q, k, v, causal_mask(everyone, T, heads, group))
-        whole = whole.view(B, heads, group, T, width)
+        mask = causal_mask(everyone, T, heads, group)
+        whole = attend(fold_queries(q, heads), as_context(k.flatten(0, 1), v.flatten(0, 1)), mask)
+        whole = unfold_queries(whole, T, heads, group).view(B, T, -1)
         differ = total = 0
         for position in (1, 5, 17, 60, 63, 64, 65, 100, 129, 200, 300, 400, 511):
             for rows in ([0], [1, 3], list(range(B))):
                 keys = padded_keys(position + 1, dtype, q.device)
-                one = q.view(B, heads, group, T, width)[rows, :, :, position]
+                one = fold_queries(q[rows, position : position + 1], heads)
                 mask = causal_mask(torch.full((len(rows), 1), position), keys, heads, group)
-                got = attend(pad_query_rows(one), k[rows, :, :keys], v[rows, :, :keys], mask)
-                want = whole[rows, :, :, position]
-                differ += int((got[:, :, :group] != want).sum())
+                seen, values = (x[rows, :, :keys].flatten(0, 1) for x in (k, v))
+                got = attend(one, as_context(seen, values), mask)
+                got = unfold_queries(got, 1, heads, group)
+                want = whole[rows, position]
+                differ += int((got != want).sum())
                 total += want.numel()
         print(f"attention {heads} heads x {group} x {width}: {differ} of {total} values differ")
 

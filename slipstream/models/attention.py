@@ -5,11 +5,15 @@ else: not on the batch, not on how many queries are asked at once, not on paddin
 it: query rows come in fours, key widths in steps (`numerics.key_step`), and the sum over keys is
 taken chunk by chunk in the order of positions (what lies in the future adds exact zeros).
 
-Shapes: B sequences, T queries, S keys (padded), H key-value heads, G query heads per key-value
-head, N = B * H, K head width, R = G * T folded query rows, X keys that not all queries see.
+Shapes: B sequences, T queries, S keys (padded), Q query heads, H key-value heads, G = Q / H,
+N = B * H, K head width, R = G * T folded query rows (padded), X keys that not all queries see.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +25,9 @@ from slipstream.models.numerics import (
     key_step,
     round_up,
 )
+
+SCORE_BOUND = 40.0
+"""Scores whose exponentials, and sums of them, are far from the ends of fp32's range."""
 
 
 def causal_mask(
@@ -55,48 +62,86 @@ def padded_keys(length: int, dtype: torch.dtype, device: torch.device) -> int:
     return round_up(max(length, 1), key_step(dtype, device))
 
 
-def attend(q_BHRK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, mask_NRX: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(K) + mask) v, (B, H, R, K) in the dtype of `q`.
+def fold_queries(q_BTQK: Tensor, num_kv_heads: int) -> Tensor:
+    """(B, T, Q, K) -> (N, R, K): the Q / H query heads of a key-value head become rows of one
+    matrix, head by head, filled up to the row multiple."""
+    B, T, Q, K = q_BTQK.shape
+    heads = q_BTQK.view(B, T, num_kv_heads, Q // num_kv_heads, K).permute(0, 2, 3, 1, 4)
+    return pad_query_rows(heads.reshape(B, num_kv_heads, -1, K)).reshape(B * num_kv_heads, -1, K)
+
+
+def unfold_queries(x_NRK: Tensor, num_queries: int, num_kv_heads: int, group_size: int) -> Tensor:
+    """(N, R, K) -> (B * T, Q * K), the reverse of `fold_queries`, as a product takes it."""
+    _, R, K = x_NRK.shape
+    rows = x_NRK.view(-1, num_kv_heads, R, K)[:, :, : group_size * num_queries]
+    heads = rows.view(-1, num_kv_heads, group_size, num_queries, K).permute(0, 3, 1, 2, 4)
+    return heads.reshape(-1, num_kv_heads * group_size * K)
+
+
+class Context(NamedTuple):
+    """Keys and values of one layer as `attend` takes them."""
+
+    keys_NKS: Tensor
+    values: Sequence[Tensor]
+    """(N, S, K) cut into chunks along S."""
+
+
+def as_context(k_NSK: Tensor, v_NSK: Tensor) -> Context:
+    """Views of keys and values; S must obey the rule of keys."""
+    return Context(k_NSK.transpose(1, 2), torch.split(v_NSK, KEY_CHUNK[v_NSK.dtype], dim=1))
+
+
+def attend(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = False) -> Tensor:
+    """softmax(q k^T / sqrt(K) + mask) v, (N, R, K) in the dtype of `q`.
+
+    `bounded` says that no score is beyond `SCORE_BOUND`: then nothing is subtracted before the
+    exponential.
 
     `R` and `S` must obey the rules of rows and keys (see the module docstring); the mask covers the
     last X of the S keys. Numerator and denominator are summed in order of position, so that keys of
     weight zero in between cannot move the result: in fp32 as matrix products, chunk by chunk; the
     denominator of bf16, whose products are rounded, in fp64.
     """
-    B, H, R, K = q_BHRK.shape
-    S = k_BHSK.shape[2]
-    chunk = KEY_CHUNK[q_BHRK.dtype]
-    q = q_BHRK.reshape(B * H, R, K)
-    k = k_BHSK.reshape(B * H, S, K)
-    v = v_BHSK.reshape(B * H, S, K)
+    keys_NKS, values = context
+    _, K, S = keys_NKS.shape
     # In place from here on: at the size of the scores, memory is what costs.
-    if q.dtype == torch.float32:
-        scores = torch.bmm(q * K**-0.5, k.transpose(1, 2))
+    if q_NRK.dtype == torch.float32:
+        scores = torch.bmm(q_NRK * K**-0.5, keys_NKS)
     else:
-        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(K**-0.5)
-    scores[:, :, S - mask_NRX.shape[-1] :].add_(mask_NRX)
-    weights = scores.sub_(scores.detach().amax(-1, keepdim=True)).exp_()
-    if q.dtype == torch.float32:
-        return _weighted_mean(weights, v, chunk).view(B, H, R, K)
+        scores = torch.bmm(q_NRK, keys_NKS).float().mul_(K**-0.5)
+    X = mask_NRX.shape[-1]
+    if X:
+        (scores if X == S else scores[:, :, S - X :]).add_(mask_NRX)
+    if not bounded:
+        scores.sub_(scores.detach().amax(-1, keepdim=True))
+    weights = scores.exp_()
+    if q_NRK.dtype == torch.float32:
+        return _weighted_mean(weights, values)
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
-    weights = weights.to(v.dtype)
-    total = torch.bmm(weights[:, :, :chunk], v[:, :chunk]).float()
-    for start in range(chunk, S, chunk):
-        part, values = weights[:, :, start : start + chunk], v[:, start : start + chunk]
-        total = total + torch.bmm(part, values).float()
-    return (total / mass).to(q.dtype).view(B, H, R, K)
+    parts = torch.split(weights.to(q_NRK.dtype), KEY_CHUNK[q_NRK.dtype], dim=2)
+    total = torch.bmm(parts[0], values[0]).float()
+    for part, value in zip(parts[1:], values[1:], strict=True):
+        total = total + torch.bmm(part, value).float()
+    return (total / mass).to(q_NRK.dtype)
 
 
-def _weighted_mean(weights_NRS: Tensor, v_NSK: Tensor, chunk: int) -> Tensor:
+def _weighted_mean(weights_NRS: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Mean of values (N, R, K) under weights that do not add up to 1, all in fp32."""
     N, R, S = weights_NRS.shape
+    sizes = [value.shape[1] for value in values]
+    parts = weights_NRS.split_with_sizes(sizes, 2)
     # A product with ones adds in order; `sum` would add lane by lane, which draft trees permute.
-    ones = weights_NRS.new_ones(min(chunk, S), WIDTH_MULTIPLE)
-    flat = weights_NRS.view(N * R, S)
-    total = torch.bmm(weights_NRS[:, :, :chunk], v_NSK[:, :chunk])
-    mass = torch.mm(flat[:, :chunk], ones)
-    for start in range(chunk, S, chunk):
-        keys = slice(start, min(start + chunk, S))
-        total = torch.baddbmm(total, weights_NRS[:, :, keys], v_NSK[:, keys])
-        mass = torch.addmm(mass, flat[:, keys], ones[: keys.stop - start])
+    rows = weights_NRS.view(N * R, S).split_with_sizes(sizes, 1)
+    ones = [_ones(size, weights_NRS.device) for size in sizes]
+    total = torch.bmm(parts[0], values[0])
+    mass = torch.mm(rows[0], ones[0])
+    for i in range(1, len(sizes)):
+        total = torch.baddbmm(total, parts[i], values[i])
+        mass = torch.addmm(mass, rows[i], ones[i])
     return total / mass.view(N, R, -1)[:, :, :1]
+
+
+@cache
+@torch.inference_mode(False)
+def _ones(rows: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, WIDTH_MULTIPLE, device=device)

@@ -22,9 +22,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
+from slipstream.models.attention import (
+    SCORE_BOUND,
+    Context,
+    as_context,
+    attend,
+    causal_mask,
+    fold_queries,
+    padded_keys,
+    unfold_queries,
+)
 from slipstream.models.config import ModelConfig
-from slipstream.models.linear import PackedLinear
+from slipstream.models.linear import PackedLinear, PackedPair
 
 
 class KVCache(Protocol):
@@ -40,8 +49,8 @@ class KVCache(Protocol):
         """Key slots from 0 on that every query of this pass sees; a multiple of 16."""
         ...
 
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of one layer; return all of them, (B, H, S, K) each."""
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
+        """Store new keys and values of one layer; return all of them."""
         ...
 
 
@@ -65,9 +74,11 @@ class PackedLayer:
     qkv: PackedLinear
     qk_norm: Tensor | None
     """(H * G + H, K): the query norm for every query head, then the key norm."""
+    bounded_scores: bool
+    """Whether the norms keep every attention score within `attention.SCORE_BOUND`."""
     out: PackedLinear
     post_norm: Tensor
-    gate_up: PackedLinear
+    gate_up: PackedPair
     down: PackedLinear
 
 
@@ -109,6 +120,7 @@ class _Layer(nn.Module):
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
         a, m = self.self_attn, self.mlp
         bias = norm = None
+        bounded = False
         if c.attention_bias:
             bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(dtype)
         if c.qk_norm:
@@ -118,15 +130,21 @@ class _Layer(nn.Module):
                     a.k_norm.weight.expand(c.num_kv_heads, -1),
                 ]
             ).to(dtype)
+            # Of a device's memory the question would be waited for.
+            if norm.device.type == "cpu":
+                widest = norm.detach().float().abs().amax(-1)
+                bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
+                bounded = float(bound) * c.head_dim**0.5 <= SCORE_BOUND
         return PackedLayer(
             input_norm=self.input_layernorm.weight.to(dtype),
             qkv=PackedLinear.of(
                 torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype), bias
             ),
             qk_norm=norm,
+            bounded_scores=bounded,
             out=PackedLinear.of(a.o_proj.weight.to(dtype)),
             post_norm=self.post_attention_layernorm.weight.to(dtype),
-            gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
+            gate_up=PackedPair.of(m.gate_proj.weight.to(dtype), m.up_proj.weight.to(dtype)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
 
@@ -194,6 +212,7 @@ class Decoder(nn.Module):
             embedding=self.model.embed_tokens.weight.to(dtype),
             layers=packed,
             norm=self.model.norm.weight.to(dtype),
+            eps=torch.full((), self.config.rms_norm_eps, device=self.device),
             lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
 
@@ -206,6 +225,8 @@ class PackedDecoder:
     embedding: Tensor
     layers: list[PackedLayer]
     norm: Tensor
+    eps: Tensor
+    """Of every norm, a scalar in fp32."""
     lm_head: PackedLinear
 
     @property
@@ -250,13 +271,16 @@ class PackedDecoder:
                     (num_keys, mask),
                     kv_cache,
                     c,
+                    self.eps,
                     use_reentrant=False,
                 )
             else:
-                x = _layer_forward(layer, index, x, cos_sin, (num_keys, mask), kv_cache, c)
+                x = _layer_forward(
+                    layer, index, x, cos_sin, (num_keys, mask), kv_cache, c, self.eps
+                )
             if index in taps:
                 kept[index] = x.view(B, T, -1)
-        return HiddenStates(rms_norm(x, self.norm, c.rms_norm_eps).view(B, T, -1), kept)
+        return HiddenStates(rms_norm(x, self.norm, self.eps).view(B, T, -1), kept)
 
 
 def _layer_forward(
@@ -267,46 +291,43 @@ def _layer_forward(
     visible: tuple[int, Tensor],
     kv_cache: KVCache | None,
     c: ModelConfig,
+    eps: Tensor,
 ) -> Tensor:
     B, T = cos_sin[0].shape[:2]
     num_keys, mask_NRX = visible
-    heads = c.num_heads + c.num_kv_heads
-    normed = rms_norm(x_MD, w.input_norm, c.rms_norm_eps)
-    qkv = w.qkv(normed).view(B, T, heads + c.num_kv_heads, c.head_dim)
-    qk = qkv[:, :, :heads]
+    Q, H = c.num_heads, c.num_kv_heads
+    normed = rms_norm(x_MD, w.input_norm, eps)
+    qk, v = w.qkv(normed).view(B, T, Q + 2 * H, c.head_dim).split_with_sizes([Q + H, H], 2)
     if w.qk_norm is not None:
-        qk = rms_norm(qk, w.qk_norm, c.rms_norm_eps)
-    qk = rotate(qk, *cos_sin)
-    k, v = qk[:, :, c.num_heads :], qkv[:, :, heads:]
+        qk = rms_norm(qk, w.qk_norm, eps)
+    q, k = rotate(qk, *cos_sin).split_with_sizes([Q, H], 2)
     if kv_cache is None:
-        keys, values = _pad_keys(k, num_keys), _pad_keys(v, num_keys)
+        context = as_context(_pad_keys(k, num_keys), _pad_keys(v, num_keys))
     else:
-        keys, values = kv_cache.extend(index, k, v)
-    # Query heads of one key-value head become rows of one matrix: (B, T, H*G, K) -> (B, H, G*T, K).
-    q = qk[:, :, : c.num_heads].reshape(B, T, c.num_kv_heads, c.group_size, c.head_dim)
-    q = q.permute(0, 2, 3, 1, 4).reshape(B, c.num_kv_heads, c.group_size * T, c.head_dim)
-    attended = attend(pad_query_rows(q), keys, values, mask_NRX)
-    rows = attended[:, :, : c.group_size * T]
-    rows = rows.reshape(B, c.num_kv_heads, c.group_size, T, c.head_dim)
-    joined = rows.permute(0, 3, 1, 2, 4).reshape(B * T, c.num_heads * c.head_dim)
-    x_MD = x_MD + w.out(joined)
-    gate, up = w.gate_up(rms_norm(x_MD, w.post_norm, c.rms_norm_eps)).chunk(2, dim=-1)
-    return x_MD + w.down(F.silu(gate) * up)
+        context = kv_cache.extend(index, k, v)
+    attended = attend(fold_queries(q, H), context, mask_NRX, w.bounded_scores)
+    x_MD = w.out.added_to(x_MD, unfold_queries(attended, T, H, c.group_size))
+    gate, up = w.gate_up(rms_norm(x_MD, w.post_norm, eps))
+    return w.down.added_to(x_MD, F.silu(gate) * up)
 
 
 def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
-    """(B, T, H, K) -> (B, H, S, K), zeros beyond T (their weights are exactly zero)."""
+    """(B, T, H, K) -> (B * H, S, K), zeros beyond T (their weights are exactly zero)."""
     x = x_BTHK.transpose(1, 2)
     missing = num_keys - x.shape[2]
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).flatten(0, 1)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019)."""
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019).
+
+    `eps` a scalar in fp32 on the device of `x`: made once, for it would cost as much as the sum.
+    """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.rsqrt(torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]))
-    return (wide * scale).to(x.dtype) * weight
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    normed = wide * scale
+    return (normed if x is wide else normed.to(x.dtype)) * weight
 
 
 def rope_tables(positions_BT: Tensor, c: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -334,4 +355,4 @@ def _rope_table(
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of queries or keys (B, T, H, K)."""
-    return x_BTHK * cos + x_BTHK.roll(x_BTHK.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x_BTHK * cos, x_BTHK.roll(x_BTHK.shape[-1] // 2, -1), sin)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-PREPARED_FROM = 1 << 17
+PREPARED_FROM = 1 << 18
 """Elements from which on a weight is laid out: below, the extra call costs more than it saves."""
 
 
@@ -30,6 +29,8 @@ class PackedLinear:
     bias: Tensor | None
     prepared: Tensor | None
     """`weight` in oneDNN's layout, opaque to everything but its product."""
+    transposed: Tensor
+    """A view of `weight`, made once."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -37,16 +38,49 @@ class PackedLinear:
         prepared = None
         if worth_preparing(weight):
             prepared = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        return cls(weight, bias, prepared)
+        return cls(weight, bias, prepared, weight.t())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """(M, in) -> (M, out)."""
+        if self.prepared is not None:
+            return _prepared_product(x, self.weight, self.bias, self.prepared)
+        if self.bias is not None:
+            return torch.addmm(self.bias, x, self.transposed)
+        return torch.mm(x, self.transposed)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` (M, out) + x W^T."""
+        # Not in bf16: one rounding in place of two would be another model than transformers'.
+        if self.prepared is None and self.bias is None and self.weight.dtype == torch.float32:
+            return torch.addmm(residual, x, self.transposed)
+        return residual + self(x)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPair:
+    """Two products of the same rows with weights of one shape, without bias."""
+
+    weight: Tensor
+    """(2 * out, in)."""
+    prepared: Tensor | None
+    transposed: Tensor
+    """`weight` as (2, in, out)."""
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor) -> PackedPair:
+        """Lay out both, (out, in) each, where that pays."""
+        both = PackedLinear.of(torch.cat([first, second]))
+        return cls(both.weight, both.prepared, both.weight.view(2, *first.shape).transpose(1, 2))
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(M, in) -> two of (M, out)."""
         if self.prepared is None:
-            return F.linear(x, self.weight, self.bias)
-        if torch.is_grad_enabled():
-            out: Tensor = _Prepared.apply(x, self.weight, self.bias, self.prepared)  # type: ignore[no-untyped-call]
-            return out
-        return _product(x, self.prepared, self.bias)
+            # A batch of two occupies two threads; the library hardly shares out one small product.
+            first, second = torch.bmm(x.expand(2, -1, -1), self.transposed).unbind()
+        else:
+            joined = _prepared_product(x, self.weight, None, self.prepared)
+            first, second = joined.chunk(2, dim=-1)
+        return first, second
 
 
 def worth_preparing(weight: Tensor) -> bool:
@@ -58,6 +92,13 @@ def worth_preparing(weight: Tensor) -> bool:
         and platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     )
+
+
+def _prepared_product(x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        out: Tensor = _Prepared.apply(x, weight, bias, prepared)  # type: ignore[no-untyped-call]
+        return out
+    return _product(x, prepared, bias)
 
 
 def _product(x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:

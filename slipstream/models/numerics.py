@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
 
-KEY_CHUNK = {torch.float32: 64, torch.bfloat16: 512}
+KEY_CHUNK = {torch.float32: 128, torch.bfloat16: 512}
 """Keys per attention chunk: partial sums end at these multiples of the position."""
 
 KEY_STEP = 16

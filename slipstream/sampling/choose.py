@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.sampling.noise import gumbel_noise
+from slipstream.sampling.noise import NoiseAhead, gumbel_noise
 from slipstream.sampling.truncate import truncate
 
 
@@ -32,6 +32,8 @@ class SamplingRows:
     any_greedy: bool
     any_tempered: bool
     cuts: bool
+    ahead: NoiseAhead | None = None
+    """Of these rows, where they go on position by position."""
 
     def part(self, rows: slice) -> SamplingRows:
         """The settings of some of the rows."""
@@ -42,6 +44,7 @@ class SamplingRows:
             top_k_N=self.top_k_N[rows],
             top_p_N=self.top_p_N[rows],
             min_p_N=self.min_p_N[rows],
+            ahead=None,
         )
 
 
@@ -96,7 +99,10 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
         # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
         scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
     if rows.any_sampled:
-        noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
+        if rows.ahead is None:
+            noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
+        else:
+            noise = rows.ahead.at(positions_N)
         if rows.any_greedy:
             noise = noise.masked_fill_(greedy_N[:, None], 0.0)
         scores = noise.add_(scores)

@@ -60,6 +60,46 @@ def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tenso
     return u.log_().neg_().log_().neg_()
 
 
+NUMBERS_AHEAD = 1 << 15
+"""Up to how many numbers are computed at once: fewer cost as much as these."""
+
+
+class NoiseAhead:
+    """Noise of rows that move on by one position with every call, some positions ahead.
+
+    Over a small vocabulary the noise of one position is all overhead. How far ahead doubles from
+    call to call, so that a batch that soon changes has computed little in vain. Other positions
+    than the expected ones are right, too, only slower.
+    """
+
+    def __init__(self, keys_N2: Tensor, vocab_size: int) -> None:
+        self._keys = keys_N2
+        self._vocab_size = vocab_size
+        on_cpu = keys_N2.device.type == "cpu"  # elsewhere the comparison below would wait
+        self._most = max(1, NUMBERS_AHEAD // (len(keys_N2) * vocab_size)) if on_cpu else 1
+        self._positions = keys_N2.new_empty(0, len(keys_N2))
+        self._noise = self._positions
+        self._used = 0
+
+    def at(self, positions_N: Tensor) -> Tensor:
+        """`gumbel_noise` of the rows at `positions_N`; the caller may overwrite it."""
+        if self._most == 1:
+            return gumbel_noise(self._keys, positions_N, self._vocab_size)
+        if self._used == len(self._noise):
+            self._compute(positions_N, min(2 * len(self._noise) or 1, self._most))
+        elif not torch.equal(self._positions[self._used], positions_N):
+            self._compute(positions_N, 1)
+        self._used += 1
+        return self._noise[self._used - 1]
+
+    def _compute(self, positions_N: Tensor, count: int) -> None:
+        self._positions = positions_N + torch.arange(count)[:, None]
+        flat, keys = self._positions.flatten(), self._keys.repeat(count, 1)
+        noise = gumbel_noise(keys, flat, self._vocab_size)
+        self._noise = noise.view(count, len(positions_N), self._vocab_size)
+        self._used = 0
+
+
 def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
     """k for every token id, its 32 bits as int32 (N, V)."""
     positions = positions_N.to(torch.int32)

@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
 from slipstream.models import Decoder, numerics
-from slipstream.models.attention import attend, causal_mask, pad_query_rows, padded_keys
+from slipstream.models.attention import (
+    SCORE_BOUND,
+    as_context,
+    attend,
+    causal_mask,
+    fold_queries,
+    padded_keys,
+    unfold_queries,
+)
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
 from tests.models.helpers import config, logits, make_decoder, random_ids
@@ -25,9 +33,9 @@ def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(B, n, T, K, generator=generator).to(dtype) for n in (H * G, H, H))
     S = padded_keys(T, dtype, torch.device("cpu"))
     mask = causal_mask(torch.arange(T).expand(B, -1), S, H, G)
-    folded = pad_query_rows(q.view(B, H, G * T, K))
-    out = attend(folded, F.pad(k, (0, 0, 0, S - T)), F.pad(v, (0, 0, 0, S - T)), mask)
-    got = out[:, :, : G * T].reshape(B, H * G, T, K)
+    keys, values = (F.pad(x, (0, 0, 0, S - T)).flatten(0, 1) for x in (k, v))
+    out = attend(fold_queries(q.transpose(1, 2), H), as_context(keys, values), mask)
+    got = unfold_queries(out, T, H, G).view(B, T, H * G, K).transpose(1, 2)
     expected = F.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
@@ -61,7 +69,7 @@ def test_taps_are_layer_outputs() -> None:
     with torch.no_grad():
         out = packed.forward(random_ids(1, 8), torch.arange(8)[None], taps=(0, 2))
     assert sorted(out.taps) == [0, 2]
-    assert torch.equal(rms_norm(out.taps[2], packed.norm, 1e-5), out.final)
+    assert torch.equal(rms_norm(out.taps[2], packed.norm, packed.eps), out.final)
     assert not torch.equal(out.taps[0], out.taps[2])
 
 
@@ -137,9 +145,9 @@ def test_keys_are_padded_to_chunks_or_where_that_is_exact_to_steps(
 ) -> None:
     cpu = torch.device("cpu")
     assert padded_keys(513, torch.bfloat16, cpu) == 1024
-    for exact, padded in ((True, [16, 16, 64, 80]), (False, [64, 64, 64, 128])):
+    for exact, padded in ((True, [16, 16, 128, 144]), (False, [128, 128, 128, 256])):
         monkeypatch.setattr(numerics, "partial_chunks_are_exact", lambda exact=exact: exact)
-        assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 64, 65)] == padded
+        assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 128, 129)] == padded
 
 
 def test_a_new_value_head_is_zero() -> None:
@@ -147,3 +155,34 @@ def test_a_new_value_head_is_zero() -> None:
     values = head(torch.randn(2, 3, 8, dtype=torch.bfloat16))
     assert values.dtype == torch.float32
     assert torch.equal(values, torch.zeros(2, 3))
+
+
+def test_attention_with_bounded_scores_is_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 16, 16, generator=generator) for _ in range(3))
+    q, k = (x * 13 / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (q, k))
+    mask = causal_mask(torch.arange(16)[None], 16, 2, 1)
+    context = as_context(k, v)
+    assert float((q @ context.keys_NKS).abs().max()) / 4 > 30
+    torch.testing.assert_close(
+        attend(q, context, mask, bounded=True), attend(q, context, mask), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_scores_are_bounded_where_the_norms_of_queries_and_keys_are_small() -> None:
+    assert not any(
+        layer.bounded_scores for layer in make_decoder("qwen2").pack(torch.float32).layers
+    )
+    decoder = make_decoder("qwen3")
+    assert all(layer.bounded_scores for layer in decoder.pack(torch.float32).layers)
+    largest = SCORE_BOUND / decoder.config.head_dim**0.5
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("q_norm.weight"):
+                parameter.fill_(0.01 - largest)
+            if name.endswith("k_norm.weight"):
+                parameter.fill_(1.0)
+            if name == "model.layers.1.self_attn.k_norm.weight":
+                parameter[3] = -1.1
+    bounded = [layer.bounded_scores for layer in decoder.pack(torch.float32).layers]
+    assert bounded[:2] == [True, False]

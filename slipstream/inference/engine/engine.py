@@ -205,9 +205,10 @@ class Engine:
         index: dict[tuple[int, ...], int] = {}
         sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
         rows = [self._scheduler.row(r) for r in fresh]
+        config = self._runner.config
         hidden = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
         positions = torch.tensor([r.length for r in fresh], device=hidden.device)
-        sampling = sampling_rows(fresh, len(fresh), hidden.device)
+        sampling = sampling_rows(fresh, config.vocab_size, hidden.device)
         choice = self._runner.choose(hidden, positions, sampling)
         for request in fresh:
             request.kv_weights = {self._weights}
@@ -225,17 +226,17 @@ class Engine:
         if not running:
             return
         started = time.perf_counter()
+        config, device = self._runner.config, self._runner.device
         n = round_up(len(running), ROW_MULTIPLE)
         if self._rows is None or preempted:
-            self._rows = sampling_rows(running, n, self._runner.device)
+            self._rows = sampling_rows(running, config.vocab_size, device)
         padding = n - len(running)
-        device = self._runner.device
         ids = torch.tensor([r.context[-1] for r in running] + [0] * padding, device=device)
         lengths = torch.tensor([r.length for r in running] + [1] * padding, device=device)
         longest, shortest = max(r.length for r in running), min(r.length for r in running)
         store = self._scheduler.store
         hidden = self._runner.decode(store, ids, lengths - 1, longest, shortest)
-        choice = self._runner.choose(hidden, lengths, self._rows)
+        choice = self._runner.choose(hidden, lengths[: len(running)], self._rows)
         for request in running:
             request.kv_weights.add(self._weights)
         self._accept(running, choice, hidden)

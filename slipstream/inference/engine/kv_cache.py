@@ -11,9 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.models.attention import padded_keys
+from slipstream.models.attention import Context, as_context, padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, WIDTH_MULTIPLE, round_up
+from slipstream.models.numerics import (
+    KEY_CHUNK,
+    ROW_MULTIPLE,
+    WIDTH_MULTIPLE,
+    key_step,
+    round_up,
+)
+
+SLOT_STEP = 64
+"""Slots of a row come in this many."""
 
 
 class KVStore:
@@ -83,8 +92,9 @@ class KVStore:
         self.data = self._allocate(0, 0)
 
     def _slots(self, length: int) -> int:
-        """Whole chunks: so that a row's slots seldom need to grow."""
-        return round_up(max(length, 1), KEY_CHUNK[self._dtype])
+        """Some in reserve, so that a row's slots seldom need to grow."""
+        step = max(SLOT_STEP, key_step(self._dtype, self._device))
+        return round_up(max(length, 1), step)
 
     @property
     def _slot_bytes(self) -> int:
@@ -119,13 +129,14 @@ class PrefillView:
     def num_seen(self) -> int:
         return 0
 
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
         fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3)
         block = self._store.data[layer]
         block[:, self._rows, :, : self._length] = fresh[:, self._sources]
         missing = self.num_keys - self._length
         padded = torch.nn.functional.pad(fresh, (0, 0, 0, missing)) if missing else fresh
-        return padded[0], padded[1]
+        keys, values = padded.flatten(1, 2)
+        return as_context(keys, values)
 
 
 class DecodeView:
@@ -135,11 +146,18 @@ class DecodeView:
     """
 
     def __init__(self, store: KVStore, positions_N: Tensor, length: int, shortest: int) -> None:
-        _, _, rows, heads, slots, width = store.data.shape
-        self._store = store
-        self._n = n = positions_N.shape[0]
+        layers, _, rows, heads, slots, width = store.data.shape
+        n = positions_N.shape[0]
         self._num_keys = padded_keys(length, store.data.dtype, store.data.device)
         self._num_seen = shortest - shortest % WIDTH_MULTIPLE
+        # Views of all layers at once: one by one they would cost as much as the small operations.
+        matrices = store.data.view(layers, 2, rows * heads, slots, width)
+        keys, values = matrices[:, :, : n * heads, : self._num_keys].unbind(1)
+        chunks = (c.unbind() for c in torch.split(values, KEY_CHUNK[values.dtype], dim=2))
+        self._contexts = list(
+            map(Context, keys.transpose(2, 3).unbind(), zip(*chunks, strict=True))
+        )
+        self._lines = store.data.view(layers, -1, width).unbind()
         # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K).
         line = torch.arange(n, device=positions_N.device)[:, None] * heads
         line = (line + torch.arange(heads, device=positions_N.device)) * slots
@@ -155,9 +173,7 @@ class DecodeView:
     def num_seen(self) -> int:
         return self._num_seen
 
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> tuple[Tensor, Tensor]:
-        block = self._store.data[layer]
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
         fresh = torch.cat([k_BTHK, v_BTHK]).view(-1, self._width)
-        block.view(-1, self._width).index_copy_(0, self._index, fresh)
-        seen = block[:, : self._n, :, : self._num_keys]
-        return seen[0], seen[1]
+        self._lines[layer].index_copy_(0, self._index, fresh)
+        return self._contexts[layer]

@@ -18,6 +18,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import copy_tensors, tensor_problems
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import Choice, SamplingRows, choose
+from slipstream.sampling.noise import NoiseAhead
 from slipstream.types import WeightUpdate
 
 
@@ -84,18 +85,19 @@ class Runner:
         return states.final[:, 0]
 
     def choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
-        """Next tokens after `hidden_ND`, to stand at `positions_N`."""
-        n = hidden_ND.shape[0]
+        """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
         logits = self._packed.lm_head(pad_rows(hidden_ND)).float()
-        return choose(logits[:n], positions_N, rows)
+        return choose(logits[: len(positions_N)], positions_N, rows)
 
 
-def sampling_rows(requests: Sequence[Running], count: int, device: torch.device) -> SamplingRows:
-    """Settings of `requests` as tensors of length `count` (padded with copies of the first)."""
-    padded = [*requests, *[requests[0]] * (count - len(requests))]
-    params = [r.request.params for r in padded]
+def sampling_rows(
+    requests: Sequence[Running], vocab_size: int, device: torch.device
+) -> SamplingRows:
+    """Settings of `requests` as tensors."""
+    params = [r.request.params for r in requests]
+    keys = torch.tensor([r.key for r in requests], dtype=torch.int32, device=device)
     return SamplingRows(
-        keys_N2=torch.tensor([r.key for r in padded], dtype=torch.int32, device=device),
+        keys_N2=keys,
         temperature_N=torch.tensor(
             [p.temperature for p in params], dtype=torch.float32, device=device
         ),
@@ -106,4 +108,5 @@ def sampling_rows(requests: Sequence[Running], count: int, device: torch.device)
         any_greedy=any(p.temperature == 0 for p in params),
         any_tempered=any(p.temperature not in (0, 1) for p in params),
         cuts=any(p.truncates for p in params),
+        ahead=NoiseAhead(keys, vocab_size),
     )

@@ -191,7 +191,7 @@ def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
 
 def test_prepared_weights_give_every_caller_the_same_bits() -> None:
     # Large enough that every product runs on a weight in oneDNN's layout.
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
     decoder = make_decoder(0, num_kv_heads=8, **sizes)
     with torch.no_grad():
         for parameter in decoder.parameters():
