@@ -1,4 +1,5 @@
-"""Matrix products of few rows: `F.linear` against a weight laid out once (`models/linear.py`).
+"""Matrix products of few rows: `F.linear` against the two ways of `models/linear.py`, a weight laid
+out once and a batch of two halves.
 
 Prints microseconds (median), and for how many row counts a row's bits differ from the same row in a
 large batch. `python bench/linear.py [--threads N]`
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.models.linear import PackedLinear
+from slipstream.models.linear import PackedLinear, PackedPair, worth_preparing
+from slipstream.models.numerics import ROW_MULTIPLE
 
 SHAPES = ((192, 1024), (512, 1024), (512, 3072), (1536, 512), (512, 8192))
 ROWS = (4, 8, 32, 128)
 ANY_ROWS = (*range(1, 34), 48, 60, 100, 128, 200, 256, 500, 512)
 
 
-def microseconds(product: Callable[[Tensor], Tensor], x: Tensor, repeats: int = 100) -> float:
+def microseconds(product: Callable[[Tensor], object], x: Tensor, repeats: int = 100) -> float:
     for _ in range(5):
         product(x)
     times = []
@@ -44,20 +46,27 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32")
     for width, out in SHAPES:
         weight = torch.randn(out, width)
-        linear = PackedLinear.of(weight)
-        if linear.prepared is None:
-            raise SystemExit("no weight is laid out on this machine: it has no x86 CPU")
+        prepared = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        linear = PackedLinear(weight, None, prepared, weight.t())
+        pair = PackedPair(weight, None, weight.view(2, -1, width).transpose(1, 2))
         many = torch.randn(1024, width)
-        reference = linear(many)
+        reference, (halves, _) = linear(many), pair(many)
         unequal = sum(not torch.equal(linear(many[:m].clone()), reference[:m]) for m in ANY_ROWS)
+        unequal_pair = sum(
+            not torch.equal(pair(many[:m].clone())[0], halves[:m])
+            for m in ANY_ROWS
+            if m % ROW_MULTIPLE == 0
+        )
         times = []
         for rows in ROWS:
             x = many[:rows].clone()
-            plain = microseconds(partial(F.linear, weight=weight), x)
-            times.append(f"{rows} rows {plain:.0f} / {microseconds(linear, x):.0f}")
+            each = (partial(F.linear, weight=weight), linear, pair)
+            times.append(f"{rows} rows " + " / ".join(f"{microseconds(p, x):.0f}" for p in each))
         print(
-            f"{width} -> {out}: F.linear / laid out, us: {', '.join(times)}; "
-            f"{unequal} of {len(ANY_ROWS)} row counts change bits"
+            f"{width} -> {out}: F.linear / laid out / two halves, us: {', '.join(times)}; "
+            f"laid out: {unequal} of {len(ANY_ROWS)} row counts change bits, "
+            f"halves: {unequal_pair} of the multiples of {ROW_MULTIPLE}; "
+            f"used: {'laid out' if worth_preparing(weight) else 'plain, or halves for a pair'}"
         )
 
 
