@@ -7,6 +7,7 @@ changes an option; a test compares the file with what this module renders.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import inspect
@@ -97,4 +98,6 @@ def render_markdown() -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(render_markdown(), encoding="utf-8")
+    parser = argparse.ArgumentParser(description="Write the page of all options.")
+    parser.add_argument("file", type=Path)
+    parser.parse_args().file.write_text(render_markdown(), encoding="utf-8")

@@ -31,8 +31,9 @@ from slipstream.config.schema_speculative import SpeculativeConfig
 class DataConfig:
     """Prompts: a built-in task, or files in VERL's row format."""
 
-    task: Literal["countdown"] | None = None
-    """Built-in task that makes problems without end; null: read `train_files`."""
+    task: str | None = None
+    """Task that makes problems without end: `countdown`, or one that the module named by
+    `model.external_lib` registers; null: read `train_files`."""
     task_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Settings of the task, passed on as they are."""
     train_files: tuple[str, ...] | None = None
@@ -179,7 +180,7 @@ class TrainerConfig:
     """First part of the run folder, and the project in loggers."""
     experiment_name: str = "run"
     """Second part of the run folder, and the run in loggers."""
-    logger: tuple[Literal["console", "file", "tensorboard"], ...] = ("console", "file")
+    logger: tuple[str, ...] = ("console", "file")
     """Where metrics go; `file` is JSON lines in the run folder."""
     nnodes: PositiveInt = 1
     """Machines; 1 in this version."""

@@ -128,8 +128,6 @@ def _items_text(annotation: Any) -> str:
     if origin is Annotated:
         base, bounds = get_args(annotation)[:2]
         return f"{_items_text(base)}, each {bounds}"
-    if origin is Literal:
-        return "names out of " + ", ".join(get_args(annotation))
     return {int: "integers", float: "numbers", str: "strings"}[annotation]
 
 

@@ -6,8 +6,10 @@ Each rule is a generator of messages, and each message ends in a remedy. Knows t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
+from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
@@ -38,11 +40,46 @@ _CHUNK_MULTIPLE = 4
 def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> list[str]:
     """Every broken rule, as `what is wrong; remedy`. `complete` also wants a model named."""
     problems: list[str] = []
-    for rule in (_data, _sft_data, _lengths, _actor, _reference, _rollout, _algorithm, _run):
+    for rule in (
+        _registered,
+        _data,
+        _sft_data,
+        _lengths,
+        _actor,
+        _reference,
+        _rollout,
+        _algorithm,
+        _run,
+    ):
         problems.extend(rule(config))
     problems.extend(_model(config, complete))
     problems.extend(_place(config, hardware))
     return problems
+
+
+BUILT_IN_TASKS = ("countdown",)
+"""What `environment.registry` knows by itself, to be asked without importing it."""
+
+BUILT_IN_LOGGERS = ("console", "file", "tensorboard")
+"""The same of `metrics.loggers`."""
+
+
+def _registered(config: Config) -> Iterator[str]:
+    """Names that only a module of the user's can make known."""
+    if config.actor_rollout_ref.model.external_lib is not None:
+        return
+    named: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("data.task", config.data.task, BUILT_IN_TASKS),
+        *(("trainer.logger", name, BUILT_IN_LOGGERS) for name in config.trainer.logger),
+    ]
+    for key, name, known in named:
+        if name is not None and name not in known and name not in REFUSED_VALUES.get(key, {}):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield (
+                f"{key}={name} is not known{hint} (known: {', '.join(known)}); the module that "
+                "actor_rollout_ref.model.external_lib names can register others"
+            )
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -155,8 +155,12 @@ class AsyncEngine:
     async def update_drafter(self, update: WeightUpdate) -> None:
         raise EngineError(f"engine {self._name} has no draft head to update to {update.version}")
 
-    async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
         tensors = await self._call(lambda: read_tensors(path))
+        if version is None:
+            version = self.stats().version + 1
         await self.update_weights(WeightUpdate(version=version, buckets=[list(tensors.items())]))
 
     def stats(self) -> EngineStats:

@@ -43,7 +43,9 @@ class EmbeddedEngine(AsyncEngine):
         super().__init__(core, name="embedded", executor=executor)
         self._config = decoder.config
 
-    async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
         # Tensors of equal shapes may belong to another architecture (heads, RoPE base, epsilon).
         theirs = asdict(await anyio.to_thread.run_sync(load_config, path))
         for name, ours in asdict(self._config).items():

@@ -88,9 +88,12 @@ class InferenceEngine(Protocol):
         """Take new draft-head weights. EngineError where the engine has no drafter."""
         ...
 
-    async def update_weights_from_checkpoint(self, path: Path, version: PolicyVersion) -> None:
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
         """Take the weights of a Hugging Face folder, as `update_weights` with `KVPolicy.KEEP`.
 
+        Without `version` they become the one after the engine's present version.
         Raises CheckpointError when its files cannot be read.
         """
         ...

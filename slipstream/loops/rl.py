@@ -35,14 +35,15 @@ from slipstream.loops.rl_batch import (
     failure_of,
     first_failure,
     mini_batches,
-    rows_of,
     usable_samples,
 )
 from slipstream.loops.stages import Stages
+from slipstream.loops.steps import check_at_least_one, checkpoint_due
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import Timers, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
+from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.training.losses import LossFn, policy_loss_fn
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import FeatureSink, Group, TrainBatch, WeightUpdate
@@ -92,7 +93,9 @@ class RLTrainingConfig:
     `sync_every` is in steps; `start_step` the number of steps done already (resume). `shuffle` is
     the seed of the order of groups in mini-batches, None keeps their order. The two lengths are the
     rollout's limits, for metrics. A step without any sample to train on is left out; after
-    `max_skipped_batches` such in a row the run ends.
+    `max_skipped_batches` such in a row the run ends. With `baseline`, advantages are reward -
+    `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
+    end, the loop calls `save`.
     """
 
     num_steps: int
@@ -101,6 +104,7 @@ class RLTrainingConfig:
     loss: LossFn = field(default_factory=policy_loss_fn)
     adv_estimator: str = "grpo"
     norm_adv_by_std_in_grpo: bool = True
+    baseline: float | None = None
     temperature: float = 1.0
     mini_batch_size: int | None = None
     ppo_epochs: int = 1
@@ -110,6 +114,10 @@ class RLTrainingConfig:
     log_every: int = 1
     flat_reward_warning: int = 10
     max_skipped_batches: int = 3
+    checkpoint_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "sync_every", "log_every", "checkpoint_every", "ppo_epochs")
 
     @property
     def on_policy(self) -> bool:
@@ -172,7 +180,7 @@ async def run_rl_training(
         history.append(metrics)
         if metrics_logger is not None and (step % config.log_every == 0 or done):
             metrics_logger.log(step, metrics)
-        if save is not None:
+        if save is not None and (done or checkpoint_due(step, config)):
             await save(step, done, timers)
         if done:
             break
@@ -204,7 +212,7 @@ class _Learner:
     ) -> dict[str, float]:
         """Advantages, log-probs and all optimizer steps of one batch; a batch without a sample to
         train on changes nothing."""
-        usable = usable_samples(groups)
+        usable = usable_samples(groups, compared=self._config.baseline is None)
         metrics = {
             "training/num_lone_samples": float(usable.lone),
             "training/skipped_batch": float(not usable.groups),
@@ -256,11 +264,12 @@ class _Learner:
 
     def _rows(self, usable: Usable, rewards: Sequence[float] | None) -> TrainBatch:
         c = self._config
-        return rows_of(
+        return prepare_grpo_batch(
             usable.samples,
             rewards,
             adv_estimator=c.adv_estimator,
             norm_adv_by_std_in_grpo=c.norm_adv_by_std_in_grpo,
+            baseline=c.baseline,
             temperature=c.temperature,
         )
 

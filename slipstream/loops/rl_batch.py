@@ -16,7 +16,6 @@ from torch import Tensor
 
 from slipstream.algorithms import KLController, apply_kl_penalty
 from slipstream.metrics.batch_metrics import summary
-from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
 
 REWARD_FAILURE = "reward_failure"
@@ -36,13 +35,14 @@ class Usable:
         return [sample for group in self.groups for sample in group]
 
 
-def usable_samples(groups: Sequence[Group]) -> Usable:
-    """Leave out failed samples, and a sample whose advantage has nothing to be relative to."""
+def usable_samples(groups: Sequence[Group], *, compared: bool = True) -> Usable:
+    """Leave out failed samples, and, where advantages are `compared` within groups, a sample whose
+    advantage has nothing to be relative to."""
     kept: list[list[Sample]] = []
     lone = 0
     for group in groups:
         scored = [s for s in group.samples if s.status is not Status.FAILED]
-        if len(scored) == 1 and len(group.samples) > 1:
+        if compared and len(scored) == 1 and len(group.samples) > 1:
             lone += 1
         elif scored:
             kept.append(scored)
@@ -99,24 +99,6 @@ class KLInReward:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._controller.value = float(state["kl_coef"])
-
-
-def rows_of(
-    samples: Sequence[Sample],
-    rewards: Sequence[float] | None,
-    *,
-    adv_estimator: str,
-    norm_adv_by_std_in_grpo: bool,
-    temperature: float,
-) -> TrainBatch:
-    """One row per sample with its advantage."""
-    return prepare_grpo_batch(
-        samples,
-        rewards,
-        adv_estimator=adv_estimator,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        temperature=temperature,
-    )
 
 
 def mini_batches(

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.loops.stages import Stages
+from slipstream.loops.steps import check_at_least_one, checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.training.losses import sft_loss
 from slipstream.training.protocol import TrainingBackend
@@ -32,15 +33,26 @@ _MAX_UNUSED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTTrainingConfig:
-    """`batch_tokens` is the size of one optimizer step: samples are added until it is reached.
+    """The size of one optimizer step is `batch_size` samples, or as many as reach `batch_tokens`.
 
-    `start_step` is the number of steps done already (resume).
+    `start_step` is the number of steps done already (resume). Every `checkpoint_every` steps, and
+    at the end, the loop calls `save`. Raises ConfigError where not one of the two sizes is given.
     """
 
     num_steps: int
-    batch_tokens: int
+    batch_size: int | None = None
+    batch_tokens: int | None = None
     start_step: int = 0
     log_every: int = 1
+    checkpoint_every: int = 1
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            raise ConfigError(
+                f"batch_size={self.batch_size} and batch_tokens={self.batch_tokens}: an SFT step "
+                "takes one of the two, samples or tokens"
+            )
+        check_at_least_one(self, "batch_size", "batch_tokens", "log_every", "checkpoint_every")
 
 
 class SampleStream(Protocol):
@@ -161,7 +173,7 @@ async def run_sft_training(
     history: list[dict[str, float]] = []
     for step in range(config.start_step + 1, config.num_steps + 1):
         started = time.perf_counter()
-        batch = next_batch(stream, config.batch_tokens)
+        batch = next_batch(stream, samples=config.batch_size, tokens=config.batch_tokens)
         async with stages.stage("update", "the trainer's optimizer step"):
             metrics = dict(await backend.forward_backward(batch, loss))
             metrics |= await backend.optim_step()
@@ -176,18 +188,20 @@ async def run_sft_training(
         history.append(metrics)
         if metrics_logger is not None and (step % config.log_every == 0 or done):
             metrics_logger.log(step, metrics)
-        if save is not None:
+        if save is not None and (done or checkpoint_due(step, config)):
             await save(step, done)
         if done:
             break
     return history
 
 
-def next_batch(stream: SampleStream, batch_tokens: int) -> TrainBatch:
-    """Samples until `batch_tokens` tokens are reached; those without a target are passed over."""
+def next_batch(
+    stream: SampleStream, *, samples: int | None = None, tokens: int | None = None
+) -> TrainBatch:
+    """So many samples, or until so many tokens; samples without a target are passed over."""
     rows: list[TrainRow] = []
     count = unused = 0
-    while count < batch_tokens:
+    while (samples is None or len(rows) < samples) and (tokens is None or count < tokens):
         sample = stream.next_sample()
         row = TrainRow(tokens=sample.tokens, loss_mask=sample.loss_mask, uid=sample.uid)
         if any(row.loss_mask[1:]):

@@ -82,15 +82,16 @@ def prepare_grpo_batch(
     *,
     adv_estimator: str = "grpo",
     norm_adv_by_std_in_grpo: bool = True,
+    baseline: float | None = None,
     temperature: float = 1.0,
 ) -> TrainBatch:
     """Training rows with group-relative advantages, one row per sample, in the samples' order.
 
     `rewards` default to the samples' own. Each reward stands on its sample's last target token; the
-    estimator's advantages are aligned with tokens, 0 where the loss mask is 0. `temperature` is the
-    one that the rollout sampled at. Rows carry `rollout_log_probs` if the policy sampled every
-    target token of the batch; otherwise none does. For the groups that teach nothing, see
-    `group_stats`.
+    estimator's advantages are aligned with tokens, 0 where the loss mask is 0. With `baseline` they
+    are reward - `baseline` in place of the estimator's. `temperature` is the one that the rollout
+    sampled at. Rows carry `rollout_log_probs` if the policy sampled every target token of the
+    batch; otherwise none does. For the groups that teach nothing, see `group_stats`.
 
     Raises:
         ConfigError: an unknown estimator.
@@ -99,13 +100,20 @@ def prepare_grpo_batch(
     """
     samples = _samples_of(samples)
     masks = [_target_mask(sample) for sample in samples]
-    advantages = _token_advantages(
-        [sample.reward for sample in samples] if rewards is None else rewards,
-        masks,
-        _group_indices(samples),
-        adv_estimator,
-        AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
-    )
+    if rewards is None:
+        rewards = [sample.reward for sample in samples]
+    if baseline is None:
+        advantages = _token_advantages(
+            rewards,
+            masks,
+            _group_indices(samples),
+            adv_estimator,
+            AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
+        )
+    else:
+        _check_rewards(rewards, len(samples))
+        values = compute_advantages(rewards, baseline)
+        advantages = [[value * m for m in mask] for value, mask in zip(values, masks, strict=True)]
     sampled = all(
         version >= 0
         for sample, mask in zip(samples, masks, strict=True)

@@ -81,12 +81,14 @@ def create_pytorch_backend(
     max_tokens_per_micro_batch: int = 16384,
     grad_clip: float | None = 1.0,
     gradient_checkpointing: bool = False,
+    loss: LossFn | None = None,
     compute: ComputeThread | None = None,
 ) -> SingleProcessBackend:
     """A backend in one line: `create_pytorch_backend("Qwen/folder", lr=1e-5)`.
 
     `model` is a Hugging Face folder or a `Decoder`. Without `optimizer` it is AdamW at `lr`.
-    `dtype` is `auto`, `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it.
+    `loss` is what `forward_backward(batch)` takes; None is cross-entropy. `dtype` is `auto`,
+    `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it.
     """
     device = torch.device(device)
     if not isinstance(model, Decoder):
@@ -99,5 +101,6 @@ def create_pytorch_backend(
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         grad_clip=grad_clip,
         gradient_checkpointing=gradient_checkpointing,
+        loss=loss,
         compute=compute,
     )

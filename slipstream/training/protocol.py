@@ -104,9 +104,12 @@ class TrainingBackend(Protocol):
         ...
 
     def forward_backward(
-        self, batch: TrainBatch, loss: LossFn, *, sink: FeatureSink | None = None
+        self, batch: TrainBatch, loss: LossFn | None = None, *, sink: FeatureSink | None = None
     ) -> TrainFuture[dict[str, float]]:
-        """Add the gradient of `loss` over `batch`; the metrics of that pass."""
+        """Add the gradient of `loss` over `batch`; the metrics of that pass.
+
+        Without `loss` it is the backend's own: cross-entropy where it was made without another.
+        """
         ...
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:

@@ -20,7 +20,7 @@ from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_tensors, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
-from slipstream.training.losses import LossFn, rollout_difference
+from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 from slipstream.training.packing import check_batch
 from slipstream.training.protocol import StateTree, TrainFuture
@@ -67,8 +67,10 @@ class SingleProcessBackend:
         max_nonfinite_steps: int = 3,
         log_prob_chunk: int = 512,
         metrics_prefix: str = "actor",
+        loss: LossFn | None = None,
         compute: ComputeThread | None = None,
     ) -> None:
+        """`loss` is what `forward_backward` takes where it is given none; None: cross-entropy."""
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
         if grad_clip is not None and not grad_clip > 0:
@@ -87,6 +89,7 @@ class SingleProcessBackend:
         self._optimizer = optim
         self._dtype = dtype
         self._grad_clip = grad_clip
+        self._loss = loss or sft_loss()
         self._max_nonfinite = max_nonfinite_steps
         self._prefix = metrics_prefix
         self._compute = compute or ComputeThread()
@@ -109,17 +112,19 @@ class SingleProcessBackend:
         return self._weight_version
 
     def forward_backward(
-        self, batch: TrainBatch, loss: LossFn, *, sink: FeatureSink | None = None
+        self, batch: TrainBatch, loss: LossFn | None = None, *, sink: FeatureSink | None = None
     ) -> TrainFuture[dict[str, float]]:
         """Add the gradient of `loss` over `batch`; the loss's metrics, summed over micro-batches.
 
+        Without `loss` it is the one that the backend was made with.
         `sink.receive` is called on the compute thread, before the weights change. A non-finite loss
         ends the pass and makes the next `optim_step` skip.
 
         Raises (when awaited):
             DataError: the batch cannot be trained on.
         """
-        return self._compute.submit(lambda: self._forward_backward(batch, loss, sink))
+        chosen = loss or self._loss
+        return self._compute.submit(lambda: self._forward_backward(batch, chosen, sink))
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
         """Clip the gradient, update the weights, forget the gradient.

@@ -234,9 +234,9 @@ def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
             "for example data.val_batch_size=1",
         ),
         (
-            "trainer.logger=[console,paper]",
-            "trainer.logger: expected a list of names out of console, file, tensorboard, "
-            "got [console,paper] (list); for example trainer.logger=[console,file]",
+            "trainer.logger=[console,5]",
+            "trainer.logger: expected a list of strings, or one string, "
+            "got [console,5] (list); for example trainer.logger=[console,file]",
         ),
         (
             "trainer=5",

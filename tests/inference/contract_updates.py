@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slipstream.errors import CheckpointError, EngineError, RequestError
+from slipstream.inference import sync_weights_to_engines
 from slipstream.inference.protocol import EngineStats
 from slipstream.models import save_checkpoint
 from slipstream.types import (
@@ -89,7 +90,13 @@ async def updates_from_a_checkpoint(h: Harness) -> None:
         assert (await engine.generate(endless("k", 4))).spans == [VersionSpan(2, 0, 4)]
         with pytest.raises(CheckpointError, match="missing does not exist"):
             await engine.update_weights_from_checkpoint(folder / "missing", 3)
-    assert engine.stats().version == 2
+        assert engine.stats().version == 2
+        # Without a version it is the next one.
+        refused = await sync_weights_to_engines([engine], folder / "missing")
+        assert await sync_weights_to_engines([engine], folder) == [{"success": True, "version": 3}]
+    assert [record["success"] for record in refused] == [False]
+    assert "missing does not exist" in refused[0]["error"]
+    assert engine.stats().version == 3
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.environment.data_buffer import DataBuffer
-from slipstream.errors import RewardError, StageTimeoutError, TrainingError
+from slipstream.errors import ConfigError, RewardError, StageTimeoutError, TrainingError
 from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
 from slipstream.loops.stages import Stages
@@ -135,6 +135,21 @@ def test_three_steps_train_publish_and_log_known_names() -> None:
         assert metrics["timing_s/update_actor"] > 0
         assert metrics["timing_per_token_ms/gen"] > 0
     assert [m["training/epoch"] for m in history] == [0, 0, 1]
+
+
+def test_a_baseline_stands_in_for_the_estimator_and_saving_may_be_rare() -> None:
+    saved: list[int] = []
+
+    async def save(step: int, stopping: bool, timers: Timers) -> None:
+        saved.append(step)
+
+    settings = config(baseline=10.0, num_steps=3, checkpoint_every=2)
+    history, _, _ = train(tiny_backend(), settings, save=save)
+    # Rewards are far below the baseline: no group has a mean of its own.
+    assert all(m["critic/advantages/max"] < -5 for m in history)
+    assert saved == [2, 3]
+    with pytest.raises(ConfigError, match="sync_every=0 must be at least 1"):
+        config(sync_every=0)
 
 
 def test_mini_batches_epochs_and_rare_publishing() -> None:

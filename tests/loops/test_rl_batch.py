@@ -10,9 +10,9 @@ from slipstream.loops.rl_batch import (
     batch_metrics,
     first_failure,
     mini_batches,
-    rows_of,
     usable_samples,
 )
+from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.types import (
     Group,
     Prompt,
@@ -103,9 +103,7 @@ def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
 
 def rows_with_log_probs() -> tuple[list[Sample], list[TrainRow]]:
     samples = [sample(0, 0, 1.0), sample(0, 1, 2.0)]
-    made = rows_of(
-        samples, None, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, temperature=1.0
-    )
+    made = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
     made.rows[0].old_log_probs = [0.0, 0.0, -1.0, -2.0]
     made.rows[0].ref_log_probs = [0.0, 0.0, -1.5, -3.0]
     made.rows[1].old_log_probs = [9.0, 9.0, -1.0, -1.0]
@@ -138,9 +136,7 @@ def test_the_steered_coefficient_survives_a_restart() -> None:
 
 def test_batch_metrics_cover_targets_only() -> None:
     usable = usable_samples([group(0, False, False)])
-    made = rows_of(
-        usable.samples, None, adv_estimator="grpo", norm_adv_by_std_in_grpo=False, temperature=1.0
-    )
+    made = prepare_grpo_batch(usable.samples, norm_adv_by_std_in_grpo=False)
     metrics = batch_metrics(made, [0.0, 1.0], usable, weight_version=5)
     assert metrics["critic/advantages/max"] == 0.5
     assert metrics["critic/advantages/min"] == -0.5

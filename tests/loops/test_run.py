@@ -17,7 +17,10 @@ import torch
 from slipstream.algorithms import registry
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.cli import main
+from slipstream.config.validate import BUILT_IN_LOGGERS, BUILT_IN_TASKS
+from slipstream.environment import registry as tasks
 from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.metrics import loggers
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder, PackedDecoder
@@ -428,6 +431,46 @@ def test_over_sampling_loses_and_mixes_up_nothing_over_a_restart(
         assert len(step) == 4
         assert all(r["status"] in ("completed", "truncated") for r in step)
         assert all(len(r["response_ids"]) <= 32 for r in step)
+
+
+TASK = """
+from slipstream.environment.countdown import CountdownTask
+from slipstream.environment.registry import register_task
+from slipstream.metrics.loggers import ConsoleLogger, register_logger
+
+class Small(CountdownTask):
+    name = "small"
+
+register_task("small", Small)
+
+@register_logger("mine")
+def mine(context):
+    (context.run_dir / "mine.txt").write_text(context.experiment_name)
+    return ConsoleLogger()
+"""
+
+
+def test_a_task_and_a_logger_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
+    monkeypatch.setattr(loggers, "LOGGERS", dict(loggers.LOGGERS))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "tasks_of_mine.py").write_text(TASK)
+    named = ("data.task=small", "trainer.logger=[file,mine]", "trainer.total_training_steps=1")
+    line = [word for word in rl_only(tmp_path / "run") if not word.startswith("data.task=")]
+    assert main([*line, *named]) == 2
+    refusal = capsys.readouterr().err
+    assert "data.task=small is not known (known: countdown)" in refusal
+    assert "trainer.logger=mine is not known" in refusal
+    assert main([*line, *named, f"{INIT}.external_lib=tasks_of_mine"]) == 0
+    assert (tmp_path / "run" / "mine.txt").exists()
+    assert metrics_of(tmp_path / "run")[1]["rollout/num_prompts"] > 0
+
+
+def test_names_known_without_an_import_are_those_of_the_registries() -> None:
+    assert sorted(BUILT_IN_TASKS) == tasks.task_names()
+    assert list(BUILT_IN_LOGGERS) == list(loggers.LOGGERS)
 
 
 MODULE = """

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import (
     MixedSamples,
     SampleStream,
@@ -60,6 +60,36 @@ def test_the_loss_falls_and_every_metric_is_known() -> None:
     assert history[-1]["sft/loss"] < history[0]["sft/loss"]
     # Batches end with the sample that reaches 20 tokens: four of six tokens, four targets each.
     assert {m["sft/tokens"] for m in history} == {16.0}
+
+
+def test_a_step_may_count_samples_and_saving_may_be_rare() -> None:
+    backend = tiny_backend(metrics_prefix="sft")
+    saved: list[tuple[int, bool]] = []
+
+    async def save(step: int, stopping: bool) -> None:
+        saved.append((step, stopping))
+
+    async def work(config: SFTTrainingConfig) -> list[dict[str, float]]:
+        return await run_sft_training(backend, samples(), config, save=save)
+
+    history = anyio.run(work, SFTTrainingConfig(num_steps=7, batch_size=3, checkpoint_every=3))
+    backend.close()
+    assert {m["sft/tokens"] for m in history} == {12.0}
+    assert saved == [(3, False), (6, False), (7, False)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "takes one of the two"),
+        ({"batch_size": 2, "batch_tokens": 2}, "takes one of the two"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_tokens": 8, "checkpoint_every": 0}, "checkpoint_every=0 must be at least 1"),
+    ],
+)
+def test_impossible_sft_settings_are_refused(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SFTTrainingConfig(num_steps=1, **settings)
 
 
 def test_saving_follows_logging_and_a_hook_ends_the_loop() -> None:
@@ -144,9 +174,9 @@ def test_no_data_and_data_without_targets_are_errors_not_endless_loops() -> None
         ShuffledSamples([], seed=1)
     mute = ShuffledSamples([demonstration("mute", loss=0.0)], seed=1)
     with pytest.raises(DataError, match=r"no token to train on .*'mute'"):
-        next_batch(mute, 10)
+        next_batch(mute, tokens=10)
     some = ShuffledSamples([demonstration("mute", loss=0.0), demonstration("s")], seed=1)
-    assert {row.uid for row in next_batch(some, 30).rows} == {"s"}
+    assert {row.uid for row in next_batch(some, tokens=30).rows} == {"s"}
 
 
 def test_a_position_in_other_samples_is_refused() -> None:

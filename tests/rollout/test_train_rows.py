@@ -165,3 +165,12 @@ def test_group_stats() -> None:
     swapped = group_stats(samples, [1.0, 2.0, 0.0, 1.0, 2.0])
     assert swapped == GroupStats(groups=3, zero_variance=1, singletons=1)
     assert group_stats(samples[:2]) == GroupStats(groups=2, zero_variance=0, singletons=2)
+
+
+def test_rows_with_a_baseline_need_no_company() -> None:
+    samples = [make_sample(0, 1.0, [7, 8]), make_sample(1, 0.0, [7], index=1)]
+    first, second = prepare_grpo_batch(samples, baseline=0.25).rows
+    assert first.advantages == [0.0, 0.0, 0.75, 0.75]
+    assert second.advantages == [0.0, 0.0, -0.25]
+    with pytest.raises(DataError, match="reward 1 is nan"):
+        prepare_grpo_batch(samples, [1.0, float("nan")], baseline=0.0)
