@@ -151,7 +151,7 @@ def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
 
 FAST_GFLOPS = 300.0
 """From this measured rate on, the full recipe should end within its seven minutes: an estimate from
-the small one's time (312 s at 150 GFLOP/s, a third of the parameters and fewer steps)."""
+the small one's time (300 s at 150 GFLOP/s, a third of the parameters and fewer steps)."""
 
 
 def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
