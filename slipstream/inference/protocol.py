@@ -27,8 +27,9 @@ class EngineStats:
     """Counters since the engine was made; seconds are of the compute thread.
 
     `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
-    response too. `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what
-    keys and values take now, and `running` and `waiting` are no counters.
+    response too. Of the `draft_tokens` that were verified, `accepted_tokens` were right.
+    `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what keys and
+    values take now, and `running` and `waiting` are no counters.
     """
 
     version: PolicyVersion = 0
@@ -42,6 +43,8 @@ class EngineStats:
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     max_batch: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

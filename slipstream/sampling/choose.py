@@ -35,6 +35,18 @@ class SamplingRows:
     ahead: NoiseAhead | None = None
     """Of these rows, where they go on position by position."""
 
+    def repeated(self, times: int) -> SamplingRows:
+        """Each row `times` times, one after the other."""
+        return replace(
+            self,
+            keys_N2=self.keys_N2.repeat_interleave(times, 0),
+            temperature_N=self.temperature_N.repeat_interleave(times),
+            top_k_N=self.top_k_N.repeat_interleave(times),
+            top_p_N=self.top_p_N.repeat_interleave(times),
+            min_p_N=self.min_p_N.repeat_interleave(times),
+            ahead=None,
+        )
+
     def part(self, rows: slice) -> SamplingRows:
         """The settings of some of the rows."""
         return replace(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.speculation import OFF, DraftPlan, Proposer
 from slipstream.models import Decoder, ModelConfig
 from slipstream.types import (
     GenerateRequest,
@@ -55,11 +56,20 @@ def shared_decoder(eos: int | None = None) -> Decoder:
 
 
 def make_engine(
-    decoder: Decoder | None = None, dtype: torch.dtype = torch.float32, **settings: Any
+    decoder: Decoder | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    proposer: Proposer | None = None,
+    plan: DraftPlan = OFF,
+    **settings: Any,
 ) -> Engine:
     settings.setdefault("max_model_len", 2304)
     return Engine(
-        decoder or shared_decoder(), EngineSettings(dtype=dtype, **settings), decode=decode
+        decoder or shared_decoder(),
+        EngineSettings(dtype=dtype, **settings),
+        decode=decode,
+        proposer=proposer,
+        plan=plan,
     )
 
 

@@ -18,8 +18,10 @@ from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Scheduler
 from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.inference.speculation import OFF, DraftPlan, DraftTree, Proposer
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
+from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice, SamplingRows
 from slipstream.sampling.noise import key_words
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
@@ -54,9 +56,17 @@ class Engine:
     """Continuous batching over one policy."""
 
     def __init__(
-        self, decoder: Decoder, settings: EngineSettings, *, decode: Decode | None = None
+        self,
+        decoder: Decoder,
+        settings: EngineSettings,
+        *,
+        decode: Decode | None = None,
+        proposer: Proposer | None = None,
+        plan: DraftPlan = OFF,
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
+
+        `proposer` drafts after `plan`, which may be changed between steps.
 
         Raises ConfigError for a model whose widths exact mode does not cover.
         """
@@ -75,7 +85,12 @@ class Engine:
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
         )
-        self._rows: SamplingRows | None = None
+        if plan != OFF and proposer is None:
+            raise ConfigError(f"engine: draft plan {plan} needs a proposer")
+        self.plan = plan
+        self._proposer = proposer
+        # Settings of the running batch, by rows per request.
+        self._rows: dict[int, SamplingRows] = {}
         self._ended: list[Generation] = []
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
@@ -135,9 +150,10 @@ class Engine:
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
                 self._scheduler.remove(request)
+                self._forget_drafts(request)
                 request.stop_reason = StopReason.ABORT
             self._scheduler.release_when_idle()
-        self._rows = None
+        self._rows.clear()
         self._count(aborted=len(stopped))
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
@@ -149,8 +165,9 @@ class Engine:
         """Send running requests back to the queue, as a lack of memory would."""
         for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
             self._scheduler.preempt(request, self._weights)
+            self._forget_drafts(request)
             self._count(preempted=1)
-        self._rows = None
+        self._rows.clear()
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
@@ -160,8 +177,10 @@ class Engine:
         """
         tensors = self._runner.check(update)
         if update.kv_policy is KVPolicy.RECOMPUTE:
+            for request in self._scheduler.running:
+                self._forget_drafts(request)
             self._scheduler.forget_kv()
-            self._rows = None
+            self._rows.clear()
         else:
             self._set_aside_preempted()
         self._runner.load(tensors)
@@ -195,7 +214,11 @@ class Engine:
             fresh, restored = self._scheduler.admit()
             if not fresh and not restored:
                 return
-            self._rows = None
+            self._rows.clear()
+            if self._proposer is not None:
+                for request in (*fresh, *restored):
+                    asked = request.request
+                    self._proposer.begin(asked.request_id, asked.prompt_ids, request.context)
             if fresh:
                 started = time.perf_counter()
                 self._prefill(fresh)
@@ -217,54 +240,109 @@ class Engine:
             prompt_tokens=computed,
             shared_prompt_tokens=sum(r.length for r in fresh) - computed,
         )
-        self._accept(fresh, choice, hidden)
+        self._accept(fresh, [DraftTree.chain(r.context[-1], ()) for r in fresh], choice, hidden)
 
     def _decode(self) -> None:
-        """One token for every running request."""
+        """At least one token for every running request."""
         preempted = self._scheduler.make_room(self._weights)
+        for request in preempted:
+            self._forget_drafts(request)
+        if preempted:
+            self._rows.clear()
         running = list(self._scheduler.running)
         if not running:
             return
         started = time.perf_counter()
-        config, device = self._runner.config, self._runner.device
-        n = round_up(len(running), ROW_MULTIPLE)
-        if self._rows is None or preempted:
-            self._rows = sampling_rows(running, config.vocab_size, device)
-        padding = n - len(running)
-        ids = torch.tensor([r.context[-1] for r in running] + [0] * padding, device=device)
-        lengths = torch.tensor([r.length for r in running] + [1] * padding, device=device)
-        longest, shortest = max(r.length for r in running), min(r.length for r in running)
-        store = self._scheduler.store
-        hidden = self._runner.decode(store, ids, lengths - 1, longest, shortest)
-        choice = self._runner.choose(hidden, lengths[: len(running)], self._rows)
+        device, count = self._runner.device, len(running)
+        trees = self._draft(running)
+        width = max(map(len, trees))
+        ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
+        lengths = [request.length for request in running]
+        padding = round_up(count, ROW_MULTIPLE) - count
+        ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
+        firsts = torch.tensor(lengths + [1] * padding, device=device) - 1
+        slots_NW = firsts[:, None] + torch.arange(width, device=device)
+        hidden = self._runner.decode(
+            self._scheduler.store, ids_NW, slots_NW, max(lengths) + width - 1, min(lengths)
+        )
+        positions = (slots_NW[:count] + 1).flatten()
+        choice = self._runner.choose(hidden, positions, self._sampling(running, width))
         for request in running:
             request.kv_weights.add(self._weights)
-        self._accept(running, choice, hidden)
+        emitted = self._accept(running, trees, choice, hidden)
         self._count(
             preempted=len(preempted),
             decode_steps=1,
-            decode_tokens=len(running),
+            decode_tokens=emitted,
+            draft_tokens=sum(map(len, trees)) - count,
             max_batch=max(0, len(running) - self._counts.get("max_batch", 0)),
             decode_seconds=time.perf_counter() - started,
         )
 
-    def _accept(self, requests: list[Running], choice: Choice, hidden: Tensor) -> None:
-        """Hand each request its token; free the rows of those that end with it."""
+    def _draft(self, running: list[Running]) -> list[DraftTree]:
+        """What to verify: for each request its last token and the drafts after it."""
+        drafts: list[list[int]] = [[] for _ in running]
+        longest = max(request.length for request in running) + self.plan.verify_tokens - 1
+        # Nobody loses its row to drafts.
+        if self.plan != OFF and self._scheduler.store.fits(len(running), longest):
+            assert self._proposer is not None
+            self._scheduler.store.reserve(len(running), longest)
+            drafts = self._proposer.propose([r.request_id for r in running], self.plan)
+        return [DraftTree.chain(r.context[-1], d) for r, d in zip(running, drafts, strict=True)]
+
+    def _sampling(self, running: list[Running], width: int) -> SamplingRows:
+        """Sampling settings of the running batch, `width` rows per request."""
+        if 1 not in self._rows:
+            vocab_size = self._runner.config.vocab_size
+            self._rows[1] = sampling_rows(running, vocab_size, self._runner.device)
+        if width not in self._rows:
+            self._rows[width] = self._rows[1].repeated(width)
+        return self._rows[width]
+
+    def _accept(
+        self,
+        requests: list[Running],
+        trees: Sequence[DraftTree],
+        choice: Choice,
+        hidden: Tensor,
+    ) -> int:
+        """Hand each request its tokens, as far as its drafts are what the policy chose; free the
+        rows of those that end. Returns how many tokens there were."""
+        width = max(map(len, trees))
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
-        for i, request in enumerate(requests):
-            request.push(tokens[i], full[i], law[i], self.version, self._decode_text)
-            if request.request.return_hidden_states and request.stop_reason is not StopReason.ERROR:
-                request.hidden.append(hidden[i].clone())
+        emitted = accepted = 0
+        for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            first = i * width
+            known = request.length
+            for node in accepted_path(tree.tokens, tree.parents, tokens[first : first + width]):
+                row = first + node
+                request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
+                if request.stop_reason is StopReason.ERROR:
+                    break
+                emitted += 1
+                accepted += node > 0
+                if request.request.return_hidden_states:
+                    request.hidden.append(hidden[row].clone())
+                if request.stop_reason is not None:
+                    break
+            if self._proposer is not None:
+                self._proposer.observe(request.request_id, request.context[known:])
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
                     self._scheduler.store.clear(self._scheduler.row(request))
                 self._scheduler.remove(request)
+                self._forget_drafts(request)
                 self._ended.append(request.generation(self._decode_text))
-                self._rows = None
+                self._rows.clear()
                 self._count(finished=1)
-        self._count(generated_tokens=sum(r.stop_reason is not StopReason.ERROR for r in requests))
+        self._count(generated_tokens=emitted, accepted_tokens=accepted)
+        return emitted
+
+    def _forget_drafts(self, request: Running) -> None:
+        if self._proposer is not None:
+            self._proposer.end(request.request_id)
 
     def _count(self, **more: float) -> None:
         for name, value in more.items():

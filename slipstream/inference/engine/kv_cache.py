@@ -140,14 +140,15 @@ class PrefillView:
 
 
 class DecodeView:
-    """`KVCache` of one decode step: rows 0 .. N-1, one new token each.
+    """`KVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
 
-    `length` and `shortest` are the longest and the shortest context, the new token included.
+    `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
+    its first new token.
     """
 
-    def __init__(self, store: KVStore, positions_N: Tensor, length: int, shortest: int) -> None:
+    def __init__(self, store: KVStore, slots_NW: Tensor, length: int, shortest: int) -> None:
         layers, _, rows, heads, slots, width = store.data.shape
-        n = positions_N.shape[0]
+        n = slots_NW.shape[0]
         self._num_keys = padded_keys(length, store.data.dtype, store.data.device)
         self._num_seen = shortest - shortest % WIDTH_MULTIPLE
         # Views of all layers at once: one by one they would cost as much as the small operations.
@@ -158,10 +159,11 @@ class DecodeView:
             map(Context, keys.transpose(2, 3).unbind(), zip(*chunks, strict=True))
         )
         self._lines = store.data.view(layers, -1, width).unbind()
-        # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K).
-        line = torch.arange(n, device=positions_N.device)[:, None] * heads
-        line = (line + torch.arange(heads, device=positions_N.device)) * slots
-        first = (line + positions_N[:, None]).reshape(-1)
+        # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K), in the
+        # order of new keys: row, token, head.
+        line = torch.arange(n, device=slots_NW.device)[:, None, None] * heads
+        line = (line + torch.arange(heads, device=slots_NW.device)) * slots
+        first = (line + slots_NW[:, :, None]).reshape(-1)
         self._index = torch.cat([first, first + rows * heads * slots])
         self._width = width
 

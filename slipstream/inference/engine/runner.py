@@ -74,15 +74,18 @@ class Runner:
         return hidden[sources_M, last]
 
     def decode(
-        self, store: KVStore, ids_N: Tensor, positions_N: Tensor, longest: int, shortest: int
+        self, store: KVStore, ids_NW: Tensor, slots_NW: Tensor, longest: int, shortest: int
     ) -> Tensor:
-        """One token per row: cache it, and return its hidden state (N, D).
+        """W tokens per row, a known one and drafts after it: cache them, and return their hidden
+        states (N * W, D).
 
-        `longest` and `shortest` context, this token included; rows of padding may be shorter.
+        `longest` context with all of them, `shortest` with the known one; rows of padding may be
+        shorter.
         """
-        view = DecodeView(store, positions_N, longest, shortest)
-        states = self._packed.forward(ids_N[:, None], positions_N[:, None], kv_cache=view)
-        return states.final[:, 0]
+        view = DecodeView(store, slots_NW, longest, shortest)
+        # Drafts may reach beyond the last position that the model knows; none of them is accepted.
+        positions_NW = slots_NW.clamp(max=self.config.max_position_embeddings - 1)
+        return self._packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
 
     def choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""

@@ -1,0 +1,7 @@
+"""Drafting: what is proposed, by whom, and how much. Verification is the engine's."""
+
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftTree, Proposer
+
+__all__ = ["OFF", "DraftPlan", "DraftTree", "HistoryProposer", "Proposer"]

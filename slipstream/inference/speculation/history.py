@@ -1,0 +1,127 @@
+"""Drafts from what has been written before: no training, useful from the first step.
+
+A request's last tokens are looked up in its own context, in finished responses to the same prompt
+(its siblings, and those of earlier epochs), and what followed there is proposed. Reasoning repeats
+itself: the numbers of a problem, the steps of a search, the form of an answer. The idea is that of
+prompt look-up decoding (Saxena 2023) and of suffix decoding (Oliaro et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.inference.speculation.plan import DraftPlan
+
+_CANDIDATES = 8
+"""Places of one n-gram that are remembered per text or prompt, the latest ones."""
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where n-grams end: n-gram -> the latest (text, end) pairs."""
+
+    length: int
+    places: dict[tuple[int, ...], list[tuple[list[int], int]]] = field(default_factory=dict)
+
+    def add(self, text: list[int], start: int, end: int) -> None:
+        """Index the n-grams of `text` that end in [start, end)."""
+        for stop in range(max(start, self.length), end):
+            found = self.places.setdefault(tuple(text[stop - self.length : stop]), [])
+            found.append((text, stop))
+            if len(found) > _CANDIDATES:
+                del found[0]
+
+    def find(self, context: list[int]) -> list[tuple[list[int], int]]:
+        """Places of the last n-gram of `context`."""
+        return self.places.get(tuple(context[-self.length :]), [])
+
+
+@dataclass(slots=True)
+class _Running:
+    prompt: tuple[int, ...]
+    context: list[int]
+    own: _Index
+    indexed: int = 0
+
+
+@dataclass(slots=True)
+class _Past:
+    """Finished responses to one prompt."""
+
+    index: _Index
+    tokens: int = 0
+
+
+class HistoryProposer:
+    """`Proposer` by n-gram look-up. Memory is bounded; prompts not used for longest go first."""
+
+    def __init__(
+        self, *, match: int = 3, longest_match: int = 16, max_tokens: int = 1 << 20
+    ) -> None:
+        """`match` tokens must agree at least; among several places the one that agrees in most
+        tokens is taken, counted up to `longest_match`, and the latest among equals. `max_tokens`
+        bounds the finished responses that are kept."""
+        self._match = match
+        self._longest = longest_match
+        self._max_tokens = max_tokens
+        self._running: dict[str, _Running] = {}
+        self._past: OrderedDict[tuple[int, ...], _Past] = OrderedDict()
+        self._kept = 0
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of finished responses that are remembered."""
+        return self._kept
+
+    def begin(self, request_id: str, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """See `Proposer`."""
+        running = _Running(tuple(prompt), list(context), _Index(self._match))
+        self._running[request_id] = running
+        if running.prompt in self._past:
+            self._past.move_to_end(running.prompt)
+
+    def propose(self, request_ids: Sequence[str], plan: DraftPlan) -> list[list[int]]:
+        """See `Proposer`."""
+        return [self._drafts(self._running[name], plan.steps) for name in request_ids]
+
+    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+        """See `Proposer`."""
+        self._running[request_id].context.extend(tokens)
+
+    def end(self, request_id: str) -> None:
+        """Remember the request's response for others of its prompt."""
+        ended = self._running.pop(request_id, None)
+        if ended is None or len(ended.context) - len(ended.prompt) < self._match:
+            return
+        past = self._past.setdefault(ended.prompt, _Past(_Index(self._match)))
+        self._past.move_to_end(ended.prompt)
+        start = len(ended.prompt)
+        past.index.add(ended.context, start, len(ended.context))
+        past.tokens += len(ended.context) - start
+        self._kept += len(ended.context) - start
+        while self._kept > self._max_tokens:
+            _, oldest = self._past.popitem(last=False)
+            self._kept -= oldest.tokens
+
+    def _drafts(self, request: _Running, count: int) -> list[int]:
+        context = request.context
+        # The n-gram that ends the context must not find itself.
+        request.own.add(context, request.indexed, len(context))
+        request.indexed = len(context)
+        past = self._past.get(request.prompt)
+        places = [*(past.index.find(context) if past else []), *request.own.find(context)]
+        best, drafts = 0, list[int]()
+        for text, end in places:
+            agree = self._agreement(context, text, end)
+            if agree >= best:
+                best, drafts = agree, text[end : end + count]
+        return drafts
+
+    def _agreement(self, context: list[int], text: list[int], end: int) -> int:
+        count = 0
+        limit = min(self._longest, end, len(context))
+        while count < limit and context[-1 - count] == text[end - 1 - count]:
+            count += 1
+        return count

@@ -1,0 +1,54 @@
+"""How much to draft: a point of the grid that selectors choose from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slipstream.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DraftPlan:
+    """Draft `steps` deep, `topk` tokens wide, and verify `verify_tokens` rows a request.
+
+    The rows include the one of the last known token, as in SGLang and FastRL: a chain of n drafts
+    is `n_1_(n+1)`. Written `8_4_32`; `OFF` is `0_0_1`. Raises ConfigError for a shape that cannot
+    be.
+    """
+
+    steps: int
+    topk: int
+    verify_tokens: int
+
+    def __post_init__(self) -> None:
+        if (self.steps, self.topk, self.verify_tokens) == (0, 0, 1):
+            return
+        if self.steps < 1 or self.topk < 1:
+            raise ConfigError(f"draft plan {self}: steps and topk must be at least 1, or 0_0_1")
+        most = self.steps if self.topk == 1 else self.topk + (self.steps - 1) * self.topk**2
+        if not 2 <= self.verify_tokens <= most + 1:
+            raise ConfigError(
+                f"draft plan {self}: {self.steps} steps of {self.topk} give at most {most} drafts, "
+                f"so verify_tokens must be from 2 to {most + 1}"
+            )
+
+    @classmethod
+    def chain(cls, drafts: int) -> DraftPlan:
+        """`drafts` tokens one after the other; OFF for none."""
+        return cls(drafts, 1, drafts + 1) if drafts else OFF
+
+    @classmethod
+    def parse(cls, text: str) -> DraftPlan:
+        """From `steps_topk_verify`. Raises ConfigError for another form."""
+        match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", text)
+        if match is None:
+            raise ConfigError(f"draft plan {text!r}: expected steps_topk_verify, for example 3_1_4")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.steps}_{self.topk}_{self.verify_tokens}"
+
+
+OFF = DraftPlan(0, 0, 1)
+"""Plain decoding, a plan like any other."""

@@ -1,0 +1,240 @@
+"""Speculation changes how soon tokens come, never which: bits against plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.inference.engine import engine as engine_module
+from slipstream.inference.speculation import OFF, DraftPlan, HistoryProposer
+from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
+from tests.inference.helpers import (
+    DTYPES,
+    EOS,
+    VOCAB,
+    all_bits,
+    bits,
+    drain,
+    make_decoder,
+    make_engine,
+    make_request,
+    mixed_requests,
+    random_prompt,
+    shared_decoder,
+    update_from,
+)
+
+
+class Oracle:
+    """A proposer that knows the responses, and lies now and then."""
+
+    def __init__(self, known: Sequence[Generation], *, lies: float = 0.3) -> None:
+        self.known = {generation.request_id: generation.token_ids for generation in known}
+        self.lies = lies
+        self.rng = random.Random(0)
+        self.done: dict[str, int] = {}
+
+    def begin(self, request_id: str, prompt: Sequence[int], context: Sequence[int]) -> None:
+        assert request_id not in self.done
+        self.done[request_id] = len(context) - len(prompt)
+
+    def propose(self, request_ids: Sequence[str], plan: DraftPlan) -> list[list[int]]:
+        drafts = []
+        for name in request_ids:
+            start = self.done[name]
+            right = self.known[name][start : start + self.rng.randrange(plan.steps + 1)]
+            drafts.append([(t + (self.rng.random() < self.lies)) % VOCAB for t in right])
+        return drafts
+
+    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+        start = self.done[request_id]
+        assert self.known[request_id][start : start + len(tokens)] == list(tokens)
+        self.done[request_id] += len(tokens)
+
+    def end(self, request_id: str) -> None:
+        self.done.pop(request_id, None)
+
+
+def speculated(
+    requests: Sequence[GenerateRequest],
+    reference: Sequence[Generation],
+    plan: DraftPlan,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> list[Generation]:
+    oracle = Oracle(reference)
+    engine = make_engine(dtype=dtype, proposer=oracle, plan=plan, **settings)
+    done = engine.run(requests)
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert stats.generated_tokens == sum(len(g.token_ids) for g in done)
+    assert not oracle.done
+    return done
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_drafts_do_not_matter(dtype: torch.dtype, drafts: int) -> None:
+    count, tokens = (14, 40) if dtype == torch.float32 else (6, 12)
+    requests = mixed_requests(count, tokens=tokens)
+    reference = make_engine(dtype=dtype).run(requests)
+    for limit in (1, 7, 64) if dtype == torch.float32 else (7,):
+        done = speculated(requests, reference, DraftPlan.chain(drafts), dtype, max_num_seqs=limit)
+        assert all_bits(done) == all_bits(reference)
+        assert [g.stop_reason for g in done] == [g.stop_reason for g in reference]
+
+
+def test_right_drafts_save_steps() -> None:
+    requests = [make_request(f"r{i}", max_tokens=41, ignore_eos=True) for i in range(3)]
+    plain = make_engine()
+    reference = plain.run(requests)
+    engine = make_engine(proposer=Oracle(reference, lies=0.0), plan=DraftPlan.chain(4))
+    engine._proposer.rng.randrange = lambda limit: limit - 1  # type: ignore[union-attr]
+    assert all_bits(engine.run(requests)) == all_bits(reference)
+    # One token comes from the prefill; then four drafts and a bonus token a step.
+    assert plain.stats().decode_steps == 40
+    assert engine.stats().decode_steps == 8
+    assert engine.stats().accepted_tokens == 3 * 32
+
+
+def test_ends_inside_an_accepted_run_cut_it() -> None:
+    decoder = make_decoder(eos=EOS)
+    rng = random.Random(3)
+    requests = [
+        make_request(f"e{i}", random_prompt(rng, 5), max_tokens=60, stop=stop, hidden=True)
+        for i, stop in enumerate([(), (), (), ("ab", "z"), ("q",), ("5", "m")])
+    ]
+    reference = make_engine(decoder).run(requests)
+    oracle = Oracle(reference, lies=0.05)
+    # What would come after the end must not be looked at, even if it is drafted.
+    oracle.known = {name: [*ids, *range(9)] for name, ids in oracle.known.items()}
+    done = make_engine(decoder, proposer=oracle, plan=DraftPlan.chain(6)).run(requests)
+    reasons = {g.stop_reason for g in reference}
+    assert {StopReason.EOS, StopReason.STOP_STRING} <= reasons
+    for one, other in zip(done, reference, strict=True):
+        assert bits(one) == bits(other)
+        assert (one.stop_reason, one.text, one.spans) == (
+            other.stop_reason,
+            other.text,
+            other.spans,
+        )
+        assert one.hidden_states is not None
+        assert other.hidden_states is not None
+        assert torch.equal(one.hidden_states, other.hidden_states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None:
+    requests = mixed_requests(6, tokens=20, seed=2)
+    reference = make_engine(dtype=dtype).run(requests)
+    engine = make_engine(dtype=dtype, proposer=Oracle(reference), plan=DraftPlan.chain(3))
+    rng, done, plans = random.Random(0), list[Generation](), set()
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        engine.plan = rng.choice([OFF, DraftPlan.chain(1), DraftPlan.chain(5)])
+        plans.add(engine.plan)
+        done += engine.step()
+        if rng.random() < 0.4:
+            engine.preempt([f"r{rng.randrange(6)}", f"r{rng.randrange(6)}"])
+    assert len(plans) == 3
+    assert engine.stats().preempted > 1
+    assert all_bits(done) == all_bits(reference)
+
+
+@pytest.mark.parametrize("policy", list(KVPolicy))
+def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
+    first, second = make_decoder(), make_decoder(1)
+    requests = [make_request(f"u{i}", max_tokens=24, ignore_eos=True) for i in range(4)]
+
+    def run(at: dict[str, int], proposer: Oracle | None) -> dict[str, Generation]:
+        """Each request alone, updated where `at` says."""
+        done = {}
+        for request in requests:
+            engine = make_engine(make_decoder(), proposer=proposer, plan=plan_of(proposer))
+            engine.add(request)
+            name = request.request_id
+            while len(engine._scheduler.all()[0].token_ids) < at[name]:
+                engine.step()
+            at[name] = len(engine._scheduler.all()[0].token_ids)
+            engine.update_weights(update_from(second, 1, kv_policy=policy))
+            (done[name],) = drain(engine)
+        return done
+
+    def plan_of(proposer: Oracle | None) -> DraftPlan:
+        return OFF if proposer is None else DraftPlan.chain(3)
+
+    at = {request.request_id: 5 + 3 * i for i, request in enumerate(requests)}
+    plain = make_engine(first).run(requests)
+    speculative = run(at, Lenient(plain))
+    reference = run(at, None)
+    assert all_bits(list(speculative.values())) == all_bits(list(reference.values()))
+    for name, generation in speculative.items():
+        assert generation.spans == reference[name].spans
+        assert len(generation.spans) == 2
+
+
+class Lenient(Oracle):
+    """Knows what the old weights would say; under new ones that is wrong, which is no error."""
+
+    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+        self.done[request_id] += len(tokens)
+
+
+def test_memory_goes_to_requests_before_drafts() -> None:
+    slot = 2 * 2 * 2 * 16 * 4
+    requests = [make_request(f"m{i}", (3,) * 20, max_tokens=40, ignore_eos=True) for i in range(4)]
+    reference = make_engine().run(requests)
+    engine = make_engine(
+        proposer=Oracle(reference), plan=DraftPlan.chain(7), kv_budget_bytes=4 * 64 * slot
+    )
+    done = engine.run(requests)
+    assert all_bits(done) == all_bits(reference)
+    assert engine.stats().preempted == 0
+    assert engine.stats().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contexts_and_the_last_position(dtype: torch.dtype) -> None:
+    sizes = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    lengths = (120, 500, 1015) if dtype == torch.float32 else (505,)
+    rng = random.Random(6)
+    for length in lengths:
+        decoder = make_decoder(max_position_embeddings=length + 20, **sizes)
+        request = make_request("long", random_prompt(rng, length), max_tokens=20, ignore_eos=True)
+        settings: dict[str, Any] = {"max_model_len": length + 20}
+        (reference,) = make_engine(decoder, dtype, **settings).run([request])
+        engine = make_engine(
+            decoder, dtype, proposer=Oracle([reference]), plan=DraftPlan.chain(6), **settings
+        )
+        assert bits(engine.run([request])[0]) == bits(reference)
+
+
+def test_history_drafts_what_a_greedy_policy_repeats() -> None:
+    requests = [make_request(f"h{i}", (3, 4, 5, 6), temperature=0.0, max_tokens=60) for i in (0, 1)]
+    reference = [make_engine().run([request])[0] for request in requests]
+    engine = make_engine(proposer=HistoryProposer(), plan=DraftPlan.chain(5))
+    done = [engine.run([request])[0] for request in requests]
+    assert all_bits(done) == all_bits(reference)
+    # The second request finds the first one's response.
+    assert engine.stats().accepted_tokens > 40
+
+
+def test_a_plan_needs_a_proposer() -> None:
+    with pytest.raises(ConfigError, match="draft plan 3_1_4 needs a proposer"):
+        make_engine(plan=DraftPlan.chain(3))
+
+
+def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        engine_module, "accepted_path", lambda tokens, parents, chosen: list(range(len(tokens)))
+    )
+    requests = mixed_requests(6, tokens=20)
+    reference = make_engine(shared_decoder()).run(requests)
+    engine = make_engine(proposer=Lenient(reference), plan=DraftPlan.chain(3))
+    assert all_bits(engine.run(requests)) != all_bits(reference)

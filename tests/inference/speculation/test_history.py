@@ -1,0 +1,70 @@
+"""Drafts from what was written before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.inference.speculation import DraftPlan, HistoryProposer
+
+PROMPT = (1, 2, 3)
+
+
+def drafts(proposer: HistoryProposer, name: str, count: int = 4) -> list[int]:
+    return proposer.propose([name], DraftPlan.chain(count))[0]
+
+
+def finished(proposer: HistoryProposer, name: str, response: Sequence[int]) -> None:
+    proposer.begin(name, PROMPT, PROMPT)
+    proposer.observe(name, response)
+    proposer.end(name)
+
+
+def test_a_request_repeats_itself() -> None:
+    proposer = HistoryProposer()
+    proposer.begin("a", PROMPT, PROMPT)
+    assert drafts(proposer, "a") == []
+    proposer.observe("a", [7, 8, 9, 10, 11, 5, 7, 8])
+    assert drafts(proposer, "a") == []
+    proposer.observe("a", [9])
+    assert drafts(proposer, "a") == [10, 11, 5, 7]
+    assert drafts(proposer, "a", 2) == [10, 11]
+
+
+def test_a_finished_sibling_is_followed_and_other_prompts_are_not() -> None:
+    proposer = HistoryProposer()
+    finished(proposer, "a", [20, 21, 22, 23, 24])
+    proposer.begin("b", PROMPT, [*PROMPT, 20, 21, 22])
+    assert drafts(proposer, "b") == [23, 24]
+    proposer.begin("c", (1, 2, 4), (1, 2, 4, 20, 21, 22))
+    assert drafts(proposer, "c") == []
+    # Even the first token of a response may be guessed, from the end of the prompt.
+    proposer.begin("d", PROMPT, PROMPT)
+    assert drafts(proposer, "d") == [20, 21, 22, 23]
+
+
+def test_the_longest_agreement_wins_then_the_latest() -> None:
+    proposer = HistoryProposer(match=2)
+    finished(proposer, "a", [50, 30, 31, 70])
+    finished(proposer, "b", [60, 30, 31, 80])
+    proposer.begin("c", PROMPT, [*PROMPT, 50, 30, 31])
+    assert drafts(proposer, "c", 1) == [70]
+    proposer.begin("d", PROMPT, [*PROMPT, 40, 30, 31])
+    assert drafts(proposer, "d", 1) == [80]
+
+
+def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
+    proposer = HistoryProposer(max_tokens=40)
+    for prompt in range(10):
+        name = f"p{prompt}"
+        proposer.begin(name, (prompt, 1, 2), (prompt, 1, 2))
+        proposer.observe(name, range(100, 110))
+        proposer.end(name)
+        assert proposer.kept_tokens <= 40
+    for prompt in range(10):
+        name = f"q{prompt}"
+        proposer.begin(name, (prompt, 1, 2), (prompt, 1, 2, 100, 101, 102))
+        assert bool(drafts(proposer, name)) == (prompt >= 6)
+
+
+def test_unknown_requests_may_end() -> None:
+    HistoryProposer().end("nobody")
