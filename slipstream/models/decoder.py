@@ -70,7 +70,8 @@ class HiddenStates:
 class PackedLayer:
     """Weights of one layer as the forward pass uses them."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
+    """None in a draft head, whose input has been mixed already."""
     qkv: PackedLinear
     qk_norm: Tensor | None
     """(H * G + H, K): the query norm for every query head, then the key norm."""
@@ -109,16 +110,19 @@ class _MLP(nn.Module):
         self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
 
 
-class _Layer(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+class Layer(nn.Module):
+    """The parameters of one decoder layer, under their Hugging Face names."""
+
+    def __init__(self, c: ModelConfig, *, input_norm: bool = True) -> None:
         super().__init__()
         self.self_attn = _Attention(c)
         self.mlp = _MLP(c)
-        self.input_layernorm = _Norm(c.hidden_size)
+        self.input_layernorm = _Norm(c.hidden_size) if input_norm else None
         self.post_attention_layernorm = _Norm(c.hidden_size)
 
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
-        a, m = self.self_attn, self.mlp
+        """Weights as `layer_forward` uses them. Differentiable."""
+        a, m, first = self.self_attn, self.mlp, self.input_layernorm
         bias = norm = None
         bounded = False
         if c.attention_bias:
@@ -136,7 +140,7 @@ class _Layer(nn.Module):
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
                 bounded = float(bound) * c.head_dim**0.5 <= SCORE_BOUND
         return PackedLayer(
-            input_norm=self.input_layernorm.weight.to(dtype),
+            input_norm=None if first is None else first.weight.to(dtype),
             qkv=PackedLinear.of(
                 torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype), bias
             ),
@@ -153,7 +157,7 @@ class _Trunk(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
         self.norm = _Norm(c.hidden_size)
 
 
@@ -205,7 +209,7 @@ class Decoder(nn.Module):
         layers: Iterator[nn.Module] = iter(self.model.layers)
         packed = []
         for layer in layers:
-            assert isinstance(layer, _Layer)
+            assert isinstance(layer, Layer)
             packed.append(layer.pack(self.config, dtype))
         return PackedDecoder(
             config=self.config,
@@ -249,63 +253,66 @@ class PackedDecoder:
         ones are attended to. In exact mode B * T must be a multiple of 4 (`numerics.pad_rows`).
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
         """
-        c = self.config
-        cos_sin = rope_tables(positions_BT, c, self.dtype)
-        if kv_cache is None:
-            num_keys, seen = padded_keys(ids_BT.shape[1], self.dtype, ids_BT.device), 0
-        else:
-            num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
-        mask = causal_mask(positions_BT, num_keys, c.num_kv_heads, c.group_size, seen)
+        shared = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
         x = F.embedding(ids_BT.flatten(), self.embedding)
         for index, layer in enumerate(self.layers):
             if recompute:
-                x = checkpoint(
-                    _layer_forward,
-                    layer,
-                    index,
-                    x,
-                    cos_sin,
-                    (num_keys, mask),
-                    kv_cache,
-                    c,
-                    self.eps,
-                    use_reentrant=False,
-                )
+                x = checkpoint(layer_forward, layer, index, x, shared, use_reentrant=False)
             else:
-                x = _layer_forward(
-                    layer, index, x, cos_sin, (num_keys, mask), kv_cache, c, self.eps
-                )
+                x = layer_forward(layer, index, x, shared)
             if index in taps:
                 kept[index] = x.view(B, T, -1)
         return HiddenStates(rms_norm(x, self.norm, self.eps).view(B, T, -1), kept)
 
 
-def _layer_forward(
-    w: PackedLayer,
-    index: int,
-    x_MD: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
-    visible: tuple[int, Tensor],
-    kv_cache: KVCache | None,
-    c: ModelConfig,
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the layers of one forward pass share: `start_pass` makes it."""
+
+    config: ModelConfig
+    eps: Tensor
+    cos: Tensor
+    sin: Tensor
+    num_keys: int
+    mask_NRX: Tensor
+    kv_cache: KVCache | None
+
+
+def start_pass(
+    positions_BT: Tensor,
+    config: ModelConfig,
+    dtype: torch.dtype,
     eps: Tensor,
-) -> Tensor:
-    B, T = cos_sin[0].shape[:2]
-    num_keys, mask_NRX = visible
+    kv_cache: KVCache | None = None,
+) -> Pass:
+    """Rotations and mask for queries at `positions_BT`; see `PackedDecoder.forward`."""
+    if kv_cache is None:
+        num_keys, seen = padded_keys(positions_BT.shape[1], dtype, positions_BT.device), 0
+    else:
+        num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
+    mask = causal_mask(positions_BT, num_keys, config.num_kv_heads, config.group_size, seen)
+    cos, sin = rope_tables(positions_BT, config, dtype)
+    return Pass(config, eps, cos, sin, num_keys, mask, kv_cache)
+
+
+def layer_forward(w: PackedLayer, index: int, x_MD: Tensor, shared: Pass) -> Tensor:
+    """One layer over rows (M, D); `index` is its place in the cache."""
+    c, eps = shared.config, shared.eps
+    B, T = shared.cos.shape[:2]
     Q, H = c.num_heads, c.num_kv_heads
-    normed = rms_norm(x_MD, w.input_norm, eps)
+    normed = x_MD if w.input_norm is None else rms_norm(x_MD, w.input_norm, eps)
     qk, v = w.qkv(normed).view(B, T, Q + 2 * H, c.head_dim).split_with_sizes([Q + H, H], 2)
     if w.qk_norm is not None:
         qk = rms_norm(qk, w.qk_norm, eps)
-    q, k = rotate(qk, *cos_sin).split_with_sizes([Q, H], 2)
-    if kv_cache is None:
-        context = as_context(_pad_keys(k, num_keys), _pad_keys(v, num_keys))
+    q, k = rotate(qk, shared.cos, shared.sin).split_with_sizes([Q, H], 2)
+    if shared.kv_cache is None:
+        context = as_context(_pad_keys(k, shared.num_keys), _pad_keys(v, shared.num_keys))
     else:
-        context = kv_cache.extend(index, k, v)
-    attended = attend(fold_queries(q, H), context, mask_NRX, w.bounded_scores)
+        context = shared.kv_cache.extend(index, k, v)
+    attended = attend(fold_queries(q, H), context, shared.mask_NRX, w.bounded_scores)
     x_MD = w.out.added_to(x_MD, unfold_queries(attended, T, H, c.group_size))
     gate, up = w.gate_up(rms_norm(x_MD, w.post_norm, eps))
     return w.down.added_to(x_MD, F.silu(gate) * up)

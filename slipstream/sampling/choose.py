@@ -80,14 +80,22 @@ class Choice:
     sampling_log_probs: Tensor
 
 
-def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
-    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
+def choose(
+    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, noise_NV: Tensor | None = None
+) -> Choice:
+    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions.
+
+    `noise_NV`, where it is at hand, is the `gumbel_noise` of the rows; it is not written to.
+    """
     count, vocab_size = logits_NV.shape
     at_once = max(1, ELEMENTS_AT_ONCE // vocab_size)
     if count <= at_once or logits_NV.is_cuda:
-        return _choose(logits_NV, positions_N, rows)
-    blocks = [slice(start, start + at_once) for start in range(0, count, at_once)]
-    parts = [_choose(logits_NV[b], positions_N[b], rows.part(b)) for b in blocks]
+        return _choose(logits_NV, positions_N, rows, noise_NV)
+    parts = []
+    for start in range(0, count, at_once):
+        b = slice(start, start + at_once)
+        noise = None if noise_NV is None else noise_NV[b]
+        parts.append(_choose(logits_NV[b], positions_N[b], rows.part(b), noise))
     return Choice(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.log_probs for part in parts]),
@@ -95,7 +103,9 @@ def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice
     )
 
 
-def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+def _choose(
+    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, noise_NV: Tensor | None
+) -> Choice:
     greedy_N = rows.temperature_N == 0
     if rows.any_tempered:
         logits_NV = logits_NV / torch.where(greedy_N, 1.0, rows.temperature_N)[:, None]
@@ -111,10 +121,12 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
         # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
         scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
     if rows.any_sampled:
-        if rows.ahead is None:
-            noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
-        else:
+        if noise_NV is not None:
+            noise = noise_NV.clone()
+        elif rows.ahead is not None:
             noise = rows.ahead.at(positions_N)
+        else:
+            noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
         if rows.any_greedy:
             noise = noise.masked_fill_(greedy_N[:, None], 0.0)
         scores = noise.add_(scores)

@@ -6,8 +6,8 @@ One thread calls it. It knows nothing about event loops, prompts as text, reward
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Scheduler
 from slipstream.inference.protocol import EngineStats, check_request
-from slipstream.inference.speculation import OFF, DraftPlan, DraftTree, Proposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice, SamplingRows
-from slipstream.sampling.noise import key_words
+from slipstream.sampling.noise import gumbel_noise, key_words
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
 
 
@@ -50,6 +51,10 @@ class EngineSettings:
         for name in ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine: {name}={getattr(self, name)} must be at least 1")
+
+
+SHARED_NOISE = 1 << 20
+"""Numbers of noise that a step with drafts keeps; beyond, verification computes its own."""
 
 
 class Engine:
@@ -211,25 +216,33 @@ class Engine:
     def _admit(self) -> None:
         """Prefill waiting requests, one pass per distinct context, and sample their next token."""
         while self._scheduler.waiting:
+            before = len(self._scheduler.running)
             fresh, restored = self._scheduler.admit()
             if not fresh and not restored:
                 return
             self._rows.clear()
-            if self._proposer is not None:
-                for request in (*fresh, *restored):
-                    asked = request.request
-                    self._proposer.begin(asked.request_id, asked.prompt_ids, request.context)
+            admitted = self._scheduler.running[before:]
             if fresh:
                 started = time.perf_counter()
-                self._prefill(fresh)
+                self._prefill(fresh, admitted)
                 self._count(prefill_seconds=time.perf_counter() - started)
+            else:
+                self._begin_drafts(admitted, {})
 
-    def _prefill(self, fresh: list[Running]) -> None:
+    def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
+        if self._proposer is not None:
+            for request in admitted:
+                name, prompt = request.request_id, request.request.prompt_ids
+                self._proposer.begin(name, prompt, request.context, features.get(name))
+
+    def _prefill(self, fresh: list[Running], admitted: list[Running]) -> None:
         index: dict[tuple[int, ...], int] = {}
         sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
         rows = [self._scheduler.row(r) for r in fresh]
         config = self._runner.config
-        hidden = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
+        states = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
+        last = torch.tensor([r.length - 1 for r in fresh], device=states.device)
+        hidden = states[torch.tensor(sources, device=states.device), last]
         positions = torch.tensor([r.length for r in fresh], device=hidden.device)
         sampling = sampling_rows(fresh, config.vocab_size, hidden.device)
         choice = self._runner.choose(hidden, positions, sampling)
@@ -240,7 +253,10 @@ class Engine:
             prompt_tokens=computed,
             shared_prompt_tokens=sum(r.length for r in fresh) - computed,
         )
-        self._accept(fresh, [DraftTree.chain(r.context[-1], ()) for r in fresh], choice, hidden)
+        pairs = zip(fresh, sources, strict=True)
+        self._begin_drafts(admitted, {r.request_id: states[s, : r.length] for r, s in pairs})
+        trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
+        self._accept(fresh, trees, choice, hidden, observed=False)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -254,7 +270,7 @@ class Engine:
             return
         started = time.perf_counter()
         device, count = self._runner.device, len(running)
-        trees = self._draft(running)
+        trees, noise_WNV = self._draft(running)
         width = max(map(len, trees))
         ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         lengths = [request.length for request in running]
@@ -266,7 +282,8 @@ class Engine:
             self._scheduler.store, ids_NW, slots_NW, max(lengths) + width - 1, min(lengths)
         )
         positions = (slots_NW[:count] + 1).flatten()
-        choice = self._runner.choose(hidden, positions, self._sampling(running, width))
+        noise = None if noise_WNV is None else noise_WNV[:width].transpose(0, 1).flatten(0, 1)
+        choice = self._runner.choose(hidden, positions, self._sampling(running, width), noise)
         for request in running:
             request.kv_weights.add(self._weights)
         emitted = self._accept(running, trees, choice, hidden)
@@ -279,16 +296,40 @@ class Engine:
             decode_seconds=time.perf_counter() - started,
         )
 
-    def _draft(self, running: list[Running]) -> list[DraftTree]:
-        """What to verify: for each request its last token and the drafts after it."""
+    def _draft(self, running: list[Running]) -> tuple[list[DraftTree], Tensor | None]:
+        """What to verify: for each request its last token and the drafts after it. And the noise
+        that drafting and verifying share, (W, N, V), where it is small."""
         drafts: list[list[int]] = [[] for _ in running]
+        noise = None
         longest = max(request.length for request in running) + self.plan.verify_tokens - 1
         # Nobody loses its row to drafts.
         if self.plan != OFF and self._scheduler.store.fits(len(running), longest):
             assert self._proposer is not None
             self._scheduler.store.reserve(len(running), longest)
-            drafts = self._proposer.propose([r.request_id for r in running], self.plan)
-        return [DraftTree.chain(r.context[-1], d) for r, d in zip(running, drafts, strict=True)]
+            positions = torch.tensor([r.length for r in running], device=self._runner.device)
+            rows = replace(self._sampling(running, 1), ahead=None)
+            noise = self._noise(positions, rows)
+            batch = DraftBatch(
+                request_ids=[r.request_id for r in running],
+                positions_N=positions,
+                rows=rows,
+                policy=self._runner.packed,
+                noise_WNV=noise,
+            )
+            drafts = self._proposer.propose(batch, self.plan)
+        trees = [DraftTree.chain(r.context[-1], d) for r, d in zip(running, drafts, strict=True)]
+        return trees, noise
+
+    def _noise(self, positions_N: Tensor, rows: SamplingRows) -> Tensor | None:
+        """Noise of all positions that a step may reach, in one pass."""
+        width, count = self.plan.verify_tokens, len(positions_N)
+        vocab_size = self._runner.config.vocab_size
+        if not rows.any_sampled or width * count * vocab_size > SHARED_NOISE:
+            return None
+        positions = positions_N + torch.arange(width, device=positions_N.device)[:, None]
+        keys = rows.keys_N2.repeat(width, 1)
+        noise = gumbel_noise(keys, positions.flatten(), vocab_size)
+        return noise.view(width, count, vocab_size)
 
     def _sampling(self, running: list[Running], width: int) -> SamplingRows:
         """Sampling settings of the running batch, `width` rows per request."""
@@ -305,9 +346,12 @@ class Engine:
         trees: Sequence[DraftTree],
         choice: Choice,
         hidden: Tensor,
+        *,
+        observed: bool = True,
     ) -> int:
         """Hand each request its tokens, as far as its drafts are what the policy chose; free the
-        rows of those that end. Returns how many tokens there were."""
+        rows of those that end. Returns how many tokens there were. `observed`: `hidden` is news to
+        the proposer."""
         width = max(map(len, trees))
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
@@ -327,7 +371,9 @@ class Engine:
                 if request.stop_reason is not None:
                     break
             if self._proposer is not None:
-                self._proposer.observe(request.request_id, request.context[known:])
+                new = request.context[known:]
+                features = hidden[first : first + len(new)] if observed else None
+                self._proposer.observe(request.request_id, new, features)
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:

@@ -31,7 +31,7 @@ class Runner:
         self.device = decoder.device
         self._decoder = decoder
         with torch.no_grad():
-            self._packed = decoder.pack(dtype)
+            self.packed = decoder.pack(dtype)
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors of an update that fits. Raises EngineError for one that does not."""
@@ -48,14 +48,14 @@ class Runner:
         """Replace the weights by tensors that `check` returned."""
         copy_tensors(self._decoder, tensors)
         with torch.no_grad():
-            self._packed = self._decoder.pack(self.dtype)
+            self.packed = self._decoder.pack(self.dtype)
 
     def prefill(
         self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
     ) -> Tensor:
         """Compute each distinct context once, fill the rows that share it.
 
-        Returns the hidden state of each row's last token, (M, D).
+        Returns the hidden states of the contexts, (U, T, D), padded on the right.
         """
         width = round_up(max(len(c) for c in contexts), ROW_MULTIPLE)
         ids = torch.zeros(len(contexts), width, dtype=torch.int64)
@@ -69,9 +69,7 @@ class Runner:
         sources_M = torch.tensor(sources, device=self.device)
         rows_M = torch.tensor(rows, device=self.device)
         view = PrefillView(store, rows_M, sources_M, width)
-        hidden = self._packed.forward(ids, positions, kv_cache=view).final
-        last = torch.tensor([len(contexts[s]) - 1 for s in sources], device=self.device)
-        return hidden[sources_M, last]
+        return self.packed.forward(ids, positions, kv_cache=view).final
 
     def decode(
         self, store: KVStore, ids_NW: Tensor, slots_NW: Tensor, longest: int, shortest: int
@@ -85,12 +83,18 @@ class Runner:
         view = DecodeView(store, slots_NW, longest, shortest)
         # Drafts may reach beyond the last position that the model knows; none of them is accepted.
         positions_NW = slots_NW.clamp(max=self.config.max_position_embeddings - 1)
-        return self._packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
+        return self.packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
 
-    def choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+    def choose(
+        self,
+        hidden_ND: Tensor,
+        positions_N: Tensor,
+        rows: SamplingRows,
+        noise_NV: Tensor | None = None,
+    ) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
-        logits = self._packed.lm_head(pad_rows(hidden_ND)).float()
-        return choose(logits[: len(positions_N)], positions_N, rows)
+        logits = self.packed.lm_head(pad_rows(hidden_ND)).float()
+        return choose(logits[: len(positions_N)], positions_N, rows, noise_NV)
 
 
 def sampling_rows(

@@ -12,7 +12,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch
 
 _CANDIDATES = 8
 """Places of one n-gram that are remembered per text or prompt, the latest ones."""
@@ -75,18 +78,26 @@ class HistoryProposer:
         """Tokens of finished responses that are remembered."""
         return self._kept
 
-    def begin(self, request_id: str, prompt: Sequence[int], context: Sequence[int]) -> None:
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None = None,
+    ) -> None:
         """See `Proposer`."""
         running = _Running(tuple(prompt), list(context), _Index(self._match))
         self._running[request_id] = running
         if running.prompt in self._past:
             self._past.move_to_end(running.prompt)
 
-    def propose(self, request_ids: Sequence[str], plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
         """See `Proposer`."""
-        return [self._drafts(self._running[name], plan.steps) for name in request_ids]
+        return [self.drafts(name, plan.steps) for name in batch.request_ids]
 
-    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+    def observe(
+        self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None = None
+    ) -> None:
         """See `Proposer`."""
         self._running[request_id].context.extend(tokens)
 
@@ -105,7 +116,9 @@ class HistoryProposer:
             _, oldest = self._past.popitem(last=False)
             self._kept -= oldest.tokens
 
-    def _drafts(self, request: _Running, count: int) -> list[int]:
+    def drafts(self, request_id: str, count: int) -> list[int]:
+        """At most `count` tokens for one running request."""
+        request = self._running[request_id]
         context = request.context
         # The n-gram that ends the context must not find itself.
         request.own.add(context, request.indexed, len(context))

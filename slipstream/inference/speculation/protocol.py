@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.decoder import PackedDecoder
+from slipstream.sampling.choose import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,55 @@ class DraftTree:
         return len(self.tokens)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftBatch:
+    """What a proposer may know of the running batch of N requests.
+
+    `positions_N`: where the next token of each will stand. `rows` are their sampling settings and
+    `policy` the weights that will verify. `noise_WNV`, where it is at hand, is the noise of W
+    positions from there on.
+    """
+
+    request_ids: Sequence[str]
+    positions_N: Tensor
+    rows: SamplingRows
+    policy: PackedDecoder
+    noise_WNV: Tensor | None = None
+
+    def noise(self, ahead: int) -> Tensor | None:
+        """The noise of the position so many after the next, (N, V)."""
+        if self.noise_WNV is None or ahead >= len(self.noise_WNV):
+            return None
+        return self.noise_WNV[ahead]
+
+
 class Proposer(Protocol):
     """Drafts for running requests. Called on the engine's thread, between forward passes.
 
-    What it proposes never changes what a request generates, only how soon.
+    What it proposes never changes what a request generates, only how soon. Requests begin and end
+    in the order in which the engine's rows are taken and given up, so that a proposer may keep
+    rows of its own: a new request takes the next row, and where one ends the last row moves in.
     """
 
-    def begin(self, request_id: str, prompt: Sequence[int], context: Sequence[int]) -> None:
-        """A request starts to run; `context` begins with `prompt` and may hold earlier tokens."""
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """A request starts to run. `context` begins with `prompt` and may hold earlier tokens;
+        `features_TD` are the policy's final hidden states over all of it, None where they are not
+        at hand. The next `observe` brings the token after it."""
         ...
 
-    def propose(self, request_ids: Sequence[str], plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
         """For each request a chain of at most `plan.steps` tokens; none where it has no idea."""
         ...
 
-    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
-        """The request has generated `tokens`."""
+    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
+        """The request has generated `tokens`. `features_PD`, where the step computed them, are the
+        hidden states that they were sampled from, so the first belongs to the token before them."""
         ...
 
     def end(self, request_id: str) -> None:

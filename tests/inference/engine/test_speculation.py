@@ -11,7 +11,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
-from slipstream.inference.speculation import OFF, DraftPlan, HistoryProposer
+from slipstream.inference.speculation import OFF, DraftBatch, DraftPlan, HistoryProposer
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
 from tests.inference.helpers import (
     DTYPES,
@@ -39,19 +39,27 @@ class Oracle:
         self.rng = random.Random(0)
         self.done: dict[str, int] = {}
 
-    def begin(self, request_id: str, prompt: Sequence[int], context: Sequence[int]) -> None:
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: torch.Tensor | None,
+    ) -> None:
         assert request_id not in self.done
         self.done[request_id] = len(context) - len(prompt)
 
-    def propose(self, request_ids: Sequence[str], plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
         drafts = []
-        for name in request_ids:
+        for name in batch.request_ids:
             start = self.done[name]
             right = self.known[name][start : start + self.rng.randrange(plan.steps + 1)]
             drafts.append([(t + (self.rng.random() < self.lies)) % VOCAB for t in right])
         return drafts
 
-    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+    def observe(
+        self, request_id: str, tokens: Sequence[int], features_PD: torch.Tensor | None
+    ) -> None:
         start = self.done[request_id]
         assert self.known[request_id][start : start + len(tokens)] == list(tokens)
         self.done[request_id] += len(tokens)
@@ -182,7 +190,9 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
 class Lenient(Oracle):
     """Knows what the old weights would say; under new ones that is wrong, which is no error."""
 
-    def observe(self, request_id: str, tokens: Sequence[int]) -> None:
+    def observe(
+        self, request_id: str, tokens: Sequence[int], features_PD: torch.Tensor | None
+    ) -> None:
         self.done[request_id] += len(tokens)
 
 

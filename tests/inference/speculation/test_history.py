@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.inference.speculation import DraftPlan, HistoryProposer
+from slipstream.inference.speculation import HistoryProposer
 
 PROMPT = (1, 2, 3)
 
 
 def drafts(proposer: HistoryProposer, name: str, count: int = 4) -> list[int]:
-    return proposer.propose([name], DraftPlan.chain(count))[0]
+    return proposer.drafts(name, count)
 
 
 def finished(proposer: HistoryProposer, name: str, response: Sequence[int]) -> None:

@@ -1,0 +1,1 @@
+"""CO-TRAINING: the draft head learns from the hidden states of the policy."""

@@ -1,0 +1,98 @@
+"""EAGLE-1/2 draft head: from the policy's feature at one position to its feature at the next.
+
+    slot t:  fc([embedding of token t+1 ; feature of token t]) -> one decoder layer -> feature t+1
+
+Features are the policy's final hidden states, after its last norm, so the policy's own LM head
+turns a predicted feature into a distribution of token t+2. Fed back in place of the true feature,
+the prediction goes one token further (Li et al. 2024, EAGLE and EAGLE-2). Embedding and LM head are
+the policy's, passed in at each use: a copy would grow stale while the policy learns.
+
+The layer has the policy's shape and family, without an input norm. Names are those of published
+EAGLE heads (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...). Knows nothing of sampling,
+requests or training. Shapes as in `decoder`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import KVCache, Layer, PackedLayer, layer_forward, start_pass
+from slipstream.models.linear import PackedLinear
+
+
+class DraftHead(nn.Module):
+    """The parameters: `fc` (D, 2D) and one layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        """`config` of the policy that the head drafts for."""
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Layer(config, input_norm=False)])
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """At first the head hands on the feature it is given, plus a little noise.
+
+        A head that begins as the identity drafts the token after next as if it were the next; from
+        there training is short.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        std, D = self.config.initializer_range, self.config.hidden_size
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.fill_(1.0)
+        self.fc.weight[:, D:] += torch.eye(D)
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            self.layers[0].get_parameter(name).div_(2**0.5)
+
+    def pack(self, dtype: torch.dtype) -> PackedDraftHead:
+        """Weights as the forward pass uses them. Differentiable."""
+        (layer,) = self.layers
+        assert isinstance(layer, Layer)
+        return PackedDraftHead(
+            config=self.config,
+            fc=PackedLinear.of(self.fc.weight.to(dtype)),
+            layer=layer.pack(self.config, dtype),
+            eps=torch.full((), self.config.rms_norm_eps, device=self.fc.weight.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDraftHead:
+    """Weights in compute form, and the forward pass over them."""
+
+    config: ModelConfig
+    fc: PackedLinear
+    layer: PackedLayer
+    eps: Tensor
+
+    def forward(
+        self,
+        next_ids_BT: Tensor,
+        features_BTD: Tensor,
+        positions_BT: Tensor,
+        embedding_VD: Tensor,
+        *,
+        kv_cache: KVCache | None = None,
+    ) -> Tensor:
+        """Predicted features (B, T, D) of `next_ids_BT`, each from the feature before it.
+
+        `positions_BT` are those of `features_BTD`. Without a cache they must be 0 .. T-1, padding
+        on the right; with one, keys and values are stored in it. As in `PackedDecoder.forward`,
+        B * T is a multiple of 4.
+        """
+        B, T = next_ids_BT.shape
+        embedded = F.embedding(next_ids_BT.flatten(), embedding_VD)
+        x = self.fc(torch.cat([embedded, features_BTD.reshape(B * T, -1)], dim=-1))
+        shared = start_pass(positions_BT, self.config, x.dtype, self.eps, kv_cache)
+        return layer_forward(self.layer, 0, x, shared).view(B, T, -1)
