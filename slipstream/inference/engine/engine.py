@@ -359,7 +359,10 @@ class Engine:
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             first = i * width
             known = request.length
-            for node in accepted_path(tree.tokens, tree.parents, tokens[first : first + width]):
+            path = [0]
+            if len(tree) > 1:
+                path = accepted_path(tree.tokens, tree.parents, tokens[first : first + width])
+            for node in path:
                 row = first + node
                 request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
                 if request.stop_reason is StopReason.ERROR:
