@@ -1,4 +1,6 @@
-"""The exception tree. Every error names the boundary that was crossed and the remedy.
+"""The exception tree, and wording that checks share.
+
+Every error names the boundary that was crossed and the remedy.
 
     SlipstreamError
     ├── ConfigError (ValueError)         a setting is unknown, of the wrong type, or impossible
@@ -15,6 +17,9 @@ are for what ends a run or a call. All of them pickle, so that they cross proces
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class SlipstreamError(Exception):
@@ -70,3 +75,17 @@ class StageTimeoutError(SlipstreamError, TimeoutError):
     """A stage ran past its deadline; the message names the stage and what it waited for."""
 
     exit_code = 8
+
+
+def check_at_least_one(settings: object, *names: str, where: str = "") -> None:
+    """Refuse counts below 1, or NaN; None is no count. Raises ConfigError after `where`."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value >= 1:
+            raise ConfigError(f"{where}{name}={value} must be at least 1")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean near?` with the nearest names, or nothing where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

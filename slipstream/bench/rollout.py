@@ -23,7 +23,7 @@ from slipstream.bench.memory import peak_megabytes
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.shapes import SHAPES
 from slipstream.bench.timing import Times, alternate, ratio
-from slipstream.errors import ConfigError, EngineError
+from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.training.compute_thread import ComputeThread
 
 FLOORS = {"equal": 1.3, "mixed": 2.5}
@@ -56,9 +56,7 @@ class RolloutBench:
             raise ConfigError(f"unknown case {self.case!r}; known: {', '.join(FLOORS)}")
         if self.peer not in PEERS:
             raise ConfigError(f"unknown peer {self.peer!r}; known: {', '.join(PEERS)}")
-        for name in ("batch", "prompt_length", "new_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least_one(self, "batch", "prompt_length", "new_tokens", "rounds")
 
 
 STANDARD = {

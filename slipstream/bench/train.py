@@ -18,7 +18,7 @@ import torch
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.shapes import SHAPES, make_decoder, matmul_parameters
 from slipstream.bench.timing import alternate, ratio
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.models.numerics import cpu_has_bf16_units
 from slipstream.training import (
     ComputeThread,
@@ -54,9 +54,7 @@ class TrainBench:
     rounds: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("rows", "length", "matmul_size", "rounds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least_one(self, "rows", "length", "matmul_size", "rounds")
         if self.length < 2:
             raise ConfigError("length=1 has no token to predict; give at least 2")
 

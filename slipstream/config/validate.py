@@ -6,13 +6,13 @@ Each rule is a generator of messages, and each message ends in a remedy. Knows t
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
+from slipstream.errors import did_you_mean
 
 GROUP_RELATIVE = frozenset(
     {
@@ -74,10 +74,9 @@ def _registered(config: Config) -> Iterator[str]:
     ]
     for key, name, known in named:
         if name is not None and name not in known and name not in REFUSED_VALUES.get(key, {}):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
             yield (
-                f"{key}={name} is not known{hint} (known: {', '.join(known)}); the module that "
+                f"{key}={name} is not known{did_you_mean(name, known)} "
+                f"(known: {', '.join(known)}); the module that "
                 "actor_rollout_ref.model.external_lib names can register others"
             )
 

@@ -17,7 +17,7 @@ from slipstream.models.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftBatch:
+class DraftSamples:
     """Sequences to learn from, padded on the right.
 
     `features_BTD` are the policy's final hidden states, `loss_mask_BT` is 1 on tokens that the
@@ -47,7 +47,7 @@ class DraftLoss:
 
 def eagle_loss(
     head: PackedDraftHead,
-    batch: DraftBatch,
+    batch: DraftSamples,
     *,
     value_weight: float = 1.0,
     soft_weight: float = 0.1,

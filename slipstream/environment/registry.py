@@ -5,13 +5,12 @@ Called by `loops.build` with the options of the configuration; knows no task's r
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from slipstream.environment.countdown import CountdownTask
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.types import Message, Prompt
 
 
@@ -67,6 +66,4 @@ def get_task(name: str, seed: int = 0, *, tokenizer: Any = None, **options: Any)
 
 
 def _near(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"{hint} (known: {', '.join(sorted(known))})"
+    return f"{did_you_mean(word, known)} (known: {', '.join(sorted(known))})"

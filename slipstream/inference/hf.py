@@ -149,7 +149,7 @@ class HFCore:
         for row, state in enumerate(states):
             ids[row, width - state.length :] = torch.tensor(state.context)
             attention[row, width - state.length :] = 1
-        rows = sampling_rows(states, self._model.config.vocab_size, device)
+        rows = sampling_rows(states, device)
         version = self._stats.version
 
         def pick(_: Tensor, logits: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slipstream.errors import EngineError, TrainingError
+from slipstream.errors import EngineError, TrainingError, check_at_least_one
 from slipstream.loops.rl_batch import (
     KLInReward,
     Usable,
@@ -38,7 +38,7 @@ from slipstream.loops.rl_batch import (
     usable_samples,
 )
 from slipstream.loops.stages import Stages
-from slipstream.loops.steps import check_at_least_one, checkpoint_due
+from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import Timers, timing_per_token

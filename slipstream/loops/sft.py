@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, check_at_least_one
 from slipstream.loops.stages import Stages
-from slipstream.loops.steps import check_at_least_one, checkpoint_due
+from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.training.losses import sft_loss
 from slipstream.training.protocol import TrainingBackend

@@ -5,7 +5,6 @@ Knows nothing of what the numbers mean. Called by the loops; `build_loggers` is 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import logging
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, did_you_mean
 from slipstream.metrics.names import check_names, find
 
 METRICS_FILE = "metrics.jsonl"
@@ -262,11 +261,9 @@ def build_loggers(
     )
     unknown = [name for name in names if name not in LOGGERS]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], LOGGERS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"trainer.logger names {unknown[0]!r}; {hint}known are {', '.join(LOGGERS)}, and "
-            "slipstream.metrics.loggers.register_logger adds one"
+            f"trainer.logger names {unknown[0]!r}{did_you_mean(unknown[0], LOGGERS)} (known: "
+            f"{', '.join(LOGGERS)}); slipstream.metrics.loggers.register_logger adds one"
         )
     return TeeLogger([LOGGERS[name](context) for name in dict.fromkeys(names)], strict=strict)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -58,9 +58,7 @@ class ModelConfig:
             raise ConfigError(
                 f"unknown model family {self.family!r}; known: {', '.join(get_args(Family))}"
             )
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least_one(self, *_SIZES)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads="

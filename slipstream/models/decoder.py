@@ -161,6 +161,25 @@ class _Trunk(nn.Module):
         self.norm = _Norm(c.hidden_size)
 
 
+@torch.no_grad()
+def init_parameters(module: nn.Module, std: float, num_layers: int, seed: int) -> None:
+    """Normal(0, std); projections into the residual stream are scaled by 1/sqrt(2 * num_layers)
+    (GPT-2), biases are zero and norms one."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = std / (2 * num_layers) ** 0.5
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 2:
+            into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            drawn = torch.empty(parameter.shape).normal_(
+                0.0, residual if into_residual else std, generator=generator
+            )
+            parameter.copy_(drawn)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            parameter.fill_(1.0)
+
+
 class Decoder(nn.Module):
     """The parameters, under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`).
 
@@ -180,22 +199,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal(0, initializer_range); projections into the residual stream are scaled by
-        1/sqrt(2 * layers) (GPT-2), biases are zero and norms one."""
-        generator = torch.Generator().manual_seed(seed)
-        std = self.config.initializer_range
-        residual = std / (2 * self.config.num_layers) ** 0.5
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                drawn = torch.empty(parameter.shape).normal_(
-                    0.0, residual if into_residual else std, generator=generator
-                )
-                parameter.copy_(drawn)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.fill_(1.0)
+        """See `init_parameters`."""
+        init_parameters(self, self.config.initializer_range, self.config.num_layers, seed)
 
     @property
     def lm_head_weight(self) -> Tensor:

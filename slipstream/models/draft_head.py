@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import KVCache, Layer, PackedLayer, layer_forward, start_pass
+from slipstream.models.decoder import (
+    KVCache,
+    Layer,
+    PackedLayer,
+    init_parameters,
+    layer_forward,
+    start_pass,
+)
 from slipstream.models.linear import PackedLinear
 
 
@@ -42,18 +49,9 @@ class DraftHead(nn.Module):
         A head that begins as the identity drafts the token after next as if it were the next; from
         there training is short.
         """
-        generator = torch.Generator().manual_seed(seed)
-        std, D = self.config.initializer_range, self.config.hidden_size
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, std, generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.fill_(1.0)
+        init_parameters(self, self.config.initializer_range, 1, seed)
+        D = self.config.hidden_size
         self.fc.weight[:, D:] += torch.eye(D)
-        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            self.layers[0].get_parameter(name).div_(2**0.5)
 
     def pack(self, dtype: torch.dtype) -> PackedDraftHead:
         """Weights as the forward pass uses them. Differentiable."""

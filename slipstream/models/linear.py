@@ -60,26 +60,24 @@ class PackedLinear:
 class PackedPair:
     """Two products of the same rows with weights of one shape, without bias."""
 
-    weight: Tensor
-    """(2 * out, in)."""
-    prepared: Tensor | None
-    transposed: Tensor
-    """`weight` as (2, in, out)."""
+    joined: PackedLinear
+    """Both as one product, (2 * out, in)."""
+    halves: Tensor
+    """Its weight as (2, in, out)."""
 
     @classmethod
     def of(cls, first: Tensor, second: Tensor) -> PackedPair:
         """Lay out both, (out, in) each, where that pays."""
-        both = PackedLinear.of(torch.cat([first, second]))
-        return cls(both.weight, both.prepared, both.weight.view(2, *first.shape).transpose(1, 2))
+        joined = PackedLinear.of(torch.cat([first, second]))
+        return cls(joined, joined.weight.view(2, *first.shape).transpose(1, 2))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(M, in) -> two of (M, out)."""
-        if self.prepared is None:
+        if self.joined.prepared is None:
             # A batch of two occupies two threads; the library hardly shares out one small product.
-            first, second = torch.bmm(x.expand(2, -1, -1), self.transposed).unbind()
+            first, second = torch.bmm(x.expand(2, -1, -1), self.halves).unbind()
         else:
-            joined = _prepared_product(x, self.weight, None, self.prepared)
-            first, second = joined.chunk(2, dim=-1)
+            first, second = self.joined(x).chunk(2, dim=-1)
         return first, second
 
 

@@ -6,7 +6,6 @@ Knows the file and the call signature, not what the function computes. Called by
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -42,8 +41,7 @@ def get_custom_reward_fn(
     function = getattr(module, name, None)
     if not callable(function):
         own = _defined(module)
-        near = difflib.get_close_matches(name, own, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(name, own) or "."
         raise ConfigError(
             f"custom_reward_function.name {name!r} is not a function of {str(path)!r}{hint} It "
             f"defines: {', '.join(own) or 'no functions'}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from slipstream.errors import ConfigError, DataError, RewardError
+from slipstream.errors import ConfigError, DataError, RewardError, check_at_least_one
 from slipstream.rollout.filters import GroupFilter, run_filter
 from slipstream.rollout.train_rows import (
     GroupStats,
@@ -79,10 +79,9 @@ class RolloutConfig:
     max_rounds: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "n_samples_per_prompt", "over_sampling_factor", "max_rounds"):
-            value = getattr(self, name)
-            if not value >= 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_at_least_one(
+            self, "batch_size", "n_samples_per_prompt", "over_sampling_factor", "max_rounds"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,13 @@ from typing import Any, NoReturn, Protocol
 
 import anyio
 
-from slipstream.errors import ConfigError, DataError, EngineError, StageTimeoutError
+from slipstream.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    StageTimeoutError,
+    check_at_least_one,
+)
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.rewards.protocol import RewardManager, apply_score
 from slipstream.rollout.filters import GroupFilter, run_filter
@@ -76,9 +82,7 @@ class RolloutSettings:
     max_rejected: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "n"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least_one(self, "batch_size", "n")
         if self.over_sampling < 0:
             raise ConfigError(f"over_sampling={self.over_sampling:g} must not be negative")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.sampling.noise import NoiseAhead, gumbel_noise
+from slipstream.sampling.noise import gumbel_noise
 from slipstream.sampling.truncate import truncate
 
 
@@ -32,8 +32,6 @@ class SamplingRows:
     any_greedy: bool
     any_tempered: bool
     cuts: bool
-    ahead: NoiseAhead | None = None
-    """Of these rows, where they go on position by position."""
 
     def repeated(self, times: int) -> SamplingRows:
         """Each row `times` times, one after the other."""
@@ -44,7 +42,6 @@ class SamplingRows:
             top_k_N=self.top_k_N.repeat_interleave(times),
             top_p_N=self.top_p_N.repeat_interleave(times),
             min_p_N=self.min_p_N.repeat_interleave(times),
-            ahead=None,
         )
 
     def part(self, rows: slice) -> SamplingRows:
@@ -56,7 +53,6 @@ class SamplingRows:
             top_k_N=self.top_k_N[rows],
             top_p_N=self.top_p_N[rows],
             min_p_N=self.min_p_N[rows],
-            ahead=None,
         )
 
 
@@ -121,12 +117,10 @@ def _choose(
         # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
         scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
     if rows.any_sampled:
-        if noise_NV is not None:
-            noise = noise_NV.clone()
-        elif rows.ahead is not None:
-            noise = rows.ahead.at(positions_N)
-        else:
+        if noise_NV is None:
             noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
+        else:
+            noise = noise_NV.clone()
         if rows.any_greedy:
             noise = noise.masked_fill_(greedy_N[:, None], 0.0)
         scores = noise.add_(scores)

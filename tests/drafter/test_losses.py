@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.drafter.losses import DraftBatch, eagle_loss
+from slipstream.drafter.losses import DraftSamples, eagle_loss
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.linear import PackedLinear
@@ -17,12 +17,12 @@ from tests.models.helpers import config
 B, T, D, V = 3, 9, 32, 96
 
 
-def random_batch(seed: int = 0) -> DraftBatch:
+def random_batch(seed: int = 0) -> DraftSamples:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.ones(B, T)
     mask[0, :4] = 0
     mask[1, 7:] = 0
-    return DraftBatch(
+    return DraftSamples(
         tokens_BT=torch.randint(0, V, (B, T), generator=generator),
         features_BTD=torch.randn(B, T, D, generator=generator),
         loss_mask_BT=mask,
@@ -69,7 +69,7 @@ def test_padding_on_the_right_does_not_matter() -> None:
     head = DraftHead(config("qwen2", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch = random_batch()
-    padded = DraftBatch(
+    padded = DraftSamples(
         tokens_BT=F.pad(batch.tokens_BT, (0, 5), value=7),
         features_BTD=F.pad(batch.features_BTD, (0, 0, 0, 5), value=9.0),
         loss_mask_BT=F.pad(batch.loss_mask_BT, (0, 5)),

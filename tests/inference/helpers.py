@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from slipstream.inference.engine import Engine, EngineSettings
-from slipstream.inference.speculation import OFF, DraftPlan, Proposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import Proposer
 from slipstream.models import Decoder, ModelConfig
 from slipstream.types import (
     GenerateRequest,

@@ -176,7 +176,7 @@ def test_build_for_a_resumed_run_truncates(tmp_path: Path) -> None:
 
 
 def test_unknown_and_registered_loggers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'tensorbord'; did you mean 'tensorboard'"):
+    with pytest.raises(ConfigError, match=r"'tensorbord'; did you mean tensorboard\?"):
         build_loggers(["console", "tensorbord"], tmp_path, "p", "e")
     seen: list[str] = []
 

@@ -69,7 +69,7 @@ def test_a_pair_is_two_plain_layers_and_their_gradients(outs: int) -> None:
     x = torch.randn(40, 192, requires_grad=True)
     first, second = weights(outs, 192).requires_grad_(), (-weights(outs, 192)).requires_grad_()
     pair = PackedPair.of(first, second)
-    assert (pair.prepared is not None) == (outs == 688)
+    assert (pair.joined.prepared is not None) == (outs == 688)
     inputs = (x, first, second)
     for got, want in zip(pair(x), (F.linear(x, first), F.linear(x, second)), strict=True):
         torch.testing.assert_close(got, want)
@@ -81,7 +81,7 @@ def test_a_pair_is_two_plain_layers_and_their_gradients(outs: int) -> None:
 
 def test_rows_of_a_small_pair_do_not_depend_on_their_company() -> None:
     pair = PackedPair.of(weights(512, 192), weights(512, 192).flip(0))
-    assert pair.prepared is None
+    assert pair.joined.prepared is None
     x = torch.randn(1200, 192, generator=torch.Generator().manual_seed(1))
     first, second = pair(x)
     for rows in (ROW_MULTIPLE, 12, 32, 100, 500):

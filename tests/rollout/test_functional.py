@@ -222,9 +222,9 @@ def test_metadata() -> None:
 
 
 def test_impossible_settings_are_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"over_sampling_factor must be at least 1, got 0\.5"):
+    with pytest.raises(ConfigError, match=r"over_sampling_factor=0\.5 must be at least 1"):
         RolloutConfig(batch_size=1, over_sampling_factor=0.5)
-    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):
         RolloutConfig(batch_size=0)
     with pytest.raises(ConfigError, match="needs RolloutConfig"):
         generate_rollout_batches(Buffer(), RolloutConfig(batch_size=1))

@@ -197,8 +197,11 @@ def test_noise_ahead_is_the_noise(rows: int, vocab_size: int) -> None:
         if step == 30:
             ahead = NoiseAhead(many_keys(rows), vocab_size)
         noise = ahead.at(positions)
-        assert torch.equal(noise, gumbel_noise(many_keys(rows), positions, vocab_size))
-        noise.zero_()  # callers overwrite it
+        if noise is None:
+            assert rows * vocab_size > NUMBERS_AHEAD // 2
+        else:
+            assert noise.shape[0] == 1
+            assert torch.equal(noise[0], gumbel_noise(many_keys(rows), positions, vocab_size))
         positions = positions + 1
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import ConfigError, RequestError, check_at_least_one
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.request import Decode, Running
-from slipstream.inference.engine.runner import Runner, sampling_rows
+from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Scheduler
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -23,8 +23,8 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Pro
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
-from slipstream.sampling.choose import Choice, SamplingRows
-from slipstream.sampling.noise import gumbel_noise, key_words
+from slipstream.sampling.choose import Choice
+from slipstream.sampling.noise import key_words
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
 
 
@@ -48,13 +48,8 @@ class EngineSettings:
         if self.dtype not in KEY_CHUNK:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_CHUNK)
             raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
-        for name in ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine: {name}={getattr(self, name)} must be at least 1")
-
-
-SHARED_NOISE = 1 << 20
-"""Numbers of noise that a step with drafts keeps; beyond, verification computes its own."""
+        limits = ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens")
+        check_at_least_one(self, *limits, where="engine: ")
 
 
 class Engine:
@@ -73,7 +68,8 @@ class Engine:
 
         `proposer` drafts after `plan`, which may be changed between steps.
 
-        Raises ConfigError for a model whose widths exact mode does not cover.
+        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan
+        without a proposer or other than a chain.
         """
         config = decoder.config
         check_widths(
@@ -89,17 +85,32 @@ class Engine:
             self._store(),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
+            left=self._left,
         )
-        if plan != OFF and proposer is None:
-            raise ConfigError(f"engine: draft plan {plan} needs a proposer")
-        self.plan = plan
         self._proposer = proposer
-        # Settings of the running batch, by rows per request.
-        self._rows: dict[int, SamplingRows] = {}
+        self.plan = plan
+        # Of the running batch; None where it has changed.
+        self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
         self._counts: dict[str, float] = {}
+
+    @property
+    def plan(self) -> DraftPlan:
+        """How much is drafted. May be set between steps."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: DraftPlan) -> None:
+        if plan != OFF and self._proposer is None:
+            raise ConfigError(f"engine: draft plan {plan} needs a proposer")
+        if plan.topk > 1:
+            raise ConfigError(
+                f"engine: draft plan {plan} is a tree, and only chains are verified; use "
+                f"{DraftPlan.chain(plan.steps)}"
+            )
+        self._plan = plan
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it can never be served."""
@@ -127,7 +138,7 @@ class Engine:
         )
 
     def step(self) -> list[Generation]:
-        """Admit what fits, decode one token for everyone, return what ended."""
+        """Admit what fits, decode at least one token for everyone, return what ended."""
         with torch.inference_mode():
             self._admit()
             self._decode()
@@ -155,10 +166,8 @@ class Engine:
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
                 self._scheduler.remove(request)
-                self._forget_drafts(request)
                 request.stop_reason = StopReason.ABORT
             self._scheduler.release_when_idle()
-        self._rows.clear()
         self._count(aborted=len(stopped))
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
@@ -170,9 +179,7 @@ class Engine:
         """Send running requests back to the queue, as a lack of memory would."""
         for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
             self._scheduler.preempt(request, self._weights)
-            self._forget_drafts(request)
             self._count(preempted=1)
-        self._rows.clear()
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
@@ -182,10 +189,7 @@ class Engine:
         """
         tensors = self._runner.check(update)
         if update.kv_policy is KVPolicy.RECOMPUTE:
-            for request in self._scheduler.running:
-                self._forget_drafts(request)
             self._scheduler.forget_kv()
-            self._rows.clear()
         else:
             self._set_aside_preempted()
         self._runner.load(tensors)
@@ -220,7 +224,7 @@ class Engine:
             fresh, restored = self._scheduler.admit()
             if not fresh and not restored:
                 return
-            self._rows.clear()
+            self._sampling = None
             admitted = self._scheduler.running[before:]
             if fresh:
                 started = time.perf_counter()
@@ -239,12 +243,11 @@ class Engine:
         index: dict[tuple[int, ...], int] = {}
         sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
         rows = [self._scheduler.row(r) for r in fresh]
-        config = self._runner.config
         states = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
         last = torch.tensor([r.length - 1 for r in fresh], device=states.device)
         hidden = states[torch.tensor(sources, device=states.device), last]
         positions = torch.tensor([r.length for r in fresh], device=hidden.device)
-        sampling = sampling_rows(fresh, config.vocab_size, hidden.device)
+        sampling = sampling_rows(fresh, hidden.device)
         choice = self._runner.choose(hidden, positions, sampling)
         for request in fresh:
             request.kv_weights = {self._weights}
@@ -261,20 +264,22 @@ class Engine:
     def _decode(self) -> None:
         """At least one token for every running request."""
         preempted = self._scheduler.make_room(self._weights)
-        for request in preempted:
-            self._forget_drafts(request)
-        if preempted:
-            self._rows.clear()
         running = list(self._scheduler.running)
         if not running:
             return
         started = time.perf_counter()
         device, count = self._runner.device, len(running)
-        trees, noise_WNV = self._draft(running)
-        width = max(map(len, trees))
-        ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
+        if self._sampling is None:
+            self._sampling = BatchSampling(running, self._runner.config.vocab_size, device)
+        sampling = self._sampling
         lengths = [request.length for request in running]
+        positions_N = torch.tensor(lengths, device=device)
+        plan = self._affordable_plan(count, max(lengths))
+        noise_WNV = sampling.noise(positions_N, plan.verify_tokens)
+        trees = self._draft(running, plan, positions_N, noise_WNV)
+        width = max(map(len, trees))
         padding = round_up(count, ROW_MULTIPLE) - count
+        ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
         firsts = torch.tensor(lengths + [1] * padding, device=device) - 1
         slots_NW = firsts[:, None] + torch.arange(width, device=device)
@@ -283,7 +288,7 @@ class Engine:
         )
         positions = (slots_NW[:count] + 1).flatten()
         noise = None if noise_WNV is None else noise_WNV[:width].transpose(0, 1).flatten(0, 1)
-        choice = self._runner.choose(hidden, positions, self._sampling(running, width), noise)
+        choice = self._runner.choose(hidden, positions, sampling.repeated(width), noise)
         for request in running:
             request.kv_weights.add(self._weights)
         emitted = self._accept(running, trees, choice, hidden)
@@ -296,49 +301,34 @@ class Engine:
             decode_seconds=time.perf_counter() - started,
         )
 
-    def _draft(self, running: list[Running]) -> tuple[list[DraftTree], Tensor | None]:
-        """What to verify: for each request its last token and the drafts after it. And the noise
-        that drafting and verifying share, (W, N, V), where it is small."""
-        drafts: list[list[int]] = [[] for _ in running]
-        noise = None
-        longest = max(request.length for request in running) + self.plan.verify_tokens - 1
-        # Nobody loses its row to drafts.
-        if self.plan != OFF and self._scheduler.store.fits(len(running), longest):
-            assert self._proposer is not None
-            self._scheduler.store.reserve(len(running), longest)
-            positions = torch.tensor([r.length for r in running], device=self._runner.device)
-            rows = replace(self._sampling(running, 1), ahead=None)
-            noise = self._noise(positions, rows)
-            batch = DraftBatch(
-                request_ids=[r.request_id for r in running],
-                positions_N=positions,
-                rows=rows,
-                policy=self._runner.packed,
-                noise_WNV=noise,
-            )
-            drafts = self._proposer.propose(batch, self.plan)
-        trees = [DraftTree.chain(r.context[-1], d) for r, d in zip(running, drafts, strict=True)]
-        return trees, noise
+    def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
+        """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
+        longest = length + self.plan.verify_tokens - 1
+        if not self._scheduler.store.fits(rows, longest):
+            return OFF
+        self._scheduler.store.reserve(rows, longest)
+        return self.plan
 
-    def _noise(self, positions_N: Tensor, rows: SamplingRows) -> Tensor | None:
-        """Noise of all positions that a step may reach, in one pass."""
-        width, count = self.plan.verify_tokens, len(positions_N)
-        vocab_size = self._runner.config.vocab_size
-        if not rows.any_sampled or width * count * vocab_size > SHARED_NOISE:
-            return None
-        positions = positions_N + torch.arange(width, device=positions_N.device)[:, None]
-        keys = rows.keys_N2.repeat(width, 1)
-        noise = gumbel_noise(keys, positions.flatten(), vocab_size)
-        return noise.view(width, count, vocab_size)
-
-    def _sampling(self, running: list[Running], width: int) -> SamplingRows:
-        """Sampling settings of the running batch, `width` rows per request."""
-        if 1 not in self._rows:
-            vocab_size = self._runner.config.vocab_size
-            self._rows[1] = sampling_rows(running, vocab_size, self._runner.device)
-        if width not in self._rows:
-            self._rows[width] = self._rows[1].repeated(width)
-        return self._rows[width]
+    def _draft(
+        self,
+        running: list[Running],
+        plan: DraftPlan,
+        positions_N: Tensor,
+        noise_WNV: Tensor | None,
+    ) -> list[DraftTree]:
+        """What to verify: for each request its last token and the drafts after it."""
+        last = [request.context[-1] for request in running]
+        if plan == OFF or self._proposer is None or self._sampling is None:
+            return [DraftTree.chain(token, ()) for token in last]
+        batch = DraftBatch(
+            request_ids=[request.request_id for request in running],
+            last=last,
+            positions_N=positions_N,
+            rows=self._sampling.rows,
+            policy=self._runner.packed,
+            noise_WNV=noise_WNV,
+        )
+        return self._proposer.propose(batch, plan)
 
     def _accept(
         self,
@@ -359,10 +349,7 @@ class Engine:
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             first = i * width
             known = request.length
-            path = [0]
-            if len(tree) > 1:
-                path = accepted_path(tree.tokens, tree.parents, tokens[first : first + width])
-            for node in path:
+            for node in accepted_path(tree.tokens, tree.parents, tokens[first : first + width]):
                 row = first + node
                 request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
                 if request.stop_reason is StopReason.ERROR:
@@ -382,14 +369,14 @@ class Engine:
                 if request.stop_reason is StopReason.ERROR:
                     self._scheduler.store.clear(self._scheduler.row(request))
                 self._scheduler.remove(request)
-                self._forget_drafts(request)
                 self._ended.append(request.generation(self._decode_text))
-                self._rows.clear()
                 self._count(finished=1)
         self._count(generated_tokens=emitted, accepted_tokens=accepted)
         return emitted
 
-    def _forget_drafts(self, request: Running) -> None:
+    def _left(self, request: Running) -> None:
+        """A request has given up its row."""
+        self._sampling = None
         if self._proposer is not None:
             self._proposer.end(request.request_id)
 

@@ -97,14 +97,31 @@ class Runner:
         return choose(logits[: len(positions_N)], positions_N, rows, noise_NV)
 
 
-def sampling_rows(
-    requests: Sequence[Running], vocab_size: int, device: torch.device
-) -> SamplingRows:
+class BatchSampling:
+    """How a batch samples: made once per batch, not per step."""
+
+    def __init__(self, requests: Sequence[Running], vocab_size: int, device: torch.device) -> None:
+        self.rows = sampling_rows(requests, device)
+        self._repeated = {1: self.rows}
+        self._ahead = NoiseAhead(self.rows.keys_N2, vocab_size)
+
+    def repeated(self, width: int) -> SamplingRows:
+        """Settings where each request has `width` rows."""
+        if width not in self._repeated:
+            self._repeated[width] = self.rows.repeated(width)
+        return self._repeated[width]
+
+    def noise(self, positions_N: Tensor, count: int) -> Tensor | None:
+        """Noise of `count` positions from `positions_N` on, (count, N, V), where it is worth
+        computing at once; not to be written to."""
+        return self._ahead.at(positions_N, count) if self.rows.any_sampled else None
+
+
+def sampling_rows(requests: Sequence[Running], device: torch.device) -> SamplingRows:
     """Settings of `requests` as tensors."""
     params = [r.request.params for r in requests]
-    keys = torch.tensor([r.key for r in requests], dtype=torch.int32, device=device)
     return SamplingRows(
-        keys_N2=keys,
+        keys_N2=torch.tensor([r.key for r in requests], dtype=torch.int32, device=device),
         temperature_N=torch.tensor(
             [p.temperature for p in params], dtype=torch.float32, device=device
         ),
@@ -115,5 +132,4 @@ def sampling_rows(
         any_greedy=any(p.temperature == 0 for p in params),
         any_tempered=any(p.temperature not in (0, 1) for p in params),
         cuts=any(p.truncates for p in params),
-        ahead=NoiseAhead(keys, vocab_size),
     )

@@ -9,6 +9,7 @@ recomputing under new weights would change the sample. What is set aside is not 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -19,8 +20,17 @@ from slipstream.inference.engine.request import Running
 class Scheduler:
     """Dense rows, a queue in order of arrival, and preemption of the newest."""
 
-    def __init__(self, store: KVStore, *, max_num_seqs: int, max_prefill_tokens: int) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        left: Callable[[Running], None],
+    ) -> None:
+        """`left` is called for each request that has given up its row, for whatever reason."""
         self.store = store
+        self._left = left
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self._saved: dict[str, Tensor] = {}
@@ -103,7 +113,8 @@ class Scheduler:
     def forget_kv(self) -> None:
         """Send every running request back to be prefilled again (weight update, recompute)."""
         self.waiting = sorted([*self.running, *self.waiting], key=_arrival)
-        self.running.clear()
+        while self.running:
+            self._left(self.running.pop())
         self._saved.clear()
 
     def remove(self, request: Running) -> None:
@@ -118,6 +129,7 @@ class Scheduler:
             self.store.move(last, row, moved.length - 1)
             self.running[row] = moved
         self.running.pop()
+        self._left(request)
 
     def release_when_idle(self) -> None:
         """Give the store's memory back when nobody runs or waits."""

@@ -9,6 +9,7 @@ positions of the head's rotary embedding, count from there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import DecodeView, KVStore
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import choose
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,8 +43,8 @@ class EagleProposer:
     def __init__(
         self, head: DraftHead, *, dtype: torch.dtype, kv_budget_bytes: int = 1 << 30
     ) -> None:
-        """Keys and values of the head take at most `kv_budget_bytes`; requests beyond it are not
-        drafted for."""
+        """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
+        more, nothing is drafted, which is said once."""
         self._head = head
         self._dtype = dtype
         device = head.fc.weight.device
@@ -50,6 +53,7 @@ class EagleProposer:
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, _Row] = {}
         self._order: list[str] = []
+        self._short_of_memory = False
 
     def begin(
         self,
@@ -88,31 +92,44 @@ class EagleProposer:
         if not self._order:
             self._store.release()
 
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
         if list(batch.request_ids) != self._order:
             raise EngineError("the rows of the draft head are not those of the engine")
         if not all(row.features for row in self._rows.values()):
             # A request came back without features; one plain step brings the first.
-            return [[] for _ in self._order]
+            return batch.chains([()] * len(self._order))
         rows = [self._rows[name] for name in self._order]
         waiting = [len(row.tokens) for row in rows]
         ends = [row.cached + count for row, count in zip(rows, waiting, strict=True)]
         longest = max(row.cached for row in rows) + max(waiting) + plan.steps
         if not self._store.fits(len(rows), longest):
-            return [[] for _ in rows]
+            self._say_short_of_memory(len(rows), longest)
+            return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
         hidden_ND = self._catch_up(batch, rows, max(waiting))
         drafts: list[Tensor] = []
         slots_N = torch.tensor(ends, device=hidden_ND.device)
         for step in range(plan.steps):
             if step:
-                hidden_ND = self._step(batch, drafts[-1], hidden_ND, slots_N + (step - 1), ends)
+                slots = slots_N + (step - 1)
+                hidden_ND = self._step(
+                    batch, drafts[-1], hidden_ND, slots, (max(ends) + step, min(ends) + step)
+                )
             logits = batch.policy.lm_head(pad_rows(hidden_ND)).float()[: len(rows)]
             positions = batch.positions_N + step
             drafts.append(choose(logits, positions, batch.rows, batch.noise(step)).tokens)
-        chains: list[list[int]] = torch.stack(drafts, 1).tolist()
-        return chains
+        return batch.chains(torch.stack(drafts, 1).tolist())
+
+    def _say_short_of_memory(self, rows: int, length: int) -> None:
+        if not self._short_of_memory:
+            _log.warning(
+                "nothing is drafted while %d requests of %d tokens run: their keys and values in "
+                "the draft head are beyond its budget; raise kv_budget_bytes",
+                rows,
+                length,
+            )
+        self._short_of_memory = True
 
     def _catch_up(self, batch: DraftBatch, rows: list[_Row], width: int) -> Tensor:
         """Run the head over the features that wait; what follows each row's last, (N, D)."""
@@ -123,10 +140,11 @@ class EagleProposer:
         for i, row in enumerate(rows):
             ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
             torch.cat(row.features, out=features[i, : len(row.tokens)])
-        starts = torch.tensor([row.cached for row in rows] + [0] * (count - len(rows)))
+        cached = [row.cached for row in rows]
+        starts = torch.tensor(cached + [0] * (count - len(rows)))
         slots = (starts[:, None] + torch.arange(width)).to(first.device)
-        shortest = min(row.cached for row in rows) + 1
-        hidden = self._forward(batch, ids.to(first.device), features, slots, shortest)
+        lengths = (max(cached) + width, min(cached) + 1)
+        hidden = self._forward(batch, ids.to(first.device), features, slots, lengths)
         lasts = torch.tensor([len(row.tokens) - 1 for row in rows], device=first.device)
         for row in rows:
             row.cached += len(row.tokens)
@@ -135,7 +153,12 @@ class EagleProposer:
         return hidden[torch.arange(len(rows), device=first.device), lasts]
 
     def _step(
-        self, batch: DraftBatch, ids_N: Tensor, hidden_ND: Tensor, slots_N: Tensor, ends: list[int]
+        self,
+        batch: DraftBatch,
+        ids_N: Tensor,
+        hidden_ND: Tensor,
+        slots_N: Tensor,
+        lengths: tuple[int, int],
     ) -> Tensor:
         """One token further, from a prediction: (N, D)."""
         padded = (
@@ -143,14 +166,21 @@ class EagleProposer:
             pad_rows(hidden_ND)[:, None],
             pad_rows(slots_N)[:, None],
         )
-        hidden = self._forward(batch, *padded, min(ends) + 1)
+        hidden = self._forward(batch, *padded, lengths)
         return hidden[: len(ids_N), 0]
 
     def _forward(
-        self, batch: DraftBatch, ids: Tensor, features: Tensor, slots: Tensor, shortest: int
+        self,
+        batch: DraftBatch,
+        ids: Tensor,
+        features: Tensor,
+        slots: Tensor,
+        lengths: tuple[int, int],
     ) -> Tensor:
+        """`lengths`: as for `DecodeView`, the longest row with all its tokens and the shortest with
+        its first."""
         limit = self._packed.config.max_position_embeddings - 1
-        view = DecodeView(self._store, slots, int(slots.max()) + 1, shortest)
+        view = DecodeView(self._store, slots, *lengths)
         return self._packed.forward(
             ids, features, slots.clamp(max=limit), batch.policy.embedding, kv_cache=view
         )

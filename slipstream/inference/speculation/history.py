@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 
 _CANDIDATES = 8
 """Places of one n-gram that are remembered per text or prompt, the latest ones."""
@@ -91,9 +91,9 @@ class HistoryProposer:
         if running.prompt in self._past:
             self._past.move_to_end(running.prompt)
 
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
-        return [self.drafts(name, plan.steps) for name in batch.request_ids]
+        return batch.chains([self.drafts(name, plan.steps) for name in batch.request_ids])
 
     def observe(
         self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None = None

@@ -26,7 +26,12 @@ class DraftPlan:
             return
         if self.steps < 1 or self.topk < 1:
             raise ConfigError(f"draft plan {self}: steps and topk must be at least 1, or 0_0_1")
-        most = self.steps if self.topk == 1 else self.topk + (self.steps - 1) * self.topk**2
+        if self.topk == 1 and self.verify_tokens != self.steps + 1:
+            raise ConfigError(
+                f"draft plan {self}: a chain of {self.steps} drafts is verified in "
+                f"{self.steps + 1} rows; write {self.steps}_1_{self.steps + 1}"
+            )
+        most = self.topk + (self.steps - 1) * self.topk**2
         if not 2 <= self.verify_tokens <= most + 1:
             raise ConfigError(
                 f"draft plan {self}: {self.steps} steps of {self.topk} give at most {most} drafts, "

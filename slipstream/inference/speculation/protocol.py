@@ -36,22 +36,26 @@ class DraftTree:
 class DraftBatch:
     """What a proposer may know of the running batch of N requests.
 
-    `positions_N`: where the next token of each will stand. `rows` are their sampling settings and
-    `policy` the weights that will verify. `noise_WNV`, where it is at hand, is the noise of W
-    positions from there on.
+    `last` is the last known token of each, and `positions_N` where the next will stand. `rows` are
+    their sampling settings and `policy` the weights that will verify. `noise_WNV`, where it is at
+    hand, is the noise of W positions from there on, not to be written to.
     """
 
     request_ids: Sequence[str]
+    last: Sequence[int]
     positions_N: Tensor
     rows: SamplingRows
     policy: PackedDecoder
-    noise_WNV: Tensor | None = None
+    noise_WNV: Tensor | None
 
     def noise(self, ahead: int) -> Tensor | None:
         """The noise of the position so many after the next, (N, V)."""
-        if self.noise_WNV is None or ahead >= len(self.noise_WNV):
-            return None
-        return self.noise_WNV[ahead]
+        return None if self.noise_WNV is None else self.noise_WNV[ahead]
+
+    def chains(self, drafts: Sequence[Sequence[int]]) -> list[DraftTree]:
+        """A chain for each request."""
+        pairs = zip(self.last, drafts, strict=True)
+        return [DraftTree.chain(last, chain) for last, chain in pairs]
 
 
 class Proposer(Protocol):
@@ -74,8 +78,8 @@ class Proposer(Protocol):
         at hand. The next `observe` brings the token after it."""
         ...
 
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
-        """For each request a chain of at most `plan.steps` tokens; none where it has no idea."""
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """For each request a tree within `plan`; its root alone where there is no idea."""
         ...
 
     def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:

@@ -198,7 +198,7 @@ def test_prepared_weights_give_every_caller_the_same_bits() -> None:
             if parameter.ndim == 2:
                 parameter.mul_(0.35)
     packed, layer = decoder.pack(torch.float32), decoder.pack(torch.float32).layers[0]
-    weights = (layer.qkv, layer.out, layer.gate_up, layer.down, packed.lm_head)
+    weights = (layer.qkv, layer.out, layer.gate_up.joined, layer.down, packed.lm_head)
     assert all(linear.weight.numel() >= PREPARED_FROM for linear in weights)
     requests = mixed_requests(12, tokens=14, seed=9)
     reference = make_engine(decoder, max_num_seqs=1).run(requests)

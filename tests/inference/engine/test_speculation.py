@@ -11,7 +11,9 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
-from slipstream.inference.speculation import OFF, DraftBatch, DraftPlan, HistoryProposer
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
 from tests.inference.helpers import (
     DTYPES,
@@ -49,13 +51,13 @@ class Oracle:
         assert request_id not in self.done
         self.done[request_id] = len(context) - len(prompt)
 
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         drafts = []
         for name in batch.request_ids:
             start = self.done[name]
             right = self.known[name][start : start + self.rng.randrange(plan.steps + 1)]
             drafts.append([(t + (self.rng.random() < self.lies)) % VOCAB for t in right])
-        return drafts
+        return batch.chains(drafts)
 
     def observe(
         self, request_id: str, tokens: Sequence[int], features_PD: torch.Tensor | None
@@ -238,6 +240,13 @@ def test_history_drafts_what_a_greedy_policy_repeats() -> None:
 def test_a_plan_needs_a_proposer() -> None:
     with pytest.raises(ConfigError, match="draft plan 3_1_4 needs a proposer"):
         make_engine(plan=DraftPlan.chain(3))
+
+
+def test_trees_are_refused_when_set_too() -> None:
+    engine = make_engine(proposer=HistoryProposer())
+    with pytest.raises(ConfigError, match="4_2_8 is a tree, and only chains are verified; use 4_1"):
+        engine.plan = DraftPlan(4, 2, 8)
+    assert engine.plan == OFF
 
 
 def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from slipstream.errors import EngineError
-from slipstream.inference.speculation import OFF, DraftBatch, DraftPlan, EagleProposer
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import Generation
@@ -32,13 +34,13 @@ class Recorder(EagleProposer):
 
     drafted: list[tuple[str, int, list[int]]]
 
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[list[int]]:
-        chains = super().propose(batch, plan)
-        for name, position, chain in zip(
-            batch.request_ids, batch.positions_N.tolist(), chains, strict=True
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        trees = super().propose(batch, plan)
+        for name, position, tree in zip(
+            batch.request_ids, batch.positions_N.tolist(), trees, strict=True
         ):
-            self.drafted.append((name, position, chain))
-        return chains
+            self.drafted.append((name, position, [*tree.tokens[1:]]))
+        return trees
 
 
 def recorder(decoder: Decoder) -> Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.inference.speculation import HistoryProposer
+from slipstream.inference.speculation.history import HistoryProposer
 
 PROMPT = (1, 2, 3)
 

@@ -24,9 +24,10 @@ def test_chains() -> None:
         ("8-4-32", "expected steps_topk_verify"),
         ("3_1", "expected steps_topk_verify"),
         ("0_1_2", "steps and topk must be at least 1"),
-        ("3_1_5", "at most 3 drafts, so verify_tokens must be from 2 to 4"),
+        ("3_1_5", "a chain of 3 drafts is verified in 4 rows; write 3_1_4"),
         ("2_3_14", "at most 12 drafts, so verify_tokens must be from 2 to 13"),
-        ("3_1_1", "must be from 2 to 4"),
+        ("3_1_2", "write 3_1_4"),
+        ("2_3_1", "must be from 2 to 13"),
     ],
 )
 def test_other_shapes_are_refused(text: str, message: str) -> None:
