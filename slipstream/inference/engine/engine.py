@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -232,6 +233,7 @@ class Engine:
                 self._count(prefill_seconds=time.perf_counter() - started)
             else:
                 self._begin_drafts(admitted, {})
+            self._collect(admitted)
 
     def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
         if self._proposer is not None:
@@ -256,10 +258,10 @@ class Engine:
             prompt_tokens=computed,
             shared_prompt_tokens=sum(r.length for r in fresh) - computed,
         )
-        pairs = zip(fresh, sources, strict=True)
-        self._begin_drafts(admitted, {r.request_id: states[s, : r.length] for r, s in pairs})
-        trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-        self._accept(fresh, trees, choice, hidden, observed=False)
+        pairs = list(zip(fresh, sources, strict=True))
+        features = {r.request_id: states[s, : r.length] for r, s in pairs}
+        self._accept(fresh, [DraftTree.chain(r.context[-1], ()) for r in fresh], choice, hidden)
+        self._begin_drafts(admitted, features)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -278,7 +280,8 @@ class Engine:
         noise_WNV = sampling.noise(positions_N, plan.verify_tokens)
         trees = self._draft(running, plan, positions_N, noise_WNV)
         width = max(map(len, trees))
-        padding = round_up(count, ROW_MULTIPLE) - count
+        # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
+        padding = round_up(count, ROW_MULTIPLE // gcd(width, ROW_MULTIPLE)) - count
         ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
         firsts = torch.tensor(lengths + [1] * padding, device=device) - 1
@@ -291,7 +294,12 @@ class Engine:
         choice = self._runner.choose(hidden, positions, sampling.repeated(width), noise)
         for request in running:
             request.kv_weights.add(self._weights)
-        emitted = self._accept(running, trees, choice, hidden)
+        tokens = self._accept(running, trees, choice, hidden)
+        emitted = sum(map(len, tokens))
+        if self._proposer is not None:
+            features = hidden[: count * width].view(count, width, -1)
+            self._proposer.observe([r.request_id for r in running], tokens, features)
+        self._collect(running)
         self._count(
             preempted=len(preempted),
             decode_steps=1,
@@ -336,16 +344,14 @@ class Engine:
         trees: Sequence[DraftTree],
         choice: Choice,
         hidden: Tensor,
-        *,
-        observed: bool = True,
-    ) -> int:
-        """Hand each request its tokens, as far as its drafts are what the policy chose; free the
-        rows of those that end. Returns how many tokens there were. `observed`: `hidden` is news to
-        the proposer."""
+    ) -> list[list[int]]:
+        """Hand each request its tokens, as far as its drafts are what the policy chose. Returns
+        them."""
         width = max(map(len, trees))
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
-        emitted = accepted = 0
+        news: list[list[int]] = []
+        accepted = 0
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             first = i * width
             known = request.length
@@ -354,16 +360,17 @@ class Engine:
                 request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
                 if request.stop_reason is StopReason.ERROR:
                     break
-                emitted += 1
                 accepted += node > 0
                 if request.request.return_hidden_states:
                     request.hidden.append(hidden[row].clone())
                 if request.stop_reason is not None:
                     break
-            if self._proposer is not None:
-                new = request.context[known:]
-                features = hidden[first : first + len(new)] if observed else None
-                self._proposer.observe(request.request_id, new, features)
+            news.append(request.context[known:])
+        self._count(generated_tokens=sum(map(len, news)), accepted_tokens=accepted)
+        return news
+
+    def _collect(self, requests: list[Running]) -> None:
+        """Free the rows of those that have ended."""
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
@@ -371,8 +378,6 @@ class Engine:
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
                 self._count(finished=1)
-        self._count(generated_tokens=emitted, accepted_tokens=accepted)
-        return emitted
 
     def _left(self, request: Running) -> None:
         """A request has given up its row."""
