@@ -18,9 +18,10 @@ from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Scheduler
-from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, batch_class, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
@@ -64,13 +65,15 @@ class Engine:
         decode: Decode | None = None,
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
+        selector: StrategySelector | None = None,
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
 
-        `proposer` drafts after `plan`, which may be changed between steps.
+        `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
+        changed between steps.
 
-        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan
-        without a proposer or other than a chain.
+        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan or
+        selector without a proposer, or a plan other than a chain.
         """
         config = decoder.config
         check_widths(
@@ -89,13 +92,20 @@ class Engine:
             left=self._left,
         )
         self._proposer = proposer
+        self._selector = selector
+        if selector is not None and proposer is None:
+            raise ConfigError("engine: a selector of draft plans needs a proposer")
         self.plan = plan
+        # Whether the next drafts also have to catch up: a step that did not draft, a new request.
+        self._behind = True
         # Of the running batch; None where it has changed.
         self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
         self._counts: dict[str, float] = {}
+        self._batch_tokens = [0] * (len(BATCH_LIMITS) + 1)
+        self._batch_seconds = [0.0] * (len(BATCH_LIMITS) + 1)
 
     @property
     def plan(self) -> DraftPlan:
@@ -196,6 +206,8 @@ class Engine:
         self._runner.load(tensors)
         self._weights += 1
         self.version = update.version
+        if self._selector is not None:
+            self._selector.changed()
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
@@ -212,6 +224,8 @@ class Engine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_bytes=self._scheduler.kv_bytes,
+            batch_tokens=tuple(self._batch_tokens),
+            batch_seconds=tuple(self._batch_seconds),
         )
 
     def _store(self) -> KVStore:
@@ -236,6 +250,7 @@ class Engine:
             self._collect(admitted)
 
     def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
+        self._behind = True
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
@@ -295,27 +310,57 @@ class Engine:
         for request in running:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
-        emitted = sum(map(len, tokens))
         if self._proposer is not None:
             features = hidden[: count * width].view(count, width, -1)
             self._proposer.observe([r.request_id for r in running], tokens, features)
         self._collect(running)
         self._count(
             preempted=len(preempted),
-            decode_steps=1,
-            decode_tokens=emitted,
-            draft_tokens=sum(map(len, trees)) - count,
-            max_batch=max(0, len(running) - self._counts.get("max_batch", 0)),
-            decode_seconds=time.perf_counter() - started,
+            max_batch=max(0, count - self._counts.get("max_batch", 0)),
         )
+        self._account(plan, trees, tokens, time.perf_counter() - started)
+
+    def _account(
+        self,
+        plan: DraftPlan,
+        trees: Sequence[DraftTree],
+        tokens: Sequence[Sequence[int]],
+        seconds: float,
+    ) -> None:
+        """Count a decode step, and tell the selector of it."""
+        drafted = [len(tree) - 1 for tree in trees]
+        emitted, drafts, count = sum(map(len, tokens)), sum(drafted), len(tokens)
+        self._count(decode_steps=1, decode_tokens=emitted, decode_seconds=seconds)
+        self._batch_tokens[batch_class(count)] += emitted
+        self._batch_seconds[batch_class(count)] += seconds
+        if drafts:
+            self._count(
+                draft_tokens=drafts,
+                verifications=sum(n > 0 for n in drafted),
+                draft_steps=1,
+                draft_depth=plan.steps,
+                draft_seconds=seconds,
+            )
+        if self._selector is not None:
+            step = StepRecord(
+                running=count,
+                plan=plan,
+                seconds=seconds,
+                drafted=drafted if drafts else (),
+                accepted=[len(new) - 1 for new in tokens] if drafts else (),
+                steady=plan == OFF or not self._behind,
+            )
+            self._selector.record(step)
+        self._behind = plan == OFF
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
-        longest = length + self.plan.verify_tokens - 1
+        plan = self._plan if self._selector is None else self._selector.select(rows)
+        longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):
             return OFF
         self._scheduler.store.reserve(rows, longest)
-        return self.plan
+        return plan
 
     def _draft(
         self,
