@@ -37,7 +37,9 @@ class HeldOut:
 class Walk:
     """What an engine with a fixed number of drafts would have done over some responses.
 
-    `tokens` are those that verifications gave: all but the first of each response.
+    `tokens` are those that verifications gave: all but the first of each response. `accepted`
+    counts drafts that brought another token, as `EngineStats` does: one that ends a response does
+    not.
     """
 
     verifications: int
@@ -72,10 +74,9 @@ class Acceptance:
         for row in self.lengths:
             place = 0
             while place < len(row):
-                right = min(row[place], drafts)
-                gained = min(right + 1, len(row) - place)
+                gained = min(row[place], drafts, len(row) - place - 1) + 1
                 verifications += 1
-                accepted += right
+                accepted += gained - 1
                 tokens += gained
                 place += gained
         return Walk(

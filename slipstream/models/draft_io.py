@@ -1,4 +1,4 @@
-"""Draft heads as folders: `config.json` and `model.safetensors`, as published EAGLE heads have them.
+"""Draft heads as folders: `config.json` and `model.safetensors`, as EAGLE heads are published.
 
 Tensors have the names of published heads; embedding and LM head, which are the policy's, are not
 among them. Writes plainly into a folder: that nobody sees half of it is the caller's matter.
