@@ -51,7 +51,7 @@ class DrafterOptimConfig:
     """`Muon` for the layer's matrices and AdamW for its norms, or AdamW for all."""
     lr: NonNegativeFloat = 1e-3
     """Peak learning rate of AdamW's parameters."""
-    muon_lr: NonNegativeFloat | None = 0.02
+    muon_lr: NonNegativeFloat | None = 0.05
     """Peak learning rate of the matrices where `optimizer` is Muon; null: `lr`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices."""
@@ -85,7 +85,7 @@ class DrafterTrainConfig:
     """Take features from the engine's decoding instead of the trainer's forward pass."""
     value_weight: NonNegativeFloat = 1.0
     """Weight of the distance between predicted and true features (smooth L1)."""
-    soft_weight: NonNegativeFloat = 1.0
+    soft_weight: NonNegativeFloat = 0.5
     """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
     depth: PositiveInt = 1
     """Drafts in a row that a step trains: from the second on the head is given its own

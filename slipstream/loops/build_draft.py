@@ -123,7 +123,7 @@ def make_parts(
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in decoder.named_parameters():
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return DraftParts(
         trainer=DraftTrainer(make_head(config, decoder.config), train_settings(config)),
         source=source,
