@@ -57,6 +57,7 @@ __all__ = [
     "check_engine",
     "decode_with",
     "device_of",
+    "engine_settings",
     "eval_settings",
     "import_external",
     "make_backend",
@@ -310,13 +311,19 @@ def make_engine(
         return _hf_engine(config, decoder, dtype, decode, compute)
     own = Decoder(decoder.config).to(device)
     own.load_state_dict(decoder.state_dict())
-    settings = EngineSettings(
+    settings = engine_settings(config)
+    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """Limits of the embedded engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return EngineSettings(
         max_model_len=max_model_len(config),
-        dtype=dtype,
+        dtype=rollout_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         kv_budget_bytes=rollout.kv_cache_bytes or DEFAULT_KV_BYTES,
     )
-    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
 
 
 def _hf_engine(
