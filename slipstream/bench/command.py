@@ -220,8 +220,8 @@ def _report_differences(rows: Sequence[Row]) -> int:
     from slipstream.bench.lossless import different, total
 
     print(
-        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them accepted "
-        f"drafts: {different(rows):,} differ in id or log-probs"
+        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them "
+        f"accepted drafts: {different(rows):,} differ in id or log-probs"
     )
     return different(rows)
 

@@ -12,6 +12,8 @@ from slipstream.errors import EngineError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.engine.request import Decode
+from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import StrategySelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
 from slipstream.types import PolicyVersion
@@ -38,8 +40,10 @@ class EmbeddedEngine(AsyncEngine):
         *,
         decode: Decode | None = None,
         executor: ThreadPoolExecutor | None = None,
+        proposer: Proposer | None = None,
+        selector: StrategySelector | None = None,
     ) -> None:
-        core = Engine(decoder, settings, decode=decode)
+        core = Engine(decoder, settings, decode=decode, proposer=proposer, selector=selector)
         super().__init__(core, name="embedded", executor=executor)
         self._config = decoder.config
 

@@ -184,8 +184,32 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ("trainer.critic_warmup=1", "needs a critic", "trainer.critic_warmup=0"),
         (
             "speculative.enable=true",
-            "this version decodes without speculation",
+            "needs a draft model; train one with `slipstream draft`",
+            "speculative.spec_strategy=history",
+        ),
+        (
+            "speculative.enable=true speculative.spec_strategy=history "
+            "actor_rollout_ref.rollout.name=hf",
+            "name=hf takes no drafts",
             "speculative.enable=false",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_topk=4",
+            "verifies chains, not trees",
+            "speculative.eagle.spec_topk=1",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_verify_tokens=4",
+            "a chain of speculative.eagle.spec_steps=6 drafts is verified in 7 rows",
+            "speculative.eagle.spec_verify_tokens=null",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.tune_algorithm=BEG",
+            "tune_algorithm=BEG is not in this version",
+            "speculative.eagle.tune_algorithm=COST or PREDEFINED",
         ),
         (
             "speculative.train.enable_drafter_training=true",
