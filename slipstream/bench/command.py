@@ -78,6 +78,13 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         default=[1, 8, 32],
         help="batch sizes (default: 1 8 32)",
     )
+    decode.add_argument(
+        "--only",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="contenders of the peers, by the names in the table (default: all)",
+    )
     decode.add_argument("--prompt", metavar="N", type=positive, default=16, help="default: 16")
     decode.add_argument(
         "--new-tokens", metavar="N", type=positive, default=128, help="default: 128"
@@ -173,6 +180,7 @@ def _decode(args: argparse.Namespace) -> list[Row]:
             vocab_size=args.vocab,
             batches=tuple(args.batch),
             peers=tuple(args.peer),
+            only=tuple(args.only),
             prompt_length=args.prompt,
             new_tokens=args.new_tokens,
             temperature=0.0 if args.greedy else 1.0,

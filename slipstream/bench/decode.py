@@ -34,15 +34,19 @@ FLOOR_SHAPE = "d512x12"
 INEXACT = tuple(f"{OURS}-{kind}" for kind in KINDS)
 """The engine without rules of exact mode."""
 
+_IDLE = "cores_busy_when_idle"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
-    """One measurement. `temperature` 0 is greedy; `vocab_size` replaces that of the shape."""
+    """One measurement. `temperature` 0 is greedy; `vocab_size` replaces that of the shape; `only`
+    names the contenders of the peers that take part, none of them: all."""
 
     shape: str = FLOOR_SHAPE
     vocab_size: int = 1024
     batches: tuple[int, ...] = (1, 8, 32)
     peers: tuple[str, ...] = ("hf",)
+    only: tuple[str, ...] = ()
     prompt_length: int = 16
     new_tokens: int = 128
     temperature: float = 1.0
@@ -53,6 +57,10 @@ class DecodeBench:
         for peer in self.peers:
             if peer not in PEERS:
                 raise ConfigError(f"unknown peer {peer!r}; known: {', '.join(PEERS)}")
+            if self.only and not set(self.only) & set(PEERS[peer]):
+                raise ConfigError(
+                    f"only={self.only} leaves no contender of {peer}: {', '.join(PEERS[peer])}"
+                )
         if not self.batches or min(self.batches) < 1:
             raise ConfigError(f"batches={self.batches} must name sizes of at least 1")
         if self.new_tokens < 3:
@@ -75,7 +83,8 @@ def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
 
 def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> list[Row]:
     """Measure; one row per batch size and contender, ours first. `say` hears of progress."""
-    names = (OURS, *(name for peer in bench.peers for name in PEERS[peer]))
+    peers = [name for peer in bench.peers for name in PEERS[peer]]
+    names = (OURS, *(name for name in peers if name in bench.only or not bench.only))
     with ExitStack() as stack:
         compute = ComputeThread()
         stack.callback(compute.close)
@@ -175,12 +184,12 @@ def _row(
     if bench.temperature == 0:
         values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
     if measured.answers:
-        # Those of whole responses: each follows the one for a first token, or goes before it.
+        # Those of whole responses, without the round that warms up.
         whole = [a for a in measured.answers if len(a["token_ids"][0]) == bench.new_tokens]
         shares = [answer["busiest_cpu_seconds"] / answer["seconds"] for answer in whole]
         values["cores_busy_in_one_process"] = Spread.of(shares[-bench.rounds :])
         idle = [answer["idle_cores"] for answer in measured.answers]
-        values["cores_busy_when_idle"] = Spread.of(idle[1:])
+        values[_IDLE] = Spread.of(idle[1:])
     return Row(
         benchmark="decode",
         case=f"batch {batch}",
@@ -193,7 +202,7 @@ def _row(
         settings={
             "batch": batch,
             "peers": " ".join(bench.peers),
-            **{k: v for k, v in asdict(bench).items() if k not in ("batches", "peers", "dtype")},
+            **{k: v for k, v in asdict(bench).items() if isinstance(v, str | int | float)},
         },
     )
 
@@ -225,31 +234,32 @@ def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
         compute.close()
 
 
-def best_of(rows: Sequence[Row], peer: str, dtype: str | None = None) -> Row:
-    """The fastest contender of `peer` in one case's rows, in `dtype` or in any."""
-    return fastest_peer(
-        [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
-    )
+def best_of(rows: Sequence[Row], peer: str, dtype: str | None = None) -> Row | None:
+    """The fastest contender of `peer` in one case's rows, in `dtype` or in any; None: none ran."""
+    ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
+    return fastest_peer(ran) if ran else None
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows of one case, one line each: the last column is our speed over theirs."""
+    """The rows of one case, one line each: the last column is our speed over theirs.
+
+    Of the busy cores, those of one process are shown, too, where there may be several: a process
+    that polls for work keeps a core busy and computes nothing.
+    """
     lines = [
-        f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}  cores  ours/theirs"
+        f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
+        f"{'cores':>7}{'in one':>8}  ours/theirs"
     ]
     for row in rows:
-        speed, step, busy, speedup = (
-            row.values[name]
-            for name in ("tokens_per_second", "ms_per_step", "cores_busy", "slipstream_speedup")
-        )
-        assert isinstance(speed, Spread)
-        assert isinstance(step, Spread)
-        assert isinstance(busy, Spread)
-        assert isinstance(speedup, Spread)
-        spread = f"{speed.min:.1f} .. {speed.max:.1f}"
+        speed, step = _spread(row, "tokens_per_second"), _spread(row, "ms_per_step")
+        busy, speedup = _spread(row, "cores_busy"), _spread(row, "slipstream_speedup")
+        alone = row.values.get("cores_busy_in_one_process", busy)
+        assert isinstance(alone, Spread)
         lines.append(
-            f"    {row.contender:<24}{speed.median:>9.1f}  {spread:<16}{step.median:>8.2f}"
-            f"{busy.median:>7.2f}  {speedup.median:.2f} [{speedup.min:.2f} .. {speedup.max:.2f}]"
+            f"    {row.contender:<24}{speed.median:>9.1f}  "
+            f"{f'{speed.min:.1f} .. {speed.max:.1f}':<16}{step.median:>8.2f}"
+            f"{busy.median:>7.2f}{alone.median:>8.2f}  "
+            f"{speedup.median:.2f} [{speedup.min:.2f} .. {speedup.max:.2f}]"
         )
     return "\n".join(lines)
 
@@ -259,24 +269,28 @@ def summary(bench: DecodeBench, rows: Sequence[Row]) -> str:
     ours = next(row for row in rows if row.contender == OURS)
     lines = []
     for peer in bench.peers:
-        same, any_dtype = best_of(rows, peer, ours.dtype), best_of(rows, peer)
-        floor = ""
+        found = [best_of(rows, peer, dtype) for dtype in (ours.dtype, None)]
+        shown = [
+            f"{_spread(row, 'slipstream_speedup').median:.2f}x in {dtype} ({row.contender})"
+            for row, dtype in zip(found, (ours.dtype, "any dtype"), strict=True)
+            if row is not None
+        ]
         if peer in FLOORS and bench.shape == FLOOR_SHAPE:
-            floor = f"; floor {FLOORS[peer]}"
-        lines.append(
-            f"    over the best of {peer}: {_speedup(same):.2f}x in {ours.dtype} "
-            f"({same.contender}), {_speedup(any_dtype):.2f}x in any ({any_dtype.contender}){floor}"
-        )
-    costs = (
-        f"{1 / _speedup(row):.2f}x the time of {row.contender}"
+            shown.append(f"floor {FLOORS[peer]}")
+        lines.append(f"    over the best of {peer}: {', '.join(shown)}")
+    costs = [
+        f"{1 / _spread(row, 'slipstream_speedup').median:.2f}x the time of {row.contender}"
         for row in rows
         if row.contender in INEXACT
-    )
+    ]
     lines.append(f"    exact mode takes {', '.join(costs)}")
+    idle = [_spread(row, _IDLE).max for row in rows if _IDLE in row.values]
+    if idle:
+        lines.append(f"    other processes while they waited: at most {max(idle):.2f} cores each")
     return "\n".join(lines)
 
 
-def _speedup(row: Row) -> float:
-    speedup = row.values["slipstream_speedup"]
-    assert isinstance(speedup, Spread)
-    return speedup.median
+def _spread(row: Row, name: str) -> Spread:
+    value = row.values[name]
+    assert isinstance(value, Spread)
+    return value

@@ -120,12 +120,13 @@ def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[Row]) -> None:
         row("vllm-float32-compiled", "float32", 2.0),
         row("vllm-bfloat16-eager", "bfloat16", 0.8),
     ]
-    assert best_of(some, "vllm", "float32").contender == "vllm-float32-compiled"
-    assert best_of(some, "vllm").contender == "vllm-bfloat16-eager"
+    assert best_of(some, "vllm", "float32") is some[4]
+    assert best_of(some, "vllm") is some[5]
+    assert best_of(some[:4], "vllm", "bfloat16") is None
     text = summary(replace(TOY, shape="d512x12", peers=("vllm",)), some)
     assert (
         "over the best of vllm: 2.00x in float32 (vllm-float32-compiled), 0.80x in any "
-        "(vllm-bfloat16-eager); floor 0.85"
+        "dtype (vllm-bfloat16-eager), floor 0.85"
     ) in text
     assert "exact mode takes 2.00x the time of slipstream-sdpa" in text
     assert "floor" not in summary(replace(TOY, peers=("vllm",)), some)
@@ -252,9 +253,10 @@ def test_the_command_prints_a_table_and_writes_rows(
     monkeypatch.setattr(decode, "alternate", fixed_times)
     file = tmp_path / "decode.json"
     line = "bench decode --shape tiny --batch 2 --prompt 4 --new-tokens 5 --vocab 32 --rounds 1"
+    line += " --only transformers-dynamic"
     assert cli.main([*line.split(), "--json", str(file)]) == 0
     written = json.loads(file.read_text())["rows"]
-    assert [row["contender"] for row in written] == [OURS, *INEXACT, *PEERS["hf"]]
+    assert [row["contender"] for row in written] == [OURS, *INEXACT, "transformers-dynamic"]
     assert {row["settings"]["vocab_size"] for row in written} == {32}
     text = capsys.readouterr().out
     assert "decode, tiny: float32" in text
@@ -267,6 +269,7 @@ def test_the_command_prints_a_table_and_writes_rows(
     ("change", "message"),
     [
         ({"peers": ("hf", "abacus")}, "unknown peer 'abacus'; known: hf, vllm"),
+        ({"only": ("vllm-fast",)}, r"only=\('vllm-fast',\) leaves no contender of hf: transf"),
         ({"batches": ()}, r"batches=\(\) must name sizes of at least 1"),
         ({"batches": (1, 0)}, r"batches=\(1, 0\) must name sizes of at least 1"),
         ({"new_tokens": 2}, "new_tokens=2 must be at least 3"),
