@@ -27,9 +27,10 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-KV_BYTES = 1 << 30
+KV_BYTES = 1 << 29
 MAX_SEQUENCES = 256
 
 
@@ -58,10 +59,14 @@ class Peer:
             # Otherwise one core is kept for an engine process that polls, and the model has the
             # rest: of two cores, one.
             os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS=str(threads))
+        # vLLM keeps what it compiles under a hash of the path: with a relative one, temporary
+        # folders of one name find it again.
+        folder = Path(model)
+        os.chdir(folder.parent)
         from vllm import LLM
 
         self._llm = LLM(
-            model,
+            f"./{folder.name}",
             dtype=dtype,
             enforce_eager=eager,
             max_model_len=max_model_len,

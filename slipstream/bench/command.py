@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -187,16 +188,14 @@ def _decode(args: argparse.Namespace) -> list[Row]:
             dtype=dtype,
             rounds=args.rounds,
         )
-        measured = decode.run(bench, say=lambda line: print(line, file=sys.stderr, flush=True))
-        _print_heading(f"decode, {shape}", measured[0])
-        for case in dict.fromkeys(row.case for row in measured):
-            same_case = [row for row in measured if row.case == case]
-            print(f"  {case}")
-            print(decode.table(same_case))
-            print(decode.summary(bench, same_case))
+        say = partial(print, file=sys.stderr, flush=True)
+        for measured in decode.run(bench, say=say):
+            _print_heading(f"decode, {shape}, {measured[0].case}", measured[0])
+            print(decode.table(measured))
+            print(decode.summary(bench, measured), flush=True)
+            rows += measured
         print(f"  a decode step of the engine, batch {min(bench.batches)}")
         _print_values(decode.run_step_shares(bench))
-        rows += measured
     return rows
 
 

@@ -219,11 +219,14 @@ def _vllm(
         remedy="run `make bench-peers` in a checkout of the repository",
     )
     with PeerProcess(name, command) as process:
-        with TemporaryDirectory() as folder:
-            save_checkpoint(model(), Path(folder))
+        with TemporaryDirectory() as parent:
+            decoder = model()
+            c = decoder.config
+            folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
+            save_checkpoint(decoder, folder)
             process.ask(
                 "load",
-                model=folder,
+                model=str(folder),
                 dtype=settings.dtype,
                 eager=settings.eager,
                 max_model_len=max_positions,

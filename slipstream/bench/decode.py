@@ -8,7 +8,7 @@ what exact mode costs (`inexact`), and how much of a step is spent outside the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from random import Random
@@ -81,8 +81,8 @@ def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
     return Workload(name=f"batch {batch}", prompts=prompts, lengths=(new_tokens,) * batch)
 
 
-def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """Measure; one row per batch size and contender, ours first. `say` hears of progress."""
+def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> Iterator[list[Row]]:
+    """Measure; for each batch size one row per contender, ours first. `say` hears of progress."""
     peers = [name for peer in bench.peers for name in PEERS[peer]]
     names = (OURS, *(name for name in peers if name in bench.only or not bench.only))
     with ExitStack() as stack:
@@ -108,11 +108,9 @@ def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> l
                     key: replace(ours, generate=_inexactly(kind, ours))
                     for key, kind in zip(INEXACT, KINDS, strict=True)
                 }
-        rows: list[Row] = []
         for batch in bench.batches:
             say(f"batch {batch}: {len(contenders)} contenders in turns")
-            rows += _measure(bench, batch, contenders)
-    return rows
+            yield _measure(bench, batch, contenders)
 
 
 def _inexactly(kind: str, ours: Contender) -> Callable[[Workload], list[list[int]]]:

@@ -64,7 +64,7 @@ def fixed_times(
 def rows() -> list[Row]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "alternate", fixed_times)
-        return decode.run(TOY)
+        return [row for case in decode.run(TOY) for row in case]
 
 
 def test_decoding_is_a_response_less_its_first_token() -> None:
@@ -173,12 +173,15 @@ def test_inexact_attention_is_attention_up_to_rounding() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_inexact_functions_are_put_back(kind: str) -> None:
-    kept = decoder.attend, attention.ROW_MULTIPLE
+    def seen() -> tuple[object, object]:
+        return vars(decoder)["attend"], vars(attention)["ROW_MULTIPLE"]
+
+    kept = seen()
     with suppress(KeyError), inexact(kind):
-        swapped = decoder.attend, attention.ROW_MULTIPLE
+        swapped = seen()
         raise KeyError
     assert swapped == (sdpa, 1 if kind == "unpadded" else kept[1])
-    assert (decoder.attend, attention.ROW_MULTIPLE) == kept
+    assert seen() == kept
 
 
 def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +190,7 @@ def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(contenders, "peer_command", missing)
     with pytest.raises(ConfigError, match="run `make bench-peers`"):
-        decode.run(replace(TOY, peers=("vllm",)))
+        next(decode.run(replace(TOY, peers=("vllm",))))
 
 
 def test_vllm_is_asked_for_what_the_contender_says(
@@ -259,7 +262,7 @@ def test_the_command_prints_a_table_and_writes_rows(
     assert [row["contender"] for row in written] == [OURS, *INEXACT, "transformers-dynamic"]
     assert {row["settings"]["vocab_size"] for row in written} == {32}
     text = capsys.readouterr().out
-    assert "decode, tiny: float32" in text
+    assert "decode, tiny, batch 2: float32" in text
     assert "    transformers-dynamic          4.0  4.0 .. 4.0" in text
     assert "over the best of hf: 1.00x in float32" in text
     assert "share_outside" in text
