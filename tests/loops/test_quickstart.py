@@ -59,7 +59,12 @@ def test_speculation_changes_neither_rewards_nor_weights(
         output = tmp_path / name
         assert (
             quickstart.main(
-                output, seed=2, recipe="tiny", sft_control=False, bf16=False, speculation=speculation
+                output,
+                seed=2,
+                recipe="tiny",
+                sft_control=False,
+                bf16=False,
+                speculation=speculation,
             )
             == 0
         )
