@@ -120,7 +120,7 @@ def measure_acceptance(
         for k, predicted in enumerate(unrolled):
             going &= _shifted(batch.loss_mask_BT, 2 + k, T).bool()
             true, features = _shifted(ids, 2 + k, T), predicted.flatten(0, 1)
-            for slots in going.nonzero()[:, 0].split(ROWS_AT_ONCE):
+            for slots in torch.split(going.nonzero()[:, 0], ROWS_AT_ONCE):
                 logits = ends.lm_head(pad_rows(features[slots])).float()[: len(slots)]
                 drafts = choose(logits, slots % T + (2 + k), rows.part(slots // T)).tokens
                 going[slots] = drafts == true[slots]
