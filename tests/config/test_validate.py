@@ -217,6 +217,21 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.train.enable_drafter_training=false",
         ),
         (
+            "speculative.draft.total_training_steps=20",
+            "nothing to decay over",
+            "speculative.train.optim.lr_scheduler_type=constant",
+        ),
+        (
+            "speculative.train.optim.min_lr_ratio=2",
+            "min_lr_ratio=2 is above 1",
+            "speculative.train.optim.min_lr_ratio=0",
+        ),
+        (
+            "speculative.train.value_weight=0 speculative.train.soft_weight=0",
+            "leave a draft model nothing to learn",
+            "speculative.train.value_weight=1",
+        ),
+        (
             "custom_reward_function.reward_kwargs={a:1}",
             "has no function to go to",
             "custom_reward_function.path=FILE",
