@@ -26,10 +26,12 @@ MAX_TOP_K = 2**31 - 1
 class EngineStats:
     """Counters since the engine was made; seconds are of the compute thread.
 
-    `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
-    response too. Of the `draft_tokens` that were verified, `accepted_tokens` were right.
-    `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what keys and
-    values take now, and `running` and `waiting` are no counters.
+    Of the tokens of contexts, `prompt_tokens` were computed, `shared_prompt_tokens` belonged to a
+    context that another request brought at the same time, and `reused_prompt_tokens` were taken
+    over from ended requests. `decode_tokens` were sampled in decode steps, `generated_tokens`
+    counts the first token of each response too. Of the `draft_tokens` that were verified,
+    `accepted_tokens` were right. `max_batch` is the largest number of requests in one decode step.
+    `kv_bytes`, what keys and values take now, and `running` and `waiting` are no counters.
     """
 
     version: PolicyVersion = 0
@@ -40,6 +42,7 @@ class EngineStats:
     preempted: int = 0
     prompt_tokens: int = 0
     shared_prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
@@ -107,19 +107,19 @@ def load_tensors(decoder: Decoder, tensors: Mapping[str, Tensor], *, source: str
 
 
 @torch.no_grad()
-def copy_tensors(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors in which `tensor_problems` found none."""
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in module.named_parameters():
         parameter.copy_(tensors[name])
 
 
-def tensor_problems(decoder: Decoder, tensors: Mapping[str, Tensor]) -> list[str]:
-    """What keeps `tensors` from being the weights of `decoder`: empty when nothing does."""
-    wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+def tensor_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """What keeps `tensors` from being the weights of `module`: empty when nothing does."""
+    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     problems = [f"tensor {name} is missing" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
-            if not _is_redundant(name, tensors, decoder.config):
+            if not (isinstance(module, Decoder) and _is_redundant(name, tensors, module.config)):
                 problems.append(f"tensor {name} is not part of this model")
         elif tuple(tensor.shape) != wanted[name]:
             problems.append(

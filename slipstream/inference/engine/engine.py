@@ -6,26 +6,40 @@ One thread calls it. It knows nothing about event loops, prompts as text, reward
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, RequestError, check_at_least_one
+from slipstream.errors import ConfigError, EngineError, RequestError, check_at_least_one
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.prefill import Prefill
+from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
-from slipstream.inference.engine.scheduler import Scheduler
+from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.protocol import (
+    DraftBatch,
+    DraftTree,
+    LearningProposer,
+    Proposer,
+)
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
 from slipstream.sampling.noise import key_words
-from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    StopReason,
+    UpdateKind,
+    WeightUpdate,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +48,11 @@ class EngineSettings:
 
     `max_model_len` bounds context plus response; `kv_budget_bytes` bounds cached keys and values
     (requests beyond it wait or are preempted); `max_prefill_tokens` bounds one prefill, padding
-    included, as long as it has more than one context. Keys and values set aside after a weight
-    update are not part of the budget. Raises ConfigError for limits that allow nothing.
+    included: a longer context is prefilled in pieces, with decode steps in between. Keys and values
+    set aside after a weight update, and those of a context in pieces, are not part of the budget.
+    With `prefix_caching` those of ended requests stay in what the budget leaves free, for contexts
+    that begin as theirs did, until the weights change: for conversations of several turns; others
+    only pay for the copy. Raises ConfigError for limits that allow nothing.
     """
 
     max_model_len: int
@@ -43,6 +60,7 @@ class EngineSettings:
     max_num_seqs: int = 256
     kv_budget_bytes: int = 4 << 30
     max_prefill_tokens: int = 8192
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:
@@ -50,6 +68,11 @@ class EngineSettings:
             raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
         limits = ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens")
         check_at_least_one(self, *limits, where="engine: ")
+        if self.max_prefill_tokens < ROW_MULTIPLE:
+            raise ConfigError(
+                f"engine: max_prefill_tokens={self.max_prefill_tokens} must be at least "
+                f"{ROW_MULTIPLE}, for tokens are computed in fours"
+            )
 
 
 class Engine:
@@ -81,11 +104,19 @@ class Engine:
         self.version = 0
         self._decode_text = decode
         self._runner = Runner(decoder, settings.dtype)
+        prefixes = PrefixCache() if settings.prefix_caching else None
         self._scheduler = Scheduler(
-            self._store(),
+            self._store(prefixes),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,
+            prefixes=prefixes,
+        )
+        self._prefill = Prefill(
+            self._runner,
+            self._scheduler,
+            max_tokens=settings.max_prefill_tokens,
+            new_row=lambda: self._store(row_multiple=1),
         )
         self._proposer = proposer
         self.plan = plan
@@ -165,6 +196,7 @@ class Engine:
         with torch.inference_mode():
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
+                self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 request.stop_reason = StopReason.ABORT
             self._scheduler.release_when_idle()
@@ -185,9 +217,11 @@ class Engine:
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights between two steps; see `KVPolicy` for running requests.
 
+        A context that is being prefilled in pieces begins anew: all of it under the new weights.
         Raises EngineError, and changes nothing, when the update does not fit the model.
         """
         tensors = self._runner.check(update)
+        self._scheduler.drop_heads()
         if update.kv_policy is KVPolicy.RECOMPUTE:
             self._scheduler.forget_kv()
         else:
@@ -199,10 +233,19 @@ class Engine:
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
         for request in self._scheduler.unsaved():
-            store = self._store()
-            store.reserve(1, request.length)
-            self._runner.prefill(store, [request.context], [0], [0])
-            self._scheduler.set_aside(request, store.take(0, request.length - 1))
+            self._scheduler.set_aside(request, self._prefill.apart(request))
+
+    def update_drafter(self, update: WeightUpdate) -> None:
+        """Take new draft weights between two steps.
+
+        Raises EngineError, and changes nothing, where there is no drafter that learns, or when the
+        update does not fit it.
+        """
+        if update.kind is not UpdateKind.DRAFT:
+            raise EngineError(f"a drafter takes draft weights, got {update.kind.value}")
+        if not isinstance(self._proposer, LearningProposer):
+            raise EngineError(f"engine has no draft head to update to {update.version}")
+        self._proposer.update(update)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -213,53 +256,64 @@ class Engine:
             kv_bytes=self._scheduler.kv_bytes,
         )
 
-    def _store(self) -> KVStore:
+    def _store(
+        self, prefixes: PrefixCache | None = None, row_multiple: int = ROW_MULTIPLE
+    ) -> KVStore:
         runner, budget = self._runner, self.settings.kv_budget_bytes
-        return KVStore(runner.config, runner.dtype, runner.device, budget)
+
+        def make_way(nbytes: int) -> None:
+            if prefixes is not None:
+                prefixes.shrink(budget - nbytes)
+
+        return KVStore(
+            runner.config,
+            runner.dtype,
+            runner.device,
+            budget,
+            row_multiple=row_multiple,
+            before_growth=make_way,
+        )
 
     def _admit(self) -> None:
-        """Prefill waiting requests, one pass per distinct context, and sample their next token."""
+        """Prefill waiting requests and sample their next token; of a long context, one piece."""
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
-            fresh, restored = self._scheduler.admit()
-            if not fresh and not restored:
+            admission = self._scheduler.admit()
+            started = time.perf_counter()
+            if admission.long is not None:
+                self._count(prompt_tokens=self._prefill.piece(admission.long))
+            elif admission.fresh or admission.restored:
+                self._sampling = None
+                self._begin(admission, self._scheduler.running[before:])
+            self._count(prefill_seconds=time.perf_counter() - started)
+            if not admission.fresh and not admission.restored:
                 return
-            self._sampling = None
-            admitted = self._scheduler.running[before:]
-            if fresh:
-                started = time.perf_counter()
-                self._prefill(fresh, admitted)
-                self._count(prefill_seconds=time.perf_counter() - started)
-            else:
-                self._begin_drafts(admitted, {})
+
+    def _begin(self, admission: Admission, admitted: list[Running]) -> None:
+        """Let requests that have just taken a row begin: fresh ones with a token."""
+        if not admission.fresh:
+            self._begin_drafts(admitted, {})
+            return
+        done, fresh = self._prefill.together(admission), admission.fresh
+        positions = torch.tensor([r.length for r in fresh], device=done.hidden_MD.device)
+        sampling = sampling_rows(fresh, done.hidden_MD.device)
+        choice = self._runner.choose(done.hidden_MD, positions, sampling)
+        for request in fresh:
+            request.kv_weights = {self._weights}
+        self._count(
+            prompt_tokens=done.computed,
+            shared_prompt_tokens=done.shared,
+            reused_prompt_tokens=done.reused,
+        )
+        self._begin_drafts(admitted, done.features)
+        trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
+        self._accept(fresh, trees, choice, done.hidden_MD, told=done.features)
 
     def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
                 self._proposer.begin(name, prompt, request.context, features.get(name))
-
-    def _prefill(self, fresh: list[Running], admitted: list[Running]) -> None:
-        index: dict[tuple[int, ...], int] = {}
-        sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
-        rows = [self._scheduler.row(r) for r in fresh]
-        states = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
-        last = torch.tensor([r.length - 1 for r in fresh], device=states.device)
-        hidden = states[torch.tensor(sources, device=states.device), last]
-        positions = torch.tensor([r.length for r in fresh], device=hidden.device)
-        sampling = sampling_rows(fresh, hidden.device)
-        choice = self._runner.choose(hidden, positions, sampling)
-        for request in fresh:
-            request.kv_weights = {self._weights}
-        computed = sum(len(context) for context in index)
-        self._count(
-            prompt_tokens=computed,
-            shared_prompt_tokens=sum(r.length for r in fresh) - computed,
-        )
-        pairs = zip(fresh, sources, strict=True)
-        self._begin_drafts(admitted, {r.request_id: states[s, : r.length] for r, s in pairs})
-        trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-        self._accept(fresh, trees, choice, hidden, observed=False)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -337,11 +391,11 @@ class Engine:
         choice: Choice,
         hidden: Tensor,
         *,
-        observed: bool = True,
+        told: Container[str] = (),
     ) -> int:
         """Hand each request its tokens, as far as its drafts are what the policy chose; free the
-        rows of those that end. Returns how many tokens there were. `observed`: `hidden` is news to
-        the proposer."""
+        rows of those that end. Returns how many tokens there were. Of the requests in `told` the
+        proposer knows `hidden` already."""
         width = max(map(len, trees))
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
@@ -362,12 +416,15 @@ class Engine:
                     break
             if self._proposer is not None:
                 new = request.context[known:]
-                features = hidden[first : first + len(new)] if observed else None
-                self._proposer.observe(request.request_id, new, features)
+                name = request.request_id
+                features = None if name in told else hidden[first : first + len(new)]
+                self._proposer.observe(name, new, features)
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
                     self._scheduler.store.clear(self._scheduler.row(request))
+                else:
+                    self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
                 self._count(finished=1)
