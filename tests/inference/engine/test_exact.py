@@ -9,7 +9,6 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
-from slipstream.models import Decoder
 from slipstream.models.linear import PREPARED_FROM
 from slipstream.types import (
     GenerateRequest,
@@ -30,6 +29,7 @@ from tests.inference.helpers import (
     mixed_requests,
     random_prompt,
     shared_decoder,
+    trainer_log_probs,
     update_from,
 )
 
@@ -145,23 +145,6 @@ def test_a_shared_prefill_equals_separate_ones(dtype: torch.dtype) -> None:
     assert len({tuple(g.token_ids) for g in together}) == 6
     for request, generation in zip([*requests, other], together, strict=True):
         assert bits(make_engine(dtype=dtype).run([request])[0]) == bits(generation)
-
-
-def trainer_log_probs(
-    decoder: Decoder, dtype: torch.dtype, request: GenerateRequest, generation: Generation
-) -> list[float]:
-    """The padded forward pass of training, without a cache."""
-    ids = [*request.prompt_ids, *request.prior_ids, *generation.token_ids]
-    width = -(-len(ids) // 16) * 16
-    row = torch.tensor(ids + [0] * (width - len(ids)))
-    with torch.no_grad():
-        packed = decoder.pack(dtype)
-        hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
-        logits = packed.lm_head(hidden).float()
-        temperature = request.params.temperature or 1.0
-        law = torch.log_softmax(logits / torch.full((), temperature), -1)
-    first = len(ids) - len(generation.token_ids)
-    return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
 
 
 def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
