@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, EngineError, RequestError, check_at_least_one
+from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.prefill import Prefill
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Admission, Scheduler
+from slipstream.inference.engine.settings import EngineSettings
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
@@ -28,7 +29,7 @@ from slipstream.inference.speculation.protocol import (
     Proposer,
 )
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
+from slipstream.models.numerics import ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
 from slipstream.sampling.noise import key_words
@@ -40,39 +41,6 @@ from slipstream.types import (
     UpdateKind,
     WeightUpdate,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Limits of one engine.
-
-    `max_model_len` bounds context plus response; `kv_budget_bytes` bounds cached keys and values
-    (requests beyond it wait or are preempted); `max_prefill_tokens` bounds one prefill, padding
-    included: a longer context is prefilled in pieces, with decode steps in between. Keys and values
-    set aside after a weight update, and those of a context in pieces, are not part of the budget.
-    With `prefix_caching` those of ended requests stay in what the budget leaves free, for contexts
-    that begin as theirs did, until the weights change: for conversations of several turns; others
-    only pay for the copy. Raises ConfigError for limits that allow nothing.
-    """
-
-    max_model_len: int
-    dtype: torch.dtype
-    max_num_seqs: int = 256
-    kv_budget_bytes: int = 4 << 30
-    max_prefill_tokens: int = 8192
-    prefix_caching: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in KEY_CHUNK:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_CHUNK)
-            raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
-        limits = ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens")
-        check_at_least_one(self, *limits, where="engine: ")
-        if self.max_prefill_tokens < ROW_MULTIPLE:
-            raise ConfigError(
-                f"engine: max_prefill_tokens={self.max_prefill_tokens} must be at least "
-                f"{ROW_MULTIPLE}, for tokens are computed in fours"
-            )
 
 
 class Engine:
@@ -157,7 +125,8 @@ class Engine:
         if not self._scheduler.store.fits(1, len(context) + request.params.max_tokens):
             raise RequestError(
                 f"request {name!r}: {len(context)} + {request.params.max_tokens} tokens do not fit "
-                f"the KV budget of {self.settings.kv_budget_bytes} bytes"
+                f"the KV budget of {self.settings.kv_budget_bytes} bytes; shorten the prompt, "
+                "lower max_tokens or raise actor_rollout_ref.rollout.kv_cache_bytes"
             )
         self._scheduler.add(
             Running(
@@ -242,9 +211,9 @@ class Engine:
         update does not fit it.
         """
         if update.kind is not UpdateKind.DRAFT:
-            raise EngineError(f"a drafter takes draft weights, got {update.kind.value}")
+            raise EngineError(f"the drafter takes draft weights, got {update.kind.value}")
         if not isinstance(self._proposer, LearningProposer):
-            raise EngineError(f"engine has no draft head to update to {update.version}")
+            raise EngineError(f"this engine has no draft head to update to {update.version}")
         self._proposer.update(update)
 
     def stats(self) -> EngineStats:
