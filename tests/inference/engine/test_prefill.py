@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.inference.engine import Engine
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
+from tests.inference.contract import until
 from tests.inference.engine.test_speculation import Oracle
 from tests.inference.helpers import (
     DTYPES,
@@ -195,6 +200,43 @@ def test_an_update_while_a_preempted_request_is_prefilled_again() -> None:
     disturbed = run(32, preempt=True)
     assert bits(disturbed) == bits(plain)
     assert disturbed.spans == plain.spans
+
+
+def test_pause_update_and_resume_in_the_middle_of_a_prefill() -> None:
+    request = long_request("long", 90, max_tokens=8)
+    expected = make_engine(make_decoder(1)).run([request])[0]
+    settings = EngineSettings(max_model_len=128, dtype=torch.float32, max_prefill_tokens=8)
+    engine = EmbeddedEngine(make_decoder(0), settings)
+    step, started = engine.core.step, threading.Event()
+
+    def slow_step() -> list[Generation]:
+        started.set()
+        time.sleep(0.02)
+        return step()
+
+    engine.core.step = slow_step  # type: ignore[method-assign]
+    done: list[Generation] = []
+
+    async def one() -> None:
+        done.append(await engine.generate(request))
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            await until(started.is_set)
+            await engine.pause()
+            before = engine.stats().prompt_tokens
+            assert 0 < before < 90
+            assert engine.stats().waiting == 1
+            await anyio.sleep(0.1)
+            assert engine.stats().prompt_tokens == before
+            await engine.update_weights(update_from(make_decoder(1), 1))
+            await engine.resume()
+
+    anyio.run(run)
+    engine.close()
+    assert bits(done[0]) == bits(expected)
+    assert done[0].spans == [VersionSpan(1, 0, 8)]
 
 
 def test_abort_in_the_middle_of_a_prefill() -> None:
