@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
+BENCH_MODEL ?= runs/bench-model
 
-.PHONY: help install quickstart test check bench clean
+.PHONY: help install quickstart test check bench bench-model clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1 : /p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
 
 install: $(INSTALLED) ## make .venv with pinned packages; TORCH_INDEX=URL takes torch from there
 
@@ -36,6 +37,11 @@ bench: install ## speed: command line, rollouts against transformers, training s
 	$(BIN)/slipstream bench startup --json $(BENCH_OUT)/startup.json
 	$(BIN)/slipstream bench rollout --json $(BENCH_OUT)/rollout.json
 	$(BIN)/slipstream bench train --json $(BENCH_OUT)/train.json
+
+bench-model: install ## the policy and draft head that benchmarks use, trained once: ten minutes
+	$(BIN)/slipstream sft --recipe quickstart trainer.default_local_dir=$(BENCH_MODEL) \
+		trainer.device=cpu sft.test_freq=-1
+	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL)
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

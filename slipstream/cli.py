@@ -117,6 +117,41 @@ def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
     return evaluate(config, checkpoint, args.problems, args.output)
 
 
+def _draft_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        help="the policy: a run, or a checkpoint of one, whose settings are used; the head goes to "
+        "the folder `draft` of the run (default: actor_rollout_ref.model.path)",
+    )
+    add_source_flags(command)
+
+
+def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
+    file = None
+    if args.checkpoint is not None:
+        checkpoint = _existing_checkpoint(args.checkpoint)
+        file = _run_settings(checkpoint)
+        home = checkpoint if file is None else file.parent
+        given = [
+            f"actor_rollout_ref.model.path={checkpoint}",
+            "actor_rollout_ref.model.init=null",
+            f"trainer.default_local_dir={home / 'draft'}",
+            # Where the run itself went on from is not where its draft head does.
+            "trainer.resume_mode=auto",
+            "trainer.resume_from_path=null",
+        ]
+        overrides = [*given, *overrides]
+    config = config_from(args, overrides, file=file)
+    if args.cfg:
+        print(to_yaml(config), end="")
+        return 0
+    from slipstream.loops.draft_phase import main as draft
+
+    return draft(config)
+
+
 def _export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--checkpoint", metavar="DIR", type=Path, required=True, help="a checkpoint of a run"
@@ -226,6 +261,20 @@ COMMANDS = (
       custom_reward_function.path=reward.py trainer.total_training_steps=100""",
         flags=_train_flags,
         run=_run_rl,
+    ),
+    Command(
+        name="draft",
+        summary="train a draft head for a policy, and measure how many of its drafts are right",
+        usage=f"slipstream draft [--checkpoint DIR] {_SETTINGS}",
+        examples="""\
+  slipstream draft --checkpoint runs/quickstart
+  slipstream draft --checkpoint runs/mine speculative.draft.total_training_steps=2000
+  slipstream draft --checkpoint runs/mine \\
+      'speculative.draft.rollout_files=[runs/mine/rollouts/*.jsonl]'
+  slipstream draft data.train_files=train.parquet data.val_files=test.parquet \\
+      actor_rollout_ref.model.path=models/Qwen2.5-0.5B trainer.default_local_dir=runs/draft""",
+        flags=_draft_flags,
+        run=_run_draft,
     ),
     Command(
         name="eval",

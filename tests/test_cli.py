@@ -38,7 +38,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     run.export = lambda *arguments: made.answer("export", *arguments)
     quickstart: Any = ModuleType("slipstream.loops.quickstart")
     quickstart.main = lambda *arguments: made.answer("quickstart", *arguments)
+    draft: Any = ModuleType("slipstream.loops.draft_phase")
+    draft.main = lambda *arguments: made.answer("draft", *arguments)
     monkeypatch.setitem(sys.modules, "slipstream.loops", ModuleType("slipstream.loops"))
+    monkeypatch.setitem(sys.modules, "slipstream.loops.draft_phase", draft)
     monkeypatch.setitem(sys.modules, "slipstream.loops.run", run)
     monkeypatch.setitem(sys.modules, "slipstream.loops.quickstart", quickstart)
     return made
@@ -137,7 +140,7 @@ def test_a_bug_is_not_dressed_up_as_a_users_error(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "sft", "rl", "eval", "export", "quickstart", "config", "bench"]
+    "command", ["train", "sft", "rl", "draft", "eval", "export", "quickstart", "config", "bench"]
 )
 def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -199,6 +202,28 @@ def test_eval_without_settings_or_checkpoint_is_refused(
     assert cli.main(["eval", "--checkpoint", str(deep)]) == 2
     assert "add --recipe NAME" in capsys.readouterr().err
     assert calls == []
+
+
+def test_draft_uses_the_settings_of_the_run_but_not_its_folder(
+    calls: Calls, tmp_path: Path
+) -> None:
+    theirs = load_config(["trainer.seed=9", f"trainer.default_local_dir={tmp_path}"], recipe="tiny")
+    (tmp_path / CONFIG_FILE).write_text(to_yaml(theirs))
+    assert cli.main(["draft", "--checkpoint", str(tmp_path), "data.seed=4"]) == 0
+    name, config = calls[0]
+    assert (name, config.trainer.seed, config.data.seed) == ("draft", 9, 4)
+    assert config.trainer.default_local_dir == str(tmp_path / "draft")
+    assert config.actor_rollout_ref.model.path == str(tmp_path)
+    assert config.actor_rollout_ref.model.init is None
+    elsewhere = f"trainer.default_local_dir={tmp_path / 'mine'}"
+    assert cli.main(["draft", "--checkpoint", str(tmp_path), elsewhere]) == 0
+    assert calls[1][1].trainer.default_local_dir == str(tmp_path / "mine")
+
+
+def test_draft_takes_a_policy_from_the_settings_too(calls: Calls) -> None:
+    line = ["draft", "actor_rollout_ref.model.path=base", "data.train_files=a.parquet"]
+    assert cli.main(line) == 0
+    assert calls[0][1].actor_rollout_ref.model.path == "base"
 
 
 def test_export_and_quickstart_pass_their_flags_on(calls: Calls, tmp_path: Path) -> None:

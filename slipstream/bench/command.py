@@ -6,9 +6,11 @@ Imported for the flags by the command line, so nothing heavy is imported before 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +20,14 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
-USAGE = "slipstream bench {rollout,train,startup} [flags]"
+USAGE = "slipstream bench {rollout,train,startup,lossless} [flags]"
 
 EXAMPLES = """\
   slipstream bench rollout --json rollout.json
   slipstream bench rollout --case mixed --shape d512x12 --threads 1
   slipstream bench train --dtype bfloat16 --profile
-  slipstream bench startup"""
+  slipstream bench startup
+  slipstream bench lossless --json lossless.json"""
 
 _CASES = ("equal", "mixed")
 _SHAPES = ("quickstart", "d512x12", "tiny")
@@ -33,7 +36,7 @@ _SHAPES = ("quickstart", "d512x12", "tiny")
 def add_flags(command: argparse.ArgumentParser) -> None:
     """One sub-command per benchmark."""
     kinds = command.add_subparsers(
-        prog="slipstream bench", dest="benchmark", metavar="{rollout,train,startup}"
+        prog="slipstream bench", dest="benchmark", metavar="{rollout,train,startup,lossless}"
     )
     kinds.required = True
     rollout = kinds.add_parser("rollout", help="the embedded engine against transformers")
@@ -81,17 +84,43 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
-    for kind in (rollout, train, startup):
+    lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
+    _add_lossless_flags(lossless)
+    for kind in (rollout, train, startup, lossless):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
 
+def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
+    lossless.add_argument(
+        "--tokens",
+        metavar="N",
+        type=positive,
+        default=240_000,
+        help="how many to compare at least, over all models and proposers (default: 240000)",
+    )
+    lossless.add_argument(
+        "--shape",
+        choices=_SHAPES,
+        nargs="*",
+        default=_SHAPES[:2],
+        help="models with random weights (default: quickstart d512x12); none: --shape without any",
+    )
+    lossless.add_argument(
+        "--policy", metavar="DIR", type=Path, help="also a trained model, a Hugging Face folder"
+    )
+    lossless.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    lossless.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
-    rows = {"rollout": _rollout, "train": _train, "startup": _startup}[args.benchmark](args)
+    rows = {"rollout": _rollout, "train": _train, "startup": _startup, "lossless": _lossless}[
+        args.benchmark
+    ](args)
     if args.json is not None:
         write_rows(args.json, rows)
-    return 0
+    return 1 if args.benchmark == "lossless" and _report_differences(rows) else 0
 
 
 def _rollout(args: argparse.Namespace) -> list[Row]:
@@ -158,6 +187,43 @@ def _startup(args: argparse.Namespace) -> list[Row]:
     _print("start of the command line", rows)
     print(f"  floor: `slipstream --help` within {startup.FLOOR_SECONDS} s")
     return rows
+
+
+def _lossless(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import lossless
+    from slipstream.bench.targets import random_target, trained_target
+    from slipstream.errors import ConfigError
+
+    dtype = _settle_torch(args)
+    makers = {shape: partial(random_target, shape) for shape in args.shape}
+    if args.policy is not None:
+        makers["policy"] = partial(trained_target, args.policy)
+    if not makers:
+        raise ConfigError("nothing to check: --shape names no model; name one or give --policy")
+    # A token of the widest model with its large vocabulary takes as long as several of another.
+    weights = {name: 1 if name == "d512x12" else 4 for name in makers}
+    rows = []
+    for name, make in makers.items():
+        print(f"{name}: making the policy and its draft head", file=sys.stderr)
+        share = args.tokens * weights[name] / sum(weights.values())
+        bench = lossless.LosslessBench(
+            target=make(), tokens=math.ceil(share / len(lossless.PROPOSERS)), dtype=dtype
+        )
+        measured = lossless.run(bench, lambda line: print(line, file=sys.stderr, flush=True))
+        _print(f"speculation against plain decoding, {name}", measured)
+        rows += measured
+    return rows
+
+
+def _report_differences(rows: Sequence[Row]) -> int:
+    """Print the sum over all rows; how many tokens differ."""
+    from slipstream.bench.lossless import different, total
+
+    print(
+        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them accepted "
+        f"drafts: {different(rows):,} differ in id or log-probs"
+    )
+    return different(rows)
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:

@@ -3,6 +3,7 @@
     global_step_N/
       actor/huggingface/          the policy as Hugging Face reads it (`from_pretrained`)
       actor/optimizer.safetensors
+      draft/                      a draft head, where one is trained
       state.json                  `RunState`
       data.json                   where the dataset iteration stands
       manifest.json               sizes and checksums (see `manager`)
@@ -25,6 +26,11 @@ FORMAT_VERSION = 1
 def huggingface_folder(checkpoint: Path) -> Path:
     """Model, configuration and tokenizer in Hugging Face's format."""
     return checkpoint / "actor" / "huggingface"
+
+
+def draft_folder(checkpoint: Path) -> Path:
+    """A draft head, as `models.draft_io` writes it."""
+    return checkpoint / "draft"
 
 
 def optimizer_file(checkpoint: Path) -> Path:

@@ -243,4 +243,4 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, place, logs, checkpoints and deadlines."""
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
-    """Speculative decoding; not available in this version."""
+    """Speculative decoding, and the draft model that it needs."""

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slipstream.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt
+from slipstream.config.fields import (
+    CountOrOff,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +23,7 @@ class EagleConfig:
     """Shape of the draft and its tuning."""
 
     spec_model_path: str | None = None
-    """Folder of the draft model."""
+    """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it."""
     spec_steps: PositiveInt = 8
     """Depth of the draft tree: tokens drafted one after another."""
     spec_topk: PositiveInt = 4
@@ -34,30 +40,41 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptimConfig:
-    """Optimizer of the draft model."""
+    """Optimizer of the draft model.
 
-    lr: NonNegativeFloat = 1e-6
-    """Peak learning rate."""
-    lr_warmup_steps: NonNegativeInt = 1000
+    Names are FastRL's, the defaults are not: its rate of 1e-6 with 1000 steps of warm-up suits a
+    head that has been trained on millions of tokens before. These train a new head in half a
+    minute (docs/log.md).
+    """
+
+    optimizer: Literal["AdamW", "Muon"] = "Muon"
+    """`Muon` for the layer's matrices and AdamW for its norms, or AdamW for all."""
+    lr: NonNegativeFloat = 1e-3
+    """Peak learning rate of AdamW's parameters."""
+    muon_lr: NonNegativeFloat | None = 0.05
+    """Peak learning rate of the matrices where `optimizer` is Muon; null: `lr`."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay of matrices."""
+    lr_warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
     min_lr_ratio: NonNegativeFloat | None = None
     """Share of the peak rate at which the schedule ends; null: 0."""
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "linear"
     """Course of the learning rate after warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterTrainConfig:
-    """Training of the draft model while the policy learns."""
+    """How a draft model is trained, by itself or while the policy learns."""
 
     enable_drafter_training: bool = False
     """Train the draft model during RL."""
     training_interval_steps: PositiveInt = 10
     """RL steps between two trainings."""
-    batch_size_per_gpu: PositiveInt = 2
-    """Sequences per training step."""
+    batch_size_per_gpu: PositiveInt = 32
+    """Sequences per training step. FastRL's 2 are of thousands of tokens."""
     max_seq_len: PositiveInt = 8192
-    """Longest training sequence."""
+    """Longest training sequence in tokens; what follows in a longer one is not trained on."""
     max_epochs: PositiveInt = 10
     """Passes over the collected features."""
     checkpoint_path: str | None = None
@@ -66,13 +83,47 @@ class DrafterTrainConfig:
     """Idle workers needed before training starts."""
     collect_hidden_states_from_sgl: bool = False
     """Take features from the engine's decoding instead of the trainer's forward pass."""
+    value_weight: NonNegativeFloat = 1.0
+    """Weight of the distance between predicted and true features (smooth L1)."""
+    soft_weight: NonNegativeFloat = 0.5
+    """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
+    depth: PositiveInt = 1
+    """Drafts in a row that a step trains: from the second on the head is given its own
+    predictions."""
+    depth_decay: NonNegativeFloat = 1.0
+    """What each deeper draft counts, relative to the one before."""
+    feature_noise: NonNegativeFloat = 0.0
+    """Width of the uniform noise on the features that the head is given."""
+    grad_clip: PositiveFloat | None = 1.0
+    """Largest norm of the gradient; null: no limit."""
     optim: DrafterOptimConfig = field(default_factory=DrafterOptimConfig)
     """Optimizer of the draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """`slipstream draft`: training of a draft model for a policy that stands still, in rounds of
+    fresh responses."""
+
+    total_training_steps: PositiveInt = 480
+    """Training steps in all."""
+    steps_per_round: PositiveInt = 40
+    """Training steps on the responses of one round."""
+    samples_per_round: PositiveInt = 256
+    """Responses that a round trains on, one to each prompt."""
+    rollout_files: tuple[str, ...] | None = None
+    """Recorded rollouts (`rollouts/N.jsonl` of a run) to train on; null: generate responses."""
+    held_out_samples: PositiveInt = 128
+    """Responses that acceptance is measured on, never trained on."""
+    accept_depth: PositiveInt = 5
+    """Drafts in a row up to which acceptance is measured."""
+    save_freq: CountOrOff = 3
+    """Rounds between checkpoints, each with a measurement; -1: only the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding; not available in this version."""
+    """Speculative decoding, and the draft model that it needs."""
 
     enable: bool = False
     """Decode with a draft model."""
@@ -83,4 +134,6 @@ class SpeculativeConfig:
     eagle: EagleConfig = field(default_factory=EagleConfig)
     """Shape of the draft and its tuning."""
     train: DrafterTrainConfig = field(default_factory=DrafterTrainConfig)
-    """Training of the draft model while the policy learns."""
+    """How a draft model is trained, by itself or while the policy learns."""
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    """Training of a draft model for a policy that stands still: `slipstream draft`."""

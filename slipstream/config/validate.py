@@ -384,10 +384,29 @@ def _run(config: Config) -> Iterator[str]:
             "speculative.train.enable_drafter_training=true: this version trains no draft model; "
             "set speculative.train.enable_drafter_training=false"
         )
+    yield from _drafter(config)
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
         yield (
             "custom_reward_function.reward_kwargs has no function to go to; "
             "set custom_reward_function.path=FILE or remove the settings"
+        )
+
+
+def _drafter(config: Config) -> Iterator[str]:
+    train, steps = config.speculative.train, config.speculative.draft.total_training_steps
+    optim, key = train.optim, "speculative.train.optim"
+    if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
+        yield (
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
+            f"speculative.draft.total_training_steps={steps} with {key}.lr_warmup_steps="
+            f"{optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant or more steps"
+        )
+    if (optim.min_lr_ratio or 0) > 1:
+        yield f"{key}.min_lr_ratio={optim.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
+    if not train.value_weight and not train.soft_weight:
+        yield (
+            "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "
+            "model nothing to learn; set speculative.train.value_weight=1"
         )
 
 

@@ -5,6 +5,7 @@ Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,8 @@ class DraftSamples:
 class DraftLoss:
     """`total` = value_weight * `value` + soft_weight * `soft`, a mean over slots.
 
-    `accuracy`: how often the head's likeliest token is the policy's likeliest one.
+    `value`, `soft` and `accuracy` are those of the first draft, `depth_accuracy` has that of every
+    depth. Accuracy: how often the head's likeliest token is the policy's likeliest one.
     """
 
     total: Tensor
@@ -43,6 +45,7 @@ class DraftLoss:
     soft: Tensor
     accuracy: Tensor
     slots: int
+    depth_accuracy: Sequence[Tensor]
 
 
 def eagle_loss(
@@ -51,37 +54,58 @@ def eagle_loss(
     *,
     value_weight: float = 1.0,
     soft_weight: float = 0.1,
+    depth: int = 1,
+    depth_decay: float = 1.0,
+    noise_BTD: Tensor | None = None,
 ) -> DraftLoss:
     """Smooth L1 between predicted and true features, and cross-entropy to the policy's own
     distribution (EAGLE, Li et al. 2024), over slots whose drafted token the policy wrote.
 
     Slot t holds the feature of token t and the embedding of token t + 1; its prediction is the
     feature of token t + 1, which gives the law of token t + 2. No gradient reaches the policy.
+    With `depth` above 1 the head also drafts from its own predictions, so many tokens far
+    (`PackedDraftHead.unroll`), and depth k, from 0, counts `depth_decay`^k in a weighted mean
+    (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et al. 2024). `noise_BTD` is added to
+    the features that the head is given, not to those that it is to predict.
+
     Raises DataError for a batch without a slot to learn from.
     """
-    B, T = batch.tokens_BT.shape
-    positions = torch.arange(T - 1, device=batch.tokens_BT.device).expand(B, -1)
     features = batch.features_BTD.detach()
-    predicted = head.forward(
-        batch.tokens_BT[:, 1:], features[:, :-1], positions, batch.embedding_VD.detach()
-    )
-    # The last slot drafts a token beyond the sequence.
-    counted = F.pad(batch.loss_mask_BT[:, 2:], (0, 1)).bool().flatten()
-    slots = int(counted.sum())
-    if not slots:
+    given = features[:, :-1] if noise_BTD is None else (features + noise_BTD)[:, :-1]
+    unrolled = head.unroll(batch.tokens_BT[:, 1:], given, batch.embedding_VD.detach(), depth)
+    total = torch.zeros((), device=features.device)
+    weights, first, accuracies = 0.0, None, list[Tensor]()
+    for k, predicted in enumerate(unrolled):
+        # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.
+        counted = F.pad(batch.loss_mask_BT[:, 2 + k :], (0, 1 + k)).bool().flatten()
+        if not counted.any():
+            break
+        mine = predicted.flatten(0, 1)[counted]
+        true = F.pad(features[:, 1 + k :], (0, 0, 0, k)).flatten(0, 1)[counted]
+        value = F.smooth_l1_loss(mine.float(), true.float())
+        soft, accuracy = _soft_cross_entropy(mine, true, batch.lm_head)
+        weight = depth_decay**k
+        total = total + weight * (value_weight * value + soft_weight * soft)
+        weights += weight
+        accuracies.append(accuracy)
+        if first is None:
+            first = (value.detach(), soft.detach(), int(counted.sum()))
+    if first is None:
         raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
-    mine = predicted.flatten(0, 1)[counted]
-    true = features[:, 1:].flatten(0, 1)[counted]
-    value = F.smooth_l1_loss(mine.float(), true.float())
-    log_q = torch.log_softmax(batch.lm_head(mine).float(), -1)
-    with torch.no_grad():
-        logits = batch.lm_head(true).float()
-    soft = -(torch.softmax(logits, -1) * log_q).sum(-1).mean()
-    accuracy = (log_q.argmax(-1) == logits.argmax(-1)).float().mean()
     return DraftLoss(
-        total=value_weight * value + soft_weight * soft,
-        value=value.detach(),
-        soft=soft.detach(),
-        accuracy=accuracy.detach(),
-        slots=slots,
+        total=total / weights,
+        value=first[0],
+        soft=first[1],
+        accuracy=accuracies[0],
+        slots=first[2],
+        depth_accuracy=accuracies,
     )
+
+
+def _soft_cross_entropy(mine: Tensor, true: Tensor, lm_head: PackedLinear) -> tuple[Tensor, Tensor]:
+    """Of predicted to true features (N, D), in nats; and how often the likeliest token agrees."""
+    log_q = torch.log_softmax(lm_head(mine).float(), -1)
+    with torch.no_grad():
+        logits = lm_head(true).float()
+    soft = -(torch.softmax(logits, -1) * log_q).sum(-1).mean()
+    return soft, (log_q.argmax(-1) == logits.argmax(-1)).float().mean()

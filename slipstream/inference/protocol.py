@@ -8,6 +8,7 @@ over every implementation.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,29 @@ MIN_TEMPERATURE = 1e-5
 MAX_TOP_K = 2**31 - 1
 
 
+BATCH_LIMITS = (1, 4, 16, 64)
+"""Upper ends of the classes of batch sizes that speeds are counted in; the last has none."""
+
+
+def batch_class(running: int) -> int:
+    """Index of the class that a batch of `running` requests is in."""
+    return bisect_left(BATCH_LIMITS, running)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Counters since the engine was made; seconds are of the compute thread.
 
     Of the tokens of contexts, `prompt_tokens` were computed, `shared_prompt_tokens` belonged to a
     context that another request brought at the same time, and `reused_prompt_tokens` were taken
-    over from ended requests. `decode_tokens` were sampled in decode steps, `generated_tokens`
-    counts the first token of each response too. Of the `draft_tokens` that were verified,
-    `accepted_tokens` were right. `max_batch` is the largest number of requests in one decode step.
-    `kv_bytes`, what keys and values take now, and `running` and `waiting` are no counters.
+    over from ended requests.
+    `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
+    response too. In `draft_steps`, which took `draft_seconds` of the `decode_seconds`, chains of
+    `draft_depth` (their sum) were planned. Of the `draft_tokens` that were verified in
+    `verifications`, one per request and step, `accepted_tokens` were right. `batch_tokens` and
+    `batch_seconds` are those of decode steps by class of batch size (`batch_class`). `max_batch` is
+    the largest number of requests in one decode step. `kv_bytes`, what keys and values take now,
+    and `running` and `waiting` are no counters.
     """
 
     version: PolicyVersion = 0
@@ -48,10 +62,21 @@ class EngineStats:
     decode_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    verifications: int = 0
+    draft_steps: int = 0
+    draft_depth: int = 0
+    draft_seconds: float = 0.0
     max_batch: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     kv_bytes: int = 0
+    batch_tokens: tuple[int, ...] = (0,) * (len(BATCH_LIMITS) + 1)
+    batch_seconds: tuple[float, ...] = (0.0,) * (len(BATCH_LIMITS) + 1)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verification, the bonus token included; 1 where nothing was verified."""
+        return 1 + self.accepted_tokens / self.verifications if self.verifications else 1.0
 
 
 class InferenceEngine(Protocol):

@@ -59,6 +59,7 @@ __all__ = [
     "check_engine",
     "decode_with",
     "device_of",
+    "engine_settings",
     "eval_settings",
     "import_external",
     "kv_bytes",
@@ -328,17 +329,22 @@ def make_engine(
         return _hf_engine(config, decoder, dtype, decode, compute)
     own = Decoder(decoder.config).to(device)
     own.load_state_dict(decoder.state_dict())
-    budget = kv_bytes(config, own.config)
-    _log.info("keys and values may take %d bytes", budget)
-    settings = EngineSettings(
+    settings = engine_settings(config, own.config)
+    _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
+    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
+
+
+def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
+    """Limits of the embedded engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return EngineSettings(
         max_model_len=max_model_len(config),
-        dtype=dtype,
+        dtype=rollout_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
-        kv_budget_bytes=budget,
+        kv_budget_bytes=kv_bytes(config, model),
         max_prefill_tokens=rollout.max_num_batched_tokens,
         prefix_caching=rollout.enable_prefix_caching,
     )
-    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
 
 
 def _hf_engine(

@@ -54,6 +54,7 @@ def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dic
         "status": sample.status.value,
         "stop_reason": None if sample.stop_reason is None else sample.stop_reason.value,
         "failure": sample.failure or sample.metadata.get("reward_failure"),
+        "prompt_ids": sample.prompt_ids,
         "response_ids": sample.response_ids,
         "log_probs": [
             x if math.isfinite(x) else None

@@ -17,7 +17,13 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.checkpoint.files import read_json
 from slipstream.checkpoint.manager import CheckpointManager, verify
-from slipstream.checkpoint.state import RunState, data_file, huggingface_folder, optimizer_file
+from slipstream.checkpoint.state import (
+    RunState,
+    data_file,
+    draft_folder,
+    huggingface_folder,
+    optimizer_file,
+)
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError
 from slipstream.models.decoder import Decoder
@@ -148,6 +154,20 @@ def policy_folder(checkpoint: Path) -> Path:
             checkpoint = latest
             break
     inner = huggingface_folder(checkpoint)
+    if not inner.is_dir():
+        return checkpoint
+    verify(checkpoint)
+    return inner
+
+
+def head_folder(checkpoint: Path) -> Path:
+    """The draft head of a run, of one of its checkpoints, or `checkpoint` itself.
+
+    Raises CheckpointError where a checkpoint is corrupt.
+    """
+    if checkpoint.is_dir():
+        checkpoint = CheckpointManager(checkpoint, keep=None).latest() or checkpoint
+    inner = draft_folder(checkpoint)
     if not inner.is_dir():
         return checkpoint
     verify(checkpoint)

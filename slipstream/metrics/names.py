@@ -254,6 +254,43 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Draft head",
+        "Losses and accuracy are averages over the tokens of one step that can be drafted; "
+        "acceptance is of held-out responses, with their own noise.",
+        (
+            Metric("draft/loss", "", "weighted sum of the two losses", headline="loss"),
+            Metric("draft/value_loss", "", "smooth L1 between predicted and true features"),
+            Metric("draft/soft_loss", "nats", "cross-entropy to the policy's distribution"),
+            Metric(
+                "draft/accuracy",
+                "share",
+                "first drafts whose likeliest token is the policy's",
+                headline="accuracy",
+            ),
+            Metric("draft/slots", "tokens", "tokens of the step that can be drafted"),
+            Metric("draft/lr", "", "learning rate"),
+            Metric("draft/muon_lr", "", "learning rate of Muon's matrices"),
+            Metric("draft/grad_norm", "", "gradient norm before clipping"),
+            Metric(
+                "draft/tokens_per_second",
+                "tokens/s",
+                "all tokens per second of training steps",
+                wall_time=True,
+                headline="tok/s",
+            ),
+            Metric(
+                "draft/accept_depth_<k>",
+                "share",
+                "chains of drafts, one after each token, whose first k are the policy's own",
+            ),
+            Metric(
+                "draft/accept_length_<k>",
+                "tokens",
+                "tokens that a verification of k drafts gives, the policy's own included",
+            ),
+        ),
+    ),
+    Section(
         "Time and machine",
         "Wall time: these differ between runs that compute the same.",
         (

@@ -39,10 +39,15 @@ def causal_mask(
     `num_keys - num_seen`. R is `group_size * T` rounded up to the row multiple; rows beyond are
     copies of the first and are dropped again after `attend`.
     """
-    B = query_positions_BT.shape[0]
     keys = torch.arange(num_seen, num_keys, device=query_positions_BT.device)
     hidden_BTX = keys[None, None, :] > query_positions_BT[:, :, None]
-    mask_BTX = torch.zeros(hidden_BTX.shape, device=keys.device)
+    return additive_mask(hidden_BTX, num_kv_heads, group_size)
+
+
+def additive_mask(hidden_BTX: Tensor, num_kv_heads: int, group_size: int) -> Tensor:
+    """(B * H, R, X): -inf where `hidden_BTX`, 0 elsewhere, in rows as `fold_queries` makes them."""
+    B = hidden_BTX.shape[0]
+    mask_BTX = torch.zeros(hidden_BTX.shape, device=hidden_BTX.device)
     mask_BTX.masked_fill_(hidden_BTX, float("-inf"))
     rows = pad_query_rows(mask_BTX[:, None].repeat(1, 1, group_size, 1))
     R, X = rows.shape[2:]

@@ -14,19 +14,23 @@ requests or training. Shapes as in `decoder`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.models.attention import Context, additive_mask, as_context, padded_keys
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import (
     KVCache,
     Layer,
     PackedLayer,
+    Pass,
     init_parameters,
     layer_forward,
+    rope_tables,
     start_pass,
 )
 from slipstream.models.linear import PackedLinear
@@ -94,3 +98,62 @@ class PackedDraftHead:
         x = self.fc(torch.cat([embedded, features_BTD.reshape(B * T, -1)], dim=-1))
         shared = start_pass(positions_BT, self.config, x.dtype, self.eps, kv_cache)
         return layer_forward(self.layer, 0, x, shared).view(B, T, -1)
+
+    def unroll(
+        self, next_ids_BT: Tensor, features_BTD: Tensor, embedding_VD: Tensor, steps: int
+    ) -> Iterator[Tensor]:
+        """Chains of drafts from every slot at once, along the true tokens: `steps` tensors
+        (B, T, D), of which entry t of number k is the feature k + 1 after that of slot t.
+
+        Number 0 is what `forward` predicts. Each later one is given the prediction before it in
+        place of a true feature, and sees what an engine's draft sees: the true slots up to t, and
+        those of its own chain (the training-time test of EAGLE-3, Li et al. 2025). What lies past
+        the end of the tokens means nothing. Padding goes on the right.
+        """
+        B, T = next_ids_BT.shape
+        c, limit = self.config, self.config.max_position_embeddings - 1
+        positions = torch.arange(T, device=next_ids_BT.device)
+        chains = _Chains(T, features_BTD.dtype, features_BTD.device)
+        ids, x_BTD = next_ids_BT, features_BTD
+        for step in range(steps):
+            if step:
+                ids = F.pad(ids[:, 1:], (0, 1))
+            places = (positions + step).clamp(max=limit).expand(B, -1)
+            cos, sin = rope_tables(places, c, x_BTD.dtype)
+            hidden = chains.hidden(step)
+            mask = additive_mask(hidden.expand(B, -1, -1), c.num_kv_heads, c.group_size)
+            shared = Pass(c, self.eps, cos, sin, hidden.shape[-1], mask, chains)
+            embedded = F.embedding(ids.flatten(), embedding_VD)
+            x = self.fc(torch.cat([embedded, x_BTD.reshape(B * T, -1)], dim=-1))
+            x_BTD = layer_forward(self.layer, 0, x, shared).view(B, T, -1)
+            yield x_BTD
+
+
+class _Chains:
+    """`KVCache` of `unroll`: keys and values of each step, one block of slots after the other."""
+
+    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._length = length
+        self._width = padded_keys(length, dtype, device)
+        self._device = device
+        self._blocks: list[Tensor] = []
+
+    @property
+    def num_keys(self) -> int:
+        return self._width * (len(self._blocks) + 1)
+
+    @property
+    def num_seen(self) -> int:
+        return 0
+
+    def hidden(self, step: int) -> Tensor:
+        """(T, X): which keys slot t must not see. Of later steps it sees its own chain's alone."""
+        slots = torch.arange(self._length, device=self._device)[:, None]
+        keys = torch.arange(self._width, device=self._device)
+        return torch.cat([keys > slots] + [keys != slots] * step, dim=1)
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
+        fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3).flatten(1, 2)
+        self._blocks.append(F.pad(fresh, (0, 0, 0, self._width - self._length)))
+        keys, values = torch.cat(self._blocks, dim=2)
+        return as_context(keys, values)

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DraftHead
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,7 +97,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def load_tensors(decoder: Decoder, tensors: Mapping[str, Tensor], *, source: str) -> None:
+def load_tensors(
+    decoder: Decoder | DraftHead, tensors: Mapping[str, Tensor], *, source: str
+) -> None:
     """Copy `tensors` (Hugging Face names) into `decoder`; all are checked before any is changed."""
     problems = tensor_problems(decoder, tensors)
     if problems:
@@ -150,7 +154,7 @@ def save_checkpoint(
     folder: Path,
     *,
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     generation: Mapping[str, Any] | None = None,
     save_tokenizer: Callable[[str], object] | None = None,
 ) -> None:
@@ -159,20 +163,34 @@ def save_checkpoint(
     `generation` becomes `generation_config.json` (sampling defaults). `save_tokenizer` is a
     tokenizer's `save_pretrained`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     name = str(dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", decoder.config.to_hf(dtype=name))
+    write_model(
+        folder, decoder.config.to_hf(dtype=name), decoder, dtype=dtype, max_bytes=max_shard_bytes
+    )
     c = decoder.config
     eos = list(c.eos_token_id) if isinstance(c.eos_token_id, tuple) else c.eos_token_id
     defaults = {"bos_token_id": c.bos_token_id, "eos_token_id": eos, "pad_token_id": c.pad_token_id}
     _write_json(folder / "generation_config.json", {**defaults, **(generation or {})})
-    tensors = {n: p.detach().to("cpu", dtype).contiguous() for n, p in decoder.named_parameters()}
+    if save_tokenizer is not None:
+        save_tokenizer(str(folder))
+
+
+def write_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    dtype: torch.dtype,
+    max_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `config.json` and the parameters of `module`, over what `folder` holds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    tensors = {n: p.detach().to("cpu", dtype).contiguous() for n, p in module.named_parameters()}
     for stale in (folder / INDEX, folder / WEIGHTS, *folder.glob("model-*-of-*.safetensors")):
         # Weights of an earlier save, cut into other files, must not be read as part of this one.
         stale.unlink(missing_ok=True)
-    _write_shards(tensors, folder, max_shard_bytes)
-    if save_tokenizer is not None:
-        save_tokenizer(str(folder))
+    _write_shards(tensors, folder, max_bytes)
 
 
 def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -> None:

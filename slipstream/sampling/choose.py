@@ -6,6 +6,7 @@ keyed noise alone (see `noise`), so whatever proposed it, the same token comes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,31 @@ class SamplingRows:
     any_greedy: bool
     any_tempered: bool
     cuts: bool
+
+    @classmethod
+    def of(
+        cls,
+        keys: Sequence[tuple[int, int]],
+        *,
+        temperatures: Sequence[float],
+        top_ks: Sequence[int],
+        top_ps: Sequence[float],
+        min_ps: Sequence[float],
+        device: torch.device,
+    ) -> SamplingRows:
+        """One row for each entry of the lists."""
+        cuts = [k > 0 or p < 1 or m > 0 for k, p, m in zip(top_ks, top_ps, min_ps, strict=True)]
+        return cls(
+            keys_N2=torch.tensor(keys, dtype=torch.int32, device=device),
+            temperature_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            top_k_N=torch.tensor(top_ks, device=device),
+            top_p_N=torch.tensor(top_ps, dtype=torch.float64, device=device),
+            min_p_N=torch.tensor(min_ps, dtype=torch.float64, device=device),
+            any_sampled=any(t > 0 for t in temperatures),
+            any_greedy=any(t == 0 for t in temperatures),
+            any_tempered=any(t not in (0, 1) for t in temperatures),
+            cuts=any(cuts),
+        )
 
     def repeated(self, times: int) -> SamplingRows:
         """Each row `times` times, one after the other."""

@@ -97,3 +97,28 @@ def test_a_batch_without_a_slot_is_refused() -> None:
     batch = replace(random_batch(), loss_mask_BT=torch.zeros(B, T))
     with pytest.raises(DataError, match="no token of the batch can be drafted"):
         eagle_loss(passing_on().pack(torch.float32), batch)
+
+
+def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
+    head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
+    head.init_weights(3)
+    batch, packed = random_batch(), head.pack(torch.float32)
+    loss = eagle_loss(packed, batch, value_weight=0.7, soft_weight=0.2, depth=3, depth_decay=0.5)
+    with torch.no_grad():
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
+    total, weight = 0.0, 1.0
+    for k, predicted in enumerate(unrolled):
+        value, soft = [], []
+        for b in range(B):
+            for t in range(T - 2 - k):
+                if batch.loss_mask_BT[b, t + 2 + k]:
+                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    value.append(float(F.smooth_l1_loss(mine, true)))
+                    lm = batch.lm_head.weight.double()
+                    p, log_q = torch.softmax(lm @ true, -1), torch.log_softmax(lm @ mine, -1)
+                    soft.append(-float((p * log_q).sum()))
+        total += weight * (0.7 * sum(value) / len(value) + 0.2 * sum(soft) / len(soft))
+        weight /= 2
+    assert len(loss.depth_accuracy) == 3
+    assert float(loss.total.detach()) == pytest.approx(total / 1.75, rel=1e-5)

@@ -61,3 +61,36 @@ def test_a_cache_gives_what_one_pass_gives(family: str) -> None:
                 ids[:, start:end], features[:, start:end], slots, embedding, kv_cache=view
             )
             assert torch.equal(part, whole[:, start:end])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_unrolled_chains_are_those_that_go_one_by_one(family: str) -> None:
+    decoder = make_decoder(family)
+    head = DraftHead(decoder.config)
+    head.init_weights(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    packed, c = head.pack(torch.float32), decoder.config
+    T, steps = 20, 4
+    ids, features = random_ids(2, T), torch.randn(2, T, c.hidden_size)
+    embedding = decoder.model.embed_tokens.weight.detach()
+    with torch.no_grad():
+        unrolled = list(packed.unroll(ids, features, embedding, steps))
+        torch.testing.assert_close(
+            unrolled[0],
+            packed.forward(ids, features, torch.arange(T).expand(2, -1), embedding),
+        )
+        for start in (0, 3, 11, T - steps):
+            given = features[:, : start + 1]
+            for step in range(steps):
+                length = start + 1 + step
+                width = -(-length // 4) * 4
+                out = packed.forward(
+                    torch.nn.functional.pad(ids[:, :length], (0, width - length)),
+                    torch.nn.functional.pad(given, (0, 0, 0, width - length)),
+                    torch.arange(width).expand(2, -1),
+                    embedding,
+                )[:, length - 1]
+                torch.testing.assert_close(unrolled[step][:, start], out, rtol=1e-4, atol=1e-5)
+                given = torch.cat([given, out[:, None]], dim=1)

@@ -6,8 +6,9 @@ One thread calls it. It knows nothing about event loops, prompts as text, reward
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.engine.settings import EngineSettings
-from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, batch_class, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
     DraftBatch,
@@ -28,6 +29,7 @@ from slipstream.inference.speculation.protocol import (
     LearningProposer,
     Proposer,
 )
+from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
@@ -54,13 +56,15 @@ class Engine:
         decode: Decode | None = None,
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
+        selector: StrategySelector | None = None,
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
 
-        `proposer` drafts after `plan`, which may be changed between steps.
+        `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
+        changed between steps.
 
-        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan
-        without a proposer or other than a chain.
+        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan or
+        selector without a proposer, or a plan other than a chain.
         """
         config = decoder.config
         check_widths(
@@ -87,13 +91,20 @@ class Engine:
             new_row=lambda: self._store(row_multiple=1),
         )
         self._proposer = proposer
+        self._selector = selector
+        if selector is not None and proposer is None:
+            raise ConfigError("engine: a selector of draft plans needs a proposer")
         self.plan = plan
+        # Whether the next drafts also have to catch up: a step that did not draft, a new request.
+        self._behind = True
         # Of the running batch; None where it has changed.
         self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
         self._counts: dict[str, float] = {}
+        self._batch_tokens = [0] * (len(BATCH_LIMITS) + 1)
+        self._batch_seconds = [0.0] * (len(BATCH_LIMITS) + 1)
 
     @property
     def plan(self) -> DraftPlan:
@@ -198,6 +209,8 @@ class Engine:
         self._runner.load(tensors)
         self._weights += 1
         self.version = update.version
+        if self._selector is not None:
+            self._selector.changed()
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
@@ -215,6 +228,8 @@ class Engine:
         if not isinstance(self._proposer, LearningProposer):
             raise EngineError(f"this engine has no draft head to update to {update.version}")
         self._proposer.update(update)
+        if self._selector is not None:
+            self._selector.changed()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -223,6 +238,8 @@ class Engine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_bytes=self._scheduler.kv_bytes,
+            batch_tokens=tuple(self._batch_tokens),
+            batch_seconds=tuple(self._batch_seconds),
         )
 
     def _store(
@@ -260,25 +277,27 @@ class Engine:
 
     def _begin(self, admission: Admission, admitted: list[Running]) -> None:
         """Let requests that have just taken a row begin: fresh ones with a token."""
-        if not admission.fresh:
-            self._begin_drafts(admitted, {})
-            return
-        done, fresh = self._prefill.together(admission), admission.fresh
-        positions = torch.tensor([r.length for r in fresh], device=done.hidden_MD.device)
-        sampling = sampling_rows(fresh, done.hidden_MD.device)
-        choice = self._runner.choose(done.hidden_MD, positions, sampling)
-        for request in fresh:
-            request.kv_weights = {self._weights}
-        self._count(
-            prompt_tokens=done.computed,
-            shared_prompt_tokens=done.shared,
-            reused_prompt_tokens=done.reused,
-        )
-        self._begin_drafts(admitted, done.features)
-        trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-        self._accept(fresh, trees, choice, done.hidden_MD, told=done.features)
+        features: Mapping[str, Tensor] = {}
+        fresh = admission.fresh
+        if fresh:
+            done = self._prefill.together(admission)
+            features, hidden = done.features, done.hidden_MD
+            positions = torch.tensor([r.length for r in fresh], device=hidden.device)
+            choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
+            for request in fresh:
+                request.kv_weights = {self._weights}
+            self._count(
+                prompt_tokens=done.computed,
+                shared_prompt_tokens=done.shared,
+                reused_prompt_tokens=done.reused,
+            )
+            trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
+            self._accept(fresh, trees, choice, hidden)
+        self._begin_drafts(admitted, features)
+        self._collect(admitted)
 
     def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
+        self._behind = True
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
@@ -301,7 +320,8 @@ class Engine:
         noise_WNV = sampling.noise(positions_N, plan.verify_tokens)
         trees = self._draft(running, plan, positions_N, noise_WNV)
         width = max(map(len, trees))
-        padding = round_up(count, ROW_MULTIPLE) - count
+        # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
+        padding = round_up(count, ROW_MULTIPLE // gcd(width, ROW_MULTIPLE)) - count
         ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
         firsts = torch.tensor(lengths + [1] * padding, device=device) - 1
@@ -314,23 +334,58 @@ class Engine:
         choice = self._runner.choose(hidden, positions, sampling.repeated(width), noise)
         for request in running:
             request.kv_weights.add(self._weights)
-        emitted = self._accept(running, trees, choice, hidden)
+        tokens = self._accept(running, trees, choice, hidden)
+        if self._proposer is not None:
+            features = hidden[: count * width].view(count, width, -1)
+            self._proposer.observe([r.request_id for r in running], tokens, features)
+        self._collect(running)
         self._count(
             preempted=len(preempted),
-            decode_steps=1,
-            decode_tokens=emitted,
-            draft_tokens=sum(map(len, trees)) - count,
-            max_batch=max(0, len(running) - self._counts.get("max_batch", 0)),
-            decode_seconds=time.perf_counter() - started,
+            max_batch=max(0, count - self._counts.get("max_batch", 0)),
         )
+        self._account(plan, trees, tokens, time.perf_counter() - started)
+
+    def _account(
+        self,
+        plan: DraftPlan,
+        trees: Sequence[DraftTree],
+        tokens: Sequence[Sequence[int]],
+        seconds: float,
+    ) -> None:
+        """Count a decode step, and tell the selector of it."""
+        drafted = [len(tree) - 1 for tree in trees]
+        emitted, drafts, count = sum(map(len, tokens)), sum(drafted), len(tokens)
+        self._count(decode_steps=1, decode_tokens=emitted, decode_seconds=seconds)
+        self._batch_tokens[batch_class(count)] += emitted
+        self._batch_seconds[batch_class(count)] += seconds
+        if drafts:
+            self._count(
+                draft_tokens=drafts,
+                verifications=sum(n > 0 for n in drafted),
+                draft_steps=1,
+                draft_depth=plan.steps,
+                draft_seconds=seconds,
+            )
+        if self._selector is not None:
+            step = StepRecord(
+                running=count,
+                plan=plan,
+                seconds=seconds,
+                drafted=drafted if drafts else (),
+                accepted=[len(new) - 1 for new in tokens] if drafts else (),
+                steady=plan == OFF or not self._behind,
+            )
+            self._selector.record(step)
+        self._behind = plan == OFF
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
-        longest = length + self.plan.verify_tokens - 1
+        plan = self._plan if self._selector is None else self._selector.select(rows)
+        longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):
             return OFF
         self._scheduler.store.reserve(rows, longest)
-        return self.plan
+        return plan
 
     def _draft(
         self,
@@ -359,16 +414,14 @@ class Engine:
         trees: Sequence[DraftTree],
         choice: Choice,
         hidden: Tensor,
-        *,
-        told: Container[str] = (),
-    ) -> int:
-        """Hand each request its tokens, as far as its drafts are what the policy chose; free the
-        rows of those that end. Returns how many tokens there were. Of the requests in `told` the
-        proposer knows `hidden` already."""
+    ) -> list[list[int]]:
+        """Hand each request its tokens, as far as its drafts are what the policy chose. Returns
+        them."""
         width = max(map(len, trees))
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
-        emitted = accepted = 0
+        news: list[list[int]] = []
+        accepted = 0
         for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
             first = i * width
             known = request.length
@@ -377,17 +430,17 @@ class Engine:
                 request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
                 if request.stop_reason is StopReason.ERROR:
                     break
-                emitted += 1
                 accepted += node > 0
                 if request.request.return_hidden_states:
                     request.hidden.append(hidden[row].clone())
                 if request.stop_reason is not None:
                     break
-            if self._proposer is not None:
-                new = request.context[known:]
-                name = request.request_id
-                features = None if name in told else hidden[first : first + len(new)]
-                self._proposer.observe(name, new, features)
+            news.append(request.context[known:])
+        self._count(generated_tokens=sum(map(len, news)), accepted_tokens=accepted)
+        return news
+
+    def _collect(self, requests: list[Running]) -> None:
+        """Free the rows of those that have ended."""
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
@@ -397,8 +450,6 @@ class Engine:
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
                 self._count(finished=1)
-        self._count(generated_tokens=emitted, accepted_tokens=accepted)
-        return emitted
 
     def _left(self, request: Running) -> None:
         """A request has given up its row."""

@@ -25,7 +25,7 @@ class Prefilled:
     """Result of a prefill of M requests.
 
     `hidden_MD` are the states of their last tokens; `features` those of all tokens (T, D) by
-    request id, where they are known; then tokens: computed, of equal contexts, taken over from
+    request id, less what was taken over; then tokens: computed, of equal contexts, taken over from
     ended requests.
     """
 
@@ -61,8 +61,7 @@ class Prefill:
         end = min(partial.done + self._piece, request.length)
         tokens = request.context[partial.done : end]
         states = self._runner.extend(partial.store, [tokens], [0], [partial.done])
-        if partial.features is not None:
-            partial.features.append(states[0, : len(tokens)])
+        partial.features.append(states[0, : len(tokens)])
         partial.done = end
         return len(tokens)
 
@@ -82,10 +81,8 @@ class Prefill:
         features = {}
         for request, s in zip(fresh, sources, strict=True):
             rest, head = states[s, : request.length - starts[s]], heads[s]
-            if head is None:
-                features[request.request_id] = rest
-            elif head.features is not None:
-                features[request.request_id] = torch.cat([*head.features, rest])
+            known = [] if head is None else head.features
+            features[request.request_id] = torch.cat([*known, rest]) if known else rest
         length = sum(map(len, contexts))
         return Prefilled(
             hidden_MD=states[torch.tensor(sources, device=states.device), last.to(states.device)],

@@ -142,16 +142,11 @@ class BatchSampling:
 def sampling_rows(requests: Sequence[Running], device: torch.device) -> SamplingRows:
     """Settings of `requests` as tensors."""
     params = [r.request.params for r in requests]
-    return SamplingRows(
-        keys_N2=torch.tensor([r.key for r in requests], dtype=torch.int32, device=device),
-        temperature_N=torch.tensor(
-            [p.temperature for p in params], dtype=torch.float32, device=device
-        ),
-        top_k_N=torch.tensor([p.top_k for p in params], device=device),
-        top_p_N=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
-        min_p_N=torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device),
-        any_sampled=any(p.temperature > 0 for p in params),
-        any_greedy=any(p.temperature == 0 for p in params),
-        any_tempered=any(p.temperature not in (0, 1) for p in params),
-        cuts=any(p.truncates for p in params),
+    return SamplingRows.of(
+        [r.key for r in requests],
+        temperatures=[p.temperature for p in params],
+        top_ks=[p.top_k for p in params],
+        top_ps=[p.top_p for p in params],
+        min_ps=[p.min_p for p in params],
+        device=device,
     )

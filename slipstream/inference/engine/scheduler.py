@@ -27,8 +27,8 @@ class Head:
 
     kv: Tensor
     """(L, 2, H, n, K)."""
-    features: list[Tensor] | None
-    """Their hidden states, in pieces (T, D) one after the other; None where they are not known."""
+    features: list[Tensor]
+    """Hidden states of the last of them, as far as they are known, in pieces (T, D)."""
     reused: int
     """How many of them were taken over from ended requests."""
 
@@ -44,7 +44,7 @@ class Partial:
     request: Running
     store: KVStore
     done: int = 0
-    features: list[Tensor] | None = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
     reused: int = 0
 
     def head(self) -> Head:
@@ -142,7 +142,7 @@ class Scheduler:
         if self.partial is not None and self.partial.request is request:
             return self.partial.head()
         kv = None if self.prefixes is None else self.prefixes.find(request.context)
-        return None if kv is None else Head(kv, None, kv.shape[3])
+        return None if kv is None else Head(kv, [], kv.shape[3])
 
     def begin_partial(self, request: Running, store: KVStore) -> Partial:
         """Prefill the context of `request` in pieces; one that was under way begins anew later."""

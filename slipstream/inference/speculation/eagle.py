@@ -2,51 +2,70 @@
 
 The head keeps keys and values of its own, one row per running request, from true features only:
 what it computed over its own predictions lies in later slots and is overwritten. Features that came
-while nothing was drafted wait, and are caught up with in one pass when drafting begins again. A
-request whose earlier features are unknown is drafted for from where they begin: slots, and the
-positions of the head's rotary embedding, count from there.
+while nothing was drafted wait, and are caught up with when drafting begins again. A request whose
+earlier features are unknown is drafted for from where they begin: slots, and the positions of the
+head's rotary embedding, count from there.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import EngineError
-from slipstream.inference.engine.kv_cache import DecodeView, KVStore
+from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.draft_pass import DraftPass
 from slipstream.models.hf_io import copy_tensors, tensor_problems
-from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import choose
+from slipstream.sampling.noise import gumbel_noise
 from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
+_COLUMNS = 64
+"""Most columns that are caught up with at once; the mask grows with them."""
+
 
 @dataclass(slots=True)
 class _Row:
-    """One request: `cached` slots are filled; `features` and the tokens after them wait."""
+    """One request: `cached` slots are filled; features that it began with may wait, each with the
+    token after it."""
 
     cached: int = 0
-    features: list[Tensor] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """Entry i follows the i-th waiting feature."""
+    features: Tensor | None = None
+    tokens: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step of the engine brought, not caught up with yet."""
+
+    row_of: dict[str, int]
+    tokens: Sequence[Sequence[int]]
+    features_NWD: Tensor
 
 
 class EagleProposer:
     """`Proposer` by a draft head of the policy's own size."""
 
     def __init__(
-        self, head: DraftHead, *, dtype: torch.dtype, kv_budget_bytes: int = 1 << 30
+        self,
+        head: DraftHead,
+        *,
+        dtype: torch.dtype,
+        kv_budget_bytes: int = 1 << 30,
+        waiting_bytes: int = 1 << 28,
     ) -> None:
         """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
-        more, nothing is drafted, which is said once."""
+        more, nothing is drafted, which is said once. Features that wait take at most
+        `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them."""
         self._head = head
         self._dtype = dtype
         device = head.fc.weight.device
@@ -55,6 +74,8 @@ class EagleProposer:
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, _Row] = {}
         self._order: list[str] = []
+        self._steps: list[_Step] = []
+        self._waiting_bytes = waiting_bytes
         self._short_of_memory = False
 
     def begin(
@@ -68,17 +89,24 @@ class EagleProposer:
         row = self._rows[request_id] = _Row()
         self._order.append(request_id)
         if features_TD is not None:
-            row.features.append(features_TD)
-            row.tokens.extend(context[1:])
+            row.features = features_TD
+            row.tokens = context[len(context) - len(features_TD) :]
 
-    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
         """See `Proposer`."""
-        row = self._rows[request_id]
-        if features_PD is not None:
-            row.features.append(features_PD)
-            row.tokens.extend(tokens)
-        elif row.features:
-            row.tokens.extend(tokens)
+        if features_NWD is None:
+            raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
+        row_of = {name: i for i, name in enumerate(request_ids)}
+        self._steps.append(_Step(row_of, tokens, features_NWD))
+        while sum(step.features_NWD.nbytes for step in self._steps) > self._waiting_bytes:
+            for name in self._steps.pop(0).row_of:
+                if name in self._rows:
+                    self._rows[name] = _Row()
 
     def end(self, request_id: str) -> None:
         """See `Proposer`."""
@@ -92,6 +120,7 @@ class EagleProposer:
             self._order[index] = moved
         self._order.pop()
         if not self._order:
+            self._steps.clear()
             self._store.release()
 
     def update(self, update: WeightUpdate) -> None:
@@ -114,30 +143,86 @@ class EagleProposer:
         """See `Proposer`."""
         if list(batch.request_ids) != self._order:
             raise EngineError("the rows of the draft head are not those of the engine")
-        if not all(row.features for row in self._rows.values()):
-            # A request came back without features; one plain step brings the first.
-            return batch.chains([()] * len(self._order))
         rows = [self._rows[name] for name in self._order]
-        waiting = [len(row.tokens) for row in rows]
-        ends = [row.cached + count for row, count in zip(rows, waiting, strict=True)]
-        longest = max(row.cached for row in rows) + max(waiting) + plan.steps
+        tokens = [self._waiting_tokens(name) for name in self._order]
+        if not all(tokens):
+            # A request came back without features; one plain step brings the first.
+            return batch.chains([()] * len(rows))
+        ends = [row.cached + len(new) for row, new in zip(rows, tokens, strict=True)]
+        width = max(map(len, tokens))
+        longest = max(row.cached for row in rows) + width + plan.steps
         if not self._store.fits(len(rows), longest):
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        hidden_ND = self._catch_up(batch, rows, max(waiting))
-        drafts: list[Tensor] = []
-        slots_N = torch.tensor(ends, device=hidden_ND.device)
-        for step in range(plan.steps):
-            if step:
-                slots = slots_N + (step - 1)
-                hidden_ND = self._step(
-                    batch, drafts[-1], hidden_ND, slots, (max(ends) + step, min(ends) + step)
-                )
-            logits = batch.policy.lm_head(pad_rows(hidden_ND)).float()[: len(rows)]
-            positions = batch.positions_N + step
-            drafts.append(choose(logits, positions, batch.rows, batch.noise(step)).tokens)
+        columns = [
+            [*range(row.cached, row.cached + width), *range(end, end + plan.steps - 1)]
+            for row, end in zip(rows, ends, strict=True)
+        ]
+        padded = [[*new] + [0] * (width - len(new)) for new in tokens]
+        device = batch.positions_N.device
+        slots_NC = torch.tensor(columns, device=device)
+        ids_NT = torch.tensor(padded, device=device)
+        features_NTD = self._waiting_features(width)
+        done = 0
+        hidden: list[Tensor] = []
+        while width - done > _COLUMNS:
+            part = slice(done, done + _COLUMNS)
+            early = self._pass(batch, slots_NC[:, part], longest)
+            hidden.append(early.run(0, ids_NT[:, part], features_NTD[:, part]))
+            done += _COLUMNS
+        run = self._pass(batch, slots_NC[:, done:], longest)
+        hidden.append(run.run(0, ids_NT[:, done:], features_NTD[:, done:]))
+        lasts = torch.tensor([len(new) - 1 for new in tokens], device=device)
+        all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
+        hidden_ND = all_hidden[torch.arange(len(rows), device=device), lasts]
+        for row, end in zip(rows, ends, strict=True):
+            row.cached, row.features, row.tokens = end, None, ()
+        self._steps.clear()
+        chooser = _Chooser(batch, plan.steps)
+        drafts = [chooser.choose(hidden_ND, 0)]
+        for step in range(1, plan.steps):
+            column = width - done + step - 1
+            hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
+            drafts.append(chooser.choose(hidden_ND, step))
         return batch.chains(torch.stack(drafts, 1).tolist())
+
+    def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
+        kv = self._store.data[0]
+        return DraftPass(self._packed, batch.policy.embedding, kv, slots_NC, num_keys)
+
+    def _waiting_tokens(self, name: str) -> list[int]:
+        """The token after each feature that waits."""
+        found = list(self._rows[name].tokens)
+        for step in self._steps:
+            if name in step.row_of:
+                found.extend(step.tokens[step.row_of[name]])
+        return found
+
+    def _waiting_features(self, width: int) -> Tensor:
+        """Features that wait, (N, width, D), those of a row first."""
+        if len(self._steps) == 1 and all(self._rows[name].features is None for name in self._order):
+            (step,) = self._steps
+            index = [step.row_of[name] for name in self._order]
+            features = step.features_NWD[:, :width]
+            if index == list(range(len(features))):
+                return features
+            return features[torch.tensor(index, device=features.device)]
+        parts = [self._row_features(name) for name in self._order]
+        count, size = len(parts), parts[0][0].shape[-1]
+        padded = parts[0][0].new_zeros(count, width, size)
+        for row, part in zip(padded, parts, strict=True):
+            torch.cat(part, out=row[: sum(map(len, part))])
+        return padded
+
+    def _row_features(self, name: str) -> list[Tensor]:
+        begun = self._rows[name].features
+        found = [] if begun is None else [begun]
+        for step in self._steps:
+            if name in step.row_of:
+                i = step.row_of[name]
+                found.append(step.features_NWD[i, : len(step.tokens[i])])
+        return found
 
     def _say_short_of_memory(self, rows: int, length: int) -> None:
         if not self._short_of_memory:
@@ -149,56 +234,29 @@ class EagleProposer:
             )
         self._short_of_memory = True
 
-    def _catch_up(self, batch: DraftBatch, rows: list[_Row], width: int) -> Tensor:
-        """Run the head over the features that wait; what follows each row's last, (N, D)."""
-        first = rows[0].features[0]
-        count = round_up(len(rows), ROW_MULTIPLE)
-        ids = torch.zeros(count, width, dtype=torch.int64)
-        features = first.new_zeros(count, width, first.shape[-1])
-        for i, row in enumerate(rows):
-            ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
-            torch.cat(row.features, out=features[i, : len(row.tokens)])
-        cached = [row.cached for row in rows]
-        starts = torch.tensor(cached + [0] * (count - len(rows)))
-        slots = (starts[:, None] + torch.arange(width)).to(first.device)
-        lengths = (max(cached) + width, min(cached) + 1)
-        hidden = self._forward(batch, ids.to(first.device), features, slots, lengths)
-        lasts = torch.tensor([len(row.tokens) - 1 for row in rows], device=first.device)
-        for row in rows:
-            row.cached += len(row.tokens)
-            row.features.clear()
-            row.tokens.clear()
-        return hidden[torch.arange(len(rows), device=first.device), lasts]
 
-    def _step(
-        self,
-        batch: DraftBatch,
-        ids_N: Tensor,
-        hidden_ND: Tensor,
-        slots_N: Tensor,
-        lengths: tuple[int, int],
-    ) -> Tensor:
-        """One token further, from a prediction: (N, D)."""
-        padded = (
-            pad_rows(ids_N)[:, None],
-            pad_rows(hidden_ND)[:, None],
-            pad_rows(slots_N)[:, None],
-        )
-        hidden = self._forward(batch, *padded, lengths)
-        return hidden[: len(ids_N), 0]
+class _Chooser:
+    """Drafted tokens: argmax of log q + G, with the noise of the position that each is for.
 
-    def _forward(
-        self,
-        batch: DraftBatch,
-        ids: Tensor,
-        features: Tensor,
-        slots: Tensor,
-        lengths: tuple[int, int],
-    ) -> Tensor:
-        """`lengths`: as for `DecodeView`, the longest row with all its tokens and the shortest with
-        its first."""
-        limit = self._packed.config.max_position_embeddings - 1
-        view = DecodeView(self._store, slots, *lengths)
-        return self._packed.forward(
-            ids, features, slots.clamp(max=limit), batch.policy.embedding, kv_cache=view
-        )
+    At temperature t that is the argmax of logits + t G, so no distribution is needed.
+    """
+
+    def __init__(self, batch: DraftBatch, steps: int) -> None:
+        self._batch = batch
+        self._temperature_N1 = batch.rows.temperature_N[:, None]
+        self._scaled: Tensor | None = None
+        if batch.noise_WNV is not None:
+            self._scaled = (batch.noise_WNV[:steps] * self._temperature_N1).float()
+
+    def choose(self, hidden_ND: Tensor, step: int) -> Tensor:
+        batch = self._batch
+        logits_NV = batch.policy.lm_head(hidden_ND).float()
+        if batch.rows.cuts:
+            positions = batch.positions_N + step
+            return choose(logits_NV, positions, batch.rows, batch.noise(step)).tokens
+        if not batch.rows.any_sampled:
+            return logits_NV.argmax(-1)
+        if self._scaled is not None:
+            return (logits_NV + self._scaled[step]).argmax(-1)
+        noise = gumbel_noise(batch.rows.keys_N2, batch.positions_N + step, logits_NV.shape[1])
+        return (logits_NV + noise.mul_(self._temperature_N1)).argmax(-1)

@@ -96,10 +96,14 @@ class HistoryProposer:
         return batch.chains([self.drafts(name, plan.steps) for name in batch.request_ids])
 
     def observe(
-        self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None = None
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None = None,
     ) -> None:
         """See `Proposer`."""
-        self._running[request_id].context.extend(tokens)
+        for request_id, new in zip(request_ids, tokens, strict=True):
+            self._running[request_id].context.extend(new)
 
     def end(self, request_id: str) -> None:
         """Remember the request's response for others of its prompt."""

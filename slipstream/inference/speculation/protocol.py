@@ -74,18 +74,24 @@ class Proposer(Protocol):
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """A request starts to run. `context` begins with `prompt` and may hold earlier tokens;
-        `features_TD` are the policy's final hidden states over all of it, None where they are not
-        at hand. The next `observe` brings the token after it."""
+        """A request starts to run. `context` begins with `prompt` and holds all that is known;
+        `features_TD` are the policy's final hidden states over all of it but the last token, or
+        over the end of that where earlier ones are not at hand; None where none is."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """For each request a tree within `plan`; its root alone where there is no idea."""
         ...
 
-    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
-        """The request has generated `tokens`. `features_PD`, where the step computed them, are the
-        hidden states that they were sampled from, so the first belongs to the token before them."""
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
+        """The running requests, all of them in the order of rows, have generated `tokens`. Row i of
+        `features_NWD` begins with the hidden states that its tokens were sampled from, so the first
+        belongs to the token before them; rows may be longer."""
         ...
 
     def end(self, request_id: str) -> None:

@@ -141,10 +141,12 @@ class Listener(Oracle):
         self.features[request_id] = None if features_TD is None else features_TD.clone()
 
     def observe(
-        self, request_id: str, tokens: Sequence[int], features_PD: torch.Tensor | None
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: torch.Tensor | None,
     ) -> None:
-        if request_id in self.features and self.features[request_id] is None:
-            assert features_PD is not None
+        """Nothing is proposed."""
 
 
 def test_hidden_states_of_all_pieces_reach_the_proposer() -> None:

@@ -42,7 +42,7 @@ class Recorder(EagleProposer):
     """The tokens that waited, by how many drafts there were before."""
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        waiting = {name: [*row.tokens] for name, row in self._rows.items()}
+        waiting = {name: self._waiting_tokens(name) for name in self._rows}
         self.waiting[len(self.drafted)] = waiting
         trees = super().propose(batch, plan)
         for name, position, tree in zip(

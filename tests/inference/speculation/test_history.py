@@ -15,7 +15,7 @@ def drafts(proposer: HistoryProposer, name: str, count: int = 4) -> list[int]:
 
 def finished(proposer: HistoryProposer, name: str, response: Sequence[int]) -> None:
     proposer.begin(name, PROMPT, PROMPT)
-    proposer.observe(name, response)
+    proposer.observe([name], [response])
     proposer.end(name)
 
 
@@ -23,9 +23,9 @@ def test_a_request_repeats_itself() -> None:
     proposer = HistoryProposer()
     proposer.begin("a", PROMPT, PROMPT)
     assert drafts(proposer, "a") == []
-    proposer.observe("a", [7, 8, 9, 10, 11, 5, 7, 8])
+    proposer.observe(["a"], [[7, 8, 9, 10, 11, 5, 7, 8]])
     assert drafts(proposer, "a") == []
-    proposer.observe("a", [9])
+    proposer.observe(["a"], [[9]])
     assert drafts(proposer, "a") == [10, 11, 5, 7]
     assert drafts(proposer, "a", 2) == [10, 11]
 
@@ -57,7 +57,7 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
     for prompt in range(10):
         name = f"p{prompt}"
         proposer.begin(name, (prompt, 1, 2), (prompt, 1, 2))
-        proposer.observe(name, range(100, 110))
+        proposer.observe([name], [range(100, 110)])
         proposer.end(name)
         assert proposer.kept_tokens <= 40
     for prompt in range(10):

@@ -1,0 +1,101 @@
+"""Proposers of the lossless check: the real ones, counted, and a stand-in whose acceptance is set.
+
+Called by `lossless`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from torch import Tensor
+
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.types import GenerateRequest
+
+
+class LyingOracle:
+    """A proposer that knows responses, and lies at a set rate: no drafter, a test of what verifies.
+
+    Where a response goes another way than the one that is known (a weight update), it is wrong.
+    """
+
+    def __init__(
+        self, known: Mapping[str, Sequence[int]], *, vocab_size: int, lies: float, seed: int = 0
+    ) -> None:
+        """`known` responses by request id; each draft is another token with probability `lies`."""
+        self._known = known
+        self._vocab_size = vocab_size
+        self._lies = lies
+        self._rng = Random(seed)
+        self._done: dict[str, int] = {}
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._done[request_id] = len(context) - len(prompt)
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        drafts = []
+        for name in batch.request_ids:
+            start = self._done[name]
+            right = self._known[name][start : start + plan.steps]
+            drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
+        return batch.chains(drafts)
+
+    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
+        """See `Proposer`."""
+        self._done[request_id] += len(tokens)
+
+    def end(self, request_id: str) -> None:
+        """See `Proposer`."""
+        self._done.pop(request_id, None)
+
+
+class Counted:
+    """A proposer, and how many verifications it drafted for, those without an idea included."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self.begin = proposer.begin
+        self.observe = proposer.observe
+        self.end = proposer.end
+        self.verifications = 0
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        trees = self._proposer.propose(batch, plan)
+        self.verifications += len(trees)
+        return trees
+
+
+def history_of(
+    requests: Sequence[GenerateRequest],
+    known: Mapping[str, Sequence[int]],
+    *,
+    vocab_size: int,
+    lies: float,
+    seed: int = 0,
+) -> HistoryProposer:
+    """A history that remembers `known` responses to `requests`, a share `lies` of their tokens
+    replaced: past responses that agree with the present ones for a while."""
+    history, rng = HistoryProposer(), Random(seed)
+    for request in requests:
+        name = f"past {request.request_id}"
+        history.begin(name, request.prompt_ids, request.prompt_ids)
+        history.observe(name, with_lies(known[request.request_id], rng, lies, vocab_size))
+        history.end(name)
+    return history
+
+
+def with_lies(tokens: Sequence[int], rng: Random, lies: float, vocab_size: int) -> list[int]:
+    """`tokens`, each replaced by the one after it in the vocabulary with probability `lies`."""
+    return [(token + (rng.random() < lies)) % vocab_size for token in tokens]

@@ -1,0 +1,146 @@
+"""How many drafts in a row would be accepted: measured along responses that are known.
+
+The engine accepts a draft where it is the token that the policy itself chooses there, from its law
+and the noise of the position (`sampling.choose`). A response that the policy sampled consists of
+these very tokens. So a chain of drafts from any of its slots is compared with the tokens that
+follow, and as far as it agrees, each draft has been made after the same tokens as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
+from slipstream.models.draft_head import DraftHead
+from slipstream.sampling.choose import SamplingRows, choose
+from slipstream.sampling.noise import key_words
+from slipstream.types import NoiseKey, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A response with what decided its tokens: the noise of `key`, and `params`.
+
+    Its mask is 1 from the first token that the policy wrote to the end.
+    """
+
+    sequence: DraftSequence
+    key: NoiseKey
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """What an engine with a fixed number of drafts would have done over some responses.
+
+    `tokens` are those that verifications gave: all but the first of each response. `accepted`
+    counts drafts that brought another token, as `EngineStats` does: one that ends a response does
+    not.
+    """
+
+    verifications: int
+    drafted: int
+    accepted: int
+    tokens: int
+
+    @property
+    def tokens_per_verification(self) -> float:
+        """Accepted drafts and the policy's own token after them; 1 where nothing is accepted."""
+        return self.tokens / max(self.verifications, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """`lengths[i][s]`: right drafts in a row, at most `depth`, after token s of response i.
+
+    There is one number for each token of the response but the last.
+    """
+
+    depth: int
+    lengths: Sequence[Sequence[int]]
+
+    def at_depth(self, k: int) -> float:
+        """Share of chains, of those with k tokens to compare with, whose first k are right."""
+        long_enough = [n for row in self.lengths for n in row[: max(len(row) - k + 1, 0)]]
+        return sum(n >= k for n in long_enough) / max(len(long_enough), 1)
+
+    def walk(self, drafts: int) -> Walk:
+        """The responses decoded with `drafts` (at most `depth`) drafts a verification."""
+        verifications = accepted = tokens = 0
+        for row in self.lengths:
+            place = 0
+            while place < len(row):
+                gained = min(row[place], drafts, len(row) - place - 1) + 1
+                verifications += 1
+                accepted += gained - 1
+                tokens += gained
+                place += gained
+        return Walk(
+            verifications=verifications,
+            drafted=drafts * verifications,
+            accepted=accepted,
+            tokens=tokens,
+        )
+
+
+@torch.no_grad()
+def measure_acceptance(
+    head: DraftHead,
+    held_out: Sequence[HeldOut],
+    ends: PolicyEnds,
+    *,
+    depth: int,
+    batch_size: int = 32,
+) -> Acceptance:
+    """Draft `depth` tokens after every token of each response, and see how far they are right.
+
+    `ends` are those of the policy that wrote the responses; the head computes in their dtype.
+    """
+    packed = head.pack(ends.embedding_VD.dtype)
+    lengths: list[list[int]] = [[] for _ in held_out]
+    order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        batch = collate([held_out[i].sequence for i in part], ends)
+        ids = batch.tokens_BT
+        B, T = ids.shape[0], ids.shape[1] - 1
+        rows = _rows([held_out[i] for i in part], ids.device).repeated(T)
+        first = torch.arange(T, device=ids.device).expand(B, -1) + 2
+        going = torch.ones(B, T, dtype=torch.bool, device=ids.device)
+        right = torch.zeros(B, T, dtype=torch.int64, device=ids.device)
+        unrolled = packed.unroll(ids[:, 1:], batch.features_BTD[:, :-1], ends.embedding_VD, depth)
+        for k, predicted in enumerate(unrolled):
+            logits = ends.lm_head(predicted.flatten(0, 1)).float()
+            drafts = choose(logits, (first + k).flatten(), rows).tokens.view(B, T)
+            true, exists = _shifted(ids, 2 + k, T), _shifted(batch.loss_mask_BT, 2 + k, T)
+            going &= (drafts == true) & exists.bool()
+            right += going
+        for row, index in enumerate(part):
+            sequence = held_out[index].sequence
+            prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
+            lengths[index] = right[row, prompt - 1 : len(sequence.tokens) - 2].tolist()
+    return Acceptance(depth=depth, lengths=lengths)
+
+
+def _shifted(x_BT: Tensor, by: int, width: int) -> Tensor:
+    """Entry t is `x_BT[:, t + by]`, 0 past the end."""
+    out = x_BT.new_zeros(x_BT.shape[0], width)
+    kept = x_BT[:, by : by + width]
+    out[:, : kept.shape[1]] = kept
+    return out
+
+
+def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:
+    params = [h.params for h in held_out]
+    return SamplingRows.of(
+        [key_words(astuple(h.key)) for h in held_out],
+        temperatures=[p.temperature for p in params],
+        top_ks=[p.top_k for p in params],
+        top_ps=[p.top_p for p in params],
+        min_ps=[p.min_p for p in params],
+        device=device,
+    )

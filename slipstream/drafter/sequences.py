@@ -1,0 +1,135 @@
+"""Sequences that a draft head learns from, and how they become batches.
+
+Knows tokens and features, not where they come from. Shapes: T tokens, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.drafter.losses import DraftSamples
+from slipstream.errors import DataError
+from slipstream.models.decoder import Decoder, PackedDecoder
+from slipstream.models.linear import PackedLinear
+from slipstream.models.numerics import round_up
+from slipstream.training.packing import LENGTH_MULTIPLE, plan_micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSequence:
+    """Tokens, what the policy's final hidden states were over them, and which ones it wrote.
+
+    `features_TD` may lack the last token's row, as an engine that stops there does not compute it.
+    Raises DataError where lengths disagree.
+    """
+
+    tokens: Sequence[int]
+    features_TD: Tensor
+    loss_mask: Sequence[float]
+
+    def __post_init__(self) -> None:
+        T, rows = len(self.tokens), len(self.features_TD)
+        if len(self.loss_mask) != T or rows not in (T, T - 1):
+            raise DataError(
+                f"a sequence of {T} tokens has {rows} features and a loss mask of "
+                f"{len(self.loss_mask)}; it needs {T - 1} or {T} features and {T} mask entries"
+            )
+
+    @property
+    def slots(self) -> int:
+        """Tokens that can be drafted: the policy wrote them, and a slot comes two before."""
+        return sum(map(bool, self.loss_mask[2:]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyEnds:
+    """The policy's embedding and LM head, which a draft head works between."""
+
+    embedding_VD: Tensor
+    lm_head: PackedLinear
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, policy: Decoder, dtype: torch.dtype) -> PolicyEnds:
+        """A copy, which stays what it is while the policy goes on learning."""
+        head = policy.lm_head_weight.detach().to(dtype, copy=True)
+        embedding = policy.model.embed_tokens.weight.detach().to(dtype, copy=True)
+        return cls(embedding_VD=embedding, lm_head=PackedLinear.of(head))
+
+
+def collate(sequences: Sequence[DraftSequence], ends: PolicyEnds) -> DraftSamples:
+    """One batch, padded on the right, on the device and in the dtype of `ends`."""
+    longest = max(len(s.tokens) for s in sequences)
+    # One more than a multiple of four: the last token has no slot.
+    width = round_up(longest - 1, LENGTH_MULTIPLE) + 1
+    like = ends.embedding_VD
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), width)
+    features = like.new_zeros(len(sequences), width, like.shape[1])
+    for b, sequence in enumerate(sequences):
+        T = len(sequence.tokens)
+        ids[b, :T] = torch.tensor(sequence.tokens)
+        mask[b, :T] = torch.tensor(sequence.loss_mask)
+        features[b, : len(sequence.features_TD)] = sequence.features_TD
+    return DraftSamples(
+        tokens_BT=ids.to(like.device),
+        features_BTD=features,
+        loss_mask_BT=mask.to(like.device),
+        embedding_VD=like,
+        lm_head=ends.lm_head,
+    )
+
+
+def length_buckets(lengths: Sequence[int], batch_size: int, key: str) -> list[list[int]]:
+    """One pass over sequences in batches of similar length, in an order that `key` shuffles.
+
+    A last batch may be smaller. Which sequences of equal length meet is shuffled, too.
+    """
+    draw = random.Random(key)
+    order = list(range(len(lengths)))
+    draw.shuffle(order)
+    order.sort(key=lambda index: lengths[index])
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    draw.shuffle(batches)
+    return batches
+
+
+def passes(
+    sequences: Sequence[DraftSequence], batch_size: int, key: str
+) -> Iterator[list[DraftSequence]]:
+    """Batches without end, pass after pass, each in an order of its own."""
+    lengths = [len(s.tokens) for s in sequences]
+    number = 0
+    while True:
+        for batch in length_buckets(lengths, batch_size, f"{key}/{number}"):
+            yield [sequences[index] for index in batch]
+        number += 1
+
+
+@torch.no_grad()
+def policy_features(
+    policy: PackedDecoder, texts: Sequence[Sequence[int]], *, max_tokens: int = 8192
+) -> list[Tensor]:
+    """The policy's final hidden states over each text, (T, D), by its forward pass.
+
+    At most `max_tokens` padded tokens go through at once. Raises DataError for a text of more.
+    """
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    device = policy.embedding.device
+    lengths = {index: len(text) for index, text in enumerate(texts)}
+    for indices in plan_micro_batches(lengths, max_tokens=max_tokens):
+        width = round_up(max(lengths[i] for i in indices), LENGTH_MULTIPLE)
+        ids = torch.zeros(len(indices), width, dtype=torch.int64)
+        for row, index in enumerate(indices):
+            ids[row, : lengths[index]] = torch.tensor(texts[index])
+        positions = torch.arange(width, device=device)
+        positions = positions.clamp(max=policy.config.max_position_embeddings - 1)
+        final = policy.forward(ids.to(device), positions.expand(len(indices), -1)).final
+        for row, index in enumerate(indices):
+            found[index] = final[row, : lengths[index]].clone()
+    return found

@@ -1,0 +1,84 @@
+"""The training loop of a draft head: rounds of responses, and training steps on each.
+
+A pure loop over what it is given; it does not know where responses come from or what is done with
+the head (`loops.draft_phase` does).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.drafter.sequences import PolicyEnds, passes
+from slipstream.drafter.trainer import DraftTrainer, Metrics
+from slipstream.errors import check_at_least_one
+from slipstream.loops.draft_data import SequenceSource
+from slipstream.loops.stages import REMEDY, Stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLoopSettings:
+    """`total_steps` training steps on `batch_size` sequences each, `steps_per_round` on the
+    sequences of one round; `seed` orders these. Raises ConfigError for counts below 1."""
+
+    total_steps: int
+    steps_per_round: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "total_steps", "steps_per_round", "batch_size", where="draft: ")
+
+
+def train_draft_head(
+    trainer: DraftTrainer,
+    source: SequenceSource,
+    ends: PolicyEnds,
+    settings: DraftLoopSettings,
+    *,
+    stages: Stages | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    after_step: Callable[[int, Metrics], None] | None = None,
+    after_round: Callable[[Mapping[str, Any], bool], None] | None = None,
+) -> bool:
+    """Train until `total_steps`; False where `stop` has ended it before.
+
+    Goes on at the trainer's step; `source` must be where it was before the round of that step.
+    `after_round` gets the position of `source` to go on from and whether the loop ends; where a
+    round was stopped half-way, it is the position before it, and a continued training makes the
+    round again and passes over the steps that are done. Blocks; works on the caller's
+    thread. Either half of a round that never ends is `stages`' matter.
+    """
+    stages = stages or Stages()
+    while trainer.step < settings.total_steps:
+        number, done = divmod(trainer.step, settings.steps_per_round)
+        position = source.state_dict()
+        with stages.last_resort(_late("responses to train on"), stages.timeout_s):
+            sequences = source.next_round(stop)
+        if sequences is None:
+            if after_round is not None:
+                after_round(position, True)
+            return False
+        batches = passes(sequences, settings.batch_size, f"draft/{settings.seed}/{number}")
+        end = min((number + 1) * settings.steps_per_round, settings.total_steps)
+        with stages.last_resort(_late("training on them"), stages.timeout_s):
+            trainer.train(
+                itertools.islice(batches, done, None),
+                ends,
+                steps=end - trainer.step,
+                stop=stop,
+                after_step=after_step,
+            )
+        stopped = trainer.step < end
+        if after_round is not None:
+            last = stopped or end == settings.total_steps
+            after_round(position if stopped else source.state_dict(), last)
+        if stopped:
+            return False
+    return True
+
+
+def _late(what: str) -> str:
+    return f"draft: {what}: a round was not done before trainer.stage_timeout_s; {REMEDY}"

@@ -1,0 +1,271 @@
+"""Rounds of sequences for a draft head: fresh responses of the policy, or recorded ones.
+
+A round is a function of the policy, the settings and a position that can be restored, so that a
+resumed training sees the very batches it would have seen. Works on the compute thread. Made by
+`loops.draft`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.drafter.acceptance import HeldOut
+from slipstream.drafter.sequences import DraftSequence, policy_features
+from slipstream.errors import DataError, EngineError
+from slipstream.inference.engine import Engine
+from slipstream.models.decoder import PackedDecoder
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    NoiseKey,
+    Prompt,
+    SamplingParams,
+    StopReason,
+)
+
+State = dict[str, Any]
+Stop = Callable[[], bool]
+
+
+class SequenceSource(Protocol):
+    """Rounds without end, with an exact position."""
+
+    def next_round(self, stop: Stop) -> list[DraftSequence] | None:
+        """The sequences of one round; None where `stop` has become true, and the position is then
+        no longer meant to be used."""
+        ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class PromptSource(Protocol):
+    """Where prompts come from (`environment.DataBuffer`)."""
+
+    def get_prompts(self, n: int) -> list[Prompt]: ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Responder:
+    """A policy that answers: an engine with its weights, and the same weights for the features of
+    prompts, which the engine does not hand over."""
+
+    engine: Engine
+    policy: PackedDecoder
+    params: SamplingParams
+    seed: int
+
+    def respond(
+        self, prompts: Sequence[Prompt], namespace: str, stop: Stop = lambda: False
+    ) -> list[HeldOut] | None:
+        """One response to each prompt, with features; None where `stop` became true.
+
+        Raises EngineError where a response fails.
+        """
+        requests = [
+            GenerateRequest(
+                request_id=f"{namespace}/{index}",
+                prompt_ids=tuple(prompt.ids),
+                params=self.params,
+                key=NoiseKey(
+                    seed=self.seed, namespace=namespace, epoch=prompt.epoch, uid=prompt.uid
+                ),
+                return_hidden_states=True,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        for request in requests:
+            self.engine.add(request)
+        done: dict[str, Generation] = {}
+        while self.engine.has_work():
+            if stop():
+                self.engine.abort()
+                return None
+            done.update((g.request_id, g) for g in self.engine.step())
+        before = policy_features(self.policy, [prompt.ids for prompt in prompts])
+        answers = []
+        for request, features in zip(requests, before, strict=True):
+            answer = done[request.request_id]
+            if answer.stop_reason is StopReason.ERROR or answer.hidden_states is None:
+                raise EngineError(f"a response to train the draft head on failed: {answer.error}")
+            # Row i of the engine's predicted token i, so its first one is that of the prompt's end.
+            prompt_length = len(request.prompt_ids)
+            sequence = DraftSequence(
+                tokens=[*request.prompt_ids, *answer.token_ids],
+                features_TD=torch.cat([features[:-1], answer.hidden_states]),
+                loss_mask=[0.0] * prompt_length + [1.0] * len(answer.token_ids),
+            )
+            answers.append(HeldOut(sequence=sequence, key=request.key, params=self.params))
+        return answers
+
+
+class FreshResponses:
+    """`SequenceSource` that lets the policy answer the next prompts in every round."""
+
+    def __init__(
+        self, responder: Responder, prompts: PromptSource, *, samples: int, max_length: int
+    ) -> None:
+        self._responder = responder
+        self._prompts = prompts
+        self._samples = samples
+        self._max_length = max_length
+
+    def next_round(self, stop: Stop) -> list[DraftSequence] | None:
+        """See `SequenceSource`."""
+        answers = self._responder.respond(self._prompts.get_prompts(self._samples), "draft", stop)
+        if answers is None:
+            return None
+        return usable([answer.sequence for answer in answers], self._max_length)
+
+    def state_dict(self) -> State:
+        return {"prompts": self._prompts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state["prompts"])
+
+
+class RecordedResponses:
+    """`SequenceSource` over rollouts that a run has recorded; features are computed again, by the
+    policy as it is now. Rounds follow a shuffled order, pass after pass."""
+
+    def __init__(
+        self,
+        policy: PackedDecoder,
+        records: Sequence[tuple[list[int], list[int]]],
+        *,
+        samples: int,
+        max_length: int,
+        seed: int,
+    ) -> None:
+        """`records` are prompts and responses, as ids."""
+        self._policy = policy
+        self._records = records
+        self._samples = samples
+        self._max_length = max_length
+        self._seed = seed
+        self._taken = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next_round(self, stop: Stop) -> list[DraftSequence] | None:
+        """See `SequenceSource`."""
+        chosen = [self._record(self._taken + i) for i in range(self._samples)]
+        self._taken += self._samples
+        if stop():
+            return None
+        texts = [[*prompt, *response][: self._max_length] for prompt, response in chosen]
+        features = policy_features(self._policy, texts, max_tokens=max(8192, self._max_length + 16))
+        return usable(
+            [
+                DraftSequence(
+                    tokens=text,
+                    features_TD=states,
+                    loss_mask=[float(i >= len(prompt)) for i in range(len(text))],
+                )
+                for text, states, (prompt, _) in zip(texts, features, chosen, strict=True)
+            ],
+            self._max_length,
+        )
+
+    def state_dict(self) -> State:
+        return {"taken": self._taken, "count": len(self._records)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["count"] != len(self._records):
+            raise DataError(
+                f"the checkpoint was made with {state['count']} recorded rollouts, now there are "
+                f"{len(self._records)}; resume with the same speculative.draft.rollout_files"
+            )
+        self._taken = int(state["taken"])
+
+    def _record(self, number: int) -> tuple[list[int], list[int]]:
+        epoch, place = divmod(number, len(self._records))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._records)))
+            random.Random(f"draft/{self._seed}/{epoch}").shuffle(self._order)
+        return self._records[self._order[place]]
+
+
+def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSequence]:
+    """The sequences that have something to draft, cut to `max_length` tokens.
+
+    Raises DataError where there is none.
+    """
+    cut = [
+        s
+        if len(s.tokens) <= max_length
+        else replace(
+            s,
+            tokens=s.tokens[:max_length],
+            features_TD=s.features_TD[:max_length],
+            loss_mask=s.loss_mask[:max_length],
+        )
+        for s in sequences
+    ]
+    kept = [s for s in cut if s.slots]
+    if not kept:
+        raise DataError(
+            f"none of {len(sequences)} responses has a token to draft within the first "
+            f"{max_length}: they have fewer than two tokens, or speculative.train.max_seq_len="
+            f"{max_length} ends in the prompts; raise it, or look at the policy's responses"
+        )
+    return kept
+
+
+def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response ids of recorded rollouts; failed samples are left out.
+
+    `patterns` are files or glob patterns. Raises DataError naming file and line.
+    """
+    found: list[tuple[list[int], list[int]]] = []
+    for pattern in patterns:
+        files = sorted(glob.glob(pattern, recursive=True))
+        if not files:
+            raise DataError(
+                f"speculative.draft.rollout_files={pattern} is no file; give a run's "
+                "rollouts/N.jsonl, or a pattern such as 'runs/mine/rollouts/*.jsonl'"
+            )
+        for file in files:
+            for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+                record = _record(line, f"{file}, line {number}", vocab_size)
+                if record is not None:
+                    found.append(record)
+    if not found:
+        raise DataError(
+            f"speculative.draft.rollout_files={','.join(patterns)} hold no response; give others"
+        )
+    return found
+
+
+def _record(line: str, where: str, vocab_size: int) -> tuple[list[int], list[int]] | None:
+    try:
+        raw = json.loads(line)
+        if raw["status"] == "failed" or not raw["response_ids"]:
+            return None
+        prompt, response = raw["prompt_ids"], raw["response_ids"]
+        fits = all(type(i) is int and 0 <= i < vocab_size for i in [*prompt, *response])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{where}: not a recorded rollout with prompt_ids and response_ids ({error!r}); "
+            "record rollouts with this version of slipstream, or set "
+            "speculative.draft.rollout_files=null"
+        ) from error
+    if not prompt or not fits:
+        raise DataError(
+            f"{where}: the ids are none of this policy's vocabulary of {vocab_size}, or the prompt "
+            "is empty; give rollouts of this policy"
+        )
+    return prompt, response

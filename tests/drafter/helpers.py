@@ -1,0 +1,69 @@
+"""Responses of a tiny policy, with the features that its engine hands over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slipstream.drafter.acceptance import HeldOut
+from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_features
+from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
+from slipstream.models import Decoder
+from slipstream.models.draft_head import DraftHead
+from slipstream.training.optim import OptimSettings
+from slipstream.types import GenerateRequest
+from tests.inference.helpers import make_engine, make_request, random_prompt
+
+
+def new_head(decoder: Decoder, seed: int = 1) -> DraftHead:
+    head = DraftHead(decoder.config)
+    head.init_weights(seed)
+    return head
+
+
+def requests(count: int, *, seed: int = 0, **settings: Any) -> list[GenerateRequest]:
+    rng = random.Random(seed)
+    return [
+        make_request(
+            f"{seed}/{i}",
+            random_prompt(rng, rng.randrange(1, 12)),
+            max_tokens=rng.randrange(2, 24),
+            hidden=True,
+            **settings,
+        )
+        for i in range(count)
+    ]
+
+
+def responses(decoder: Decoder, asked: Sequence[GenerateRequest]) -> list[HeldOut]:
+    done = make_engine(decoder).run(asked)
+    with torch.no_grad():
+        policy = decoder.pack(torch.float32)
+    before = policy_features(policy, [r.prompt_ids for r in asked])
+    found = []
+    for request, answer, features in zip(asked, done, before, strict=True):
+        assert answer.hidden_states is not None
+        sequence = DraftSequence(
+            tokens=[*request.prompt_ids, *answer.token_ids],
+            features_TD=torch.cat([features[:-1], answer.hidden_states]),
+            loss_mask=[0.0] * len(request.prompt_ids) + [1.0] * len(answer.token_ids),
+        )
+        found.append(HeldOut(sequence=sequence, key=request.key, params=request.params))
+    return found
+
+
+def sequences(decoder: Decoder, count: int, *, seed: int = 0) -> list[DraftSequence]:
+    found = [r.sequence for r in responses(decoder, requests(count, seed=seed))]
+    return [s for s in found if s.slots]
+
+
+def ends_of(decoder: Decoder) -> PolicyEnds:
+    return PolicyEnds.of(decoder, torch.float32)
+
+
+def trainer(head: DraftHead, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
+    optim = settings.pop("optim", OptimSettings(lr=lr, weight_decay=0.0, warmup_steps=2))
+    return DraftTrainer(head, DraftTrainSettings(optim=optim, **settings))

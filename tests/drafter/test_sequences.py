@@ -1,0 +1,94 @@
+"""Batches of sequences: padding, buckets, features, and a copy of the policy's ends."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from slipstream.drafter.sequences import (
+    DraftSequence,
+    PolicyEnds,
+    collate,
+    length_buckets,
+    passes,
+    policy_features,
+)
+from slipstream.errors import DataError
+from tests.drafter.helpers import ends_of, requests, responses
+from tests.inference.helpers import make_decoder, shared_decoder
+
+
+def sequence(length: int, *, rows: int | None = None, start: int = 1) -> DraftSequence:
+    return DraftSequence(
+        tokens=list(range(3, 3 + length)),
+        features_TD=torch.full((length if rows is None else rows, 32), 2.0),
+        loss_mask=[0.0] * start + [1.0] * (length - start),
+    )
+
+
+def test_lengths_that_disagree_are_refused() -> None:
+    with pytest.raises(DataError, match="5 tokens has 3 features"):
+        sequence(5, rows=3)
+    with pytest.raises(DataError, match="a loss mask of 1"):
+        DraftSequence(tokens=[1, 2], features_TD=torch.zeros(2, 4), loss_mask=[1.0])
+
+
+def test_slots_are_counted_from_the_third_token_on() -> None:
+    assert [sequence(n).slots for n in (2, 3, 7)] == [0, 1, 5]
+    assert sequence(7, start=4).slots == 3
+
+
+def test_a_batch_is_padded_on_the_right() -> None:
+    batch = collate([sequence(5, rows=4), sequence(18)], ends_of(shared_decoder()))
+    assert batch.tokens_BT.shape == (2, 33)
+    assert batch.tokens_BT[0].tolist() == [3, 4, 5, 6, 7] + [0] * 28
+    assert batch.loss_mask_BT[0].tolist() == [0.0] + [1.0] * 4 + [0.0] * 28
+    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 29
+
+
+def test_buckets_hold_each_sequence_once_and_similar_lengths() -> None:
+    lengths = [(7 * i) % 50 + 3 for i in range(45)]
+    batches = length_buckets(lengths, 8, "a")
+    assert sorted(itertools.chain(*batches)) == list(range(45))
+    assert sorted(map(len, batches)) == [5, 8, 8, 8, 8, 8]
+    spread = [max(lengths[i] for i in b) - min(lengths[i] for i in b) for b in batches]
+    assert max(spread) <= 12
+    assert length_buckets(lengths, 8, "a") == batches
+    assert length_buckets(lengths, 8, "b") != batches
+
+
+def test_passes_go_on_with_another_order() -> None:
+    made = [sequence(n) for n in (3, 4, 5, 6)]
+    numbers = [len(s.tokens) for b in itertools.islice(passes(made, 1, "x"), 12) for s in b]
+    assert [sorted(numbers[i : i + 4]) for i in (0, 4, 8)] == [[3, 4, 5, 6]] * 3
+    assert len({tuple(numbers[i : i + 4]) for i in (0, 4, 8)}) > 1
+
+
+def test_features_of_the_forward_pass_are_those_of_the_engine() -> None:
+    decoder = shared_decoder()
+    made = responses(decoder, requests(9, seed=2))
+    with torch.no_grad():
+        policy = decoder.pack(torch.float32)
+    found = policy_features(policy, [h.sequence.tokens for h in made], max_tokens=96)
+    for held_out, features in zip(made, found, strict=True):
+        assert torch.equal(features[:-1], held_out.sequence.features_TD)
+
+
+def test_a_text_beyond_the_limit_is_refused() -> None:
+    with torch.no_grad():
+        policy = shared_decoder().pack(torch.float32)
+    with pytest.raises(DataError, match="budget of 16"):
+        policy_features(policy, [[1] * 17], max_tokens=16)
+
+
+def test_the_ends_stay_while_the_policy_learns() -> None:
+    decoder = make_decoder()
+    ends = PolicyEnds.of(decoder, torch.float32)
+    embedding, head = ends.embedding_VD.clone(), ends.lm_head.weight.clone()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(ends.embedding_VD, embedding)
+    assert torch.equal(ends.lm_head.weight, head)

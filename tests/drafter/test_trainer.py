@@ -1,0 +1,180 @@
+"""The trainer of a draft head: it learns, stops at once, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from slipstream.drafter.acceptance import measure_acceptance
+from slipstream.drafter.losses import eagle_loss
+from slipstream.drafter.sequences import DraftSequence, collate, passes
+from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
+from slipstream.errors import CheckpointError, ConfigError, TrainingError
+from slipstream.metrics.names import check_names
+from slipstream.models.draft_head import DraftHead
+from slipstream.training.optim import OptimSettings
+from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
+from tests.inference.helpers import shared_decoder
+
+
+def same(one: DraftHead, other: DraftHead) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_training_makes_more_drafts_right() -> None:
+    decoder = shared_decoder()
+    head, ends = new_head(decoder), ends_of(decoder)
+    held_out = responses(decoder, requests(40, seed=8))
+    torch.nn.init.zeros_(head.fc.weight)
+    before = measure_acceptance(head, held_out, ends, depth=2)
+    made = trainer(head, lr=1e-2)
+    history = made.train(passes(sequences(decoder, 64), 16, "learn"), ends, steps=40)
+    after = measure_acceptance(head, held_out, ends, depth=2)
+    assert made.step == len(history) == 40
+    check_names(history[0])
+    assert history[-1]["draft/loss"] < 0.8 * history[0]["draft/loss"]
+    assert before.at_depth(1) < 0.3 < after.at_depth(1) - 0.2
+    assert after.at_depth(2) > before.at_depth(2) + 0.1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_resumed_training_gives_the_same_head(name: str) -> None:
+    decoder = shared_decoder()
+    ends, data = ends_of(decoder), sequences(decoder, 24)
+    optim = OptimSettings(
+        lr=1e-3,
+        optimizer=name,  # type: ignore[arg-type]
+        muon_lr=0.02 if name == "Muon" else None,
+        warmup_steps=2,
+        schedule="linear",
+        total_steps=7,
+    )
+    whole = trainer(new_head(decoder), optim=optim, feature_noise=0.3)
+    whole.train(passes(data, 8, "r"), ends, steps=7)
+    first = trainer(new_head(decoder), optim=optim, feature_noise=0.3)
+    first.train(passes(data, 8, "r"), ends, steps=3)
+    second = trainer(new_head(decoder, seed=2), optim=optim, feature_noise=0.3)
+    second.head.load_state_dict(first.head.state_dict())
+    second.load_state_dict(first.state_dict())
+    second.train(itertools.islice(passes(data, 8, "r"), 3, None), ends, steps=4)
+    assert second.step == 7
+    assert same(second.head, whole.head)
+    assert not same(first.head, whole.head)
+
+
+def test_a_slice_ends_before_the_next_batch_is_taken() -> None:
+    decoder = shared_decoder()
+    made = trainer(new_head(decoder))
+    taken: list[int] = []
+    seen: list[int] = []
+
+    def batches() -> itertools.count[int]:
+        return itertools.count()
+
+    def source() -> object:
+        for number, batch in zip(batches(), passes(sequences(decoder, 8), 4, "s"), strict=False):
+            taken.append(number)
+            yield batch
+
+    def note(step: int, metrics: Metrics) -> None:
+        seen.append(step)
+
+    history = made.train(
+        source(),  # type: ignore[arg-type]
+        ends_of(decoder),
+        stop=lambda: len(seen) == 3,
+        after_step=note,
+    )
+    assert (len(history), made.step, seen, taken) == (3, 3, [1, 2, 3], [0, 1, 2])
+    assert made.train([], ends_of(decoder), steps=5) == []
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    decoder = shared_decoder()
+    optim = OptimSettings(lr=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    made = trainer(new_head(decoder), optim=optim, grad_clip=1e-6)
+    history = made.train(passes(sequences(decoder, 8), 4, "l"), ends_of(decoder), steps=6)
+    assert [m["draft/lr"] for m in history] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_the_gradient_is_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    ends, data = ends_of(decoder), sequences(decoder, 8)
+    norms: list[float] = []
+    for clip in (None, 1e-3):
+        made = trainer(new_head(decoder), grad_clip=clip)
+
+        def step(number: int, made: DraftTrainer = made) -> None:
+            grads = [p.grad for p in made.head.parameters() if p.grad is not None]
+            norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
+
+        monkeypatch.setattr(made._optimizer, "step", step)
+        (metrics,) = made.train([data], ends)
+        norms.append(metrics["draft/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[2] == pytest.approx(1e-3, rel=1e-2)
+    assert norms[3] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
+    decoder = shared_decoder()
+    made, clean = trainer(new_head(decoder)), new_head(decoder)
+    good = sequences(decoder, 4)
+    bad = DraftSequence(
+        tokens=good[0].tokens,
+        features_TD=torch.full_like(good[0].features_TD, float("nan")),
+        loss_mask=good[0].loss_mask,
+    )
+    with pytest.raises(TrainingError, match=r"step 1: loss nan .* lower speculative\.train"):
+        made.train([[bad]], ends_of(decoder))
+    assert made.step == 0
+    assert same(made.head, clean)
+
+
+def test_the_state_of_another_head_is_refused() -> None:
+    decoder = shared_decoder()
+    made = trainer(new_head(decoder))
+    made.train([sequences(decoder, 4)], ends_of(decoder))
+    state = made.state_dict()
+    del state["optimizer"]["adamw"]["fc.weight"]
+    with pytest.raises(CheckpointError, match=r"disagree about parameter 'fc\.weight'"):
+        trainer(new_head(decoder)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        trainer(new_head(decoder)).load_state_dict({"step": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 0}, "depth=0 must be at least 1"),
+        ({"soft_weight": -1.0}, "soft_weight=-1.0 must be a finite number"),
+        ({"soft_weight": 0.0, "value_weight": 0.0}, "leave nothing to learn"),
+        ({"grad_clip": 0.0}, "grad_clip=0.0 must be > 0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DraftTrainSettings(optim=OptimSettings(lr=1.0), **settings)  # type: ignore[arg-type]
+
+
+def test_noise_is_on_what_is_given_and_not_on_what_is_wanted() -> None:
+    decoder = shared_decoder()
+    made = trainer(new_head(decoder), feature_noise=0.5)
+    batch = collate(sequences(decoder, 4), ends_of(decoder))
+    noise = made._noise(batch)
+    assert noise is not None
+    assert 0.24 < float(noise.max()) <= 0.25
+    assert -0.25 <= float(noise.min()) < -0.24
+    packed = made.head.pack(torch.float32)
+    plain, noisy = eagle_loss(packed, batch), eagle_loss(packed, batch, noise_BTD=noise)
+    assert float(noisy.value) > float(plain.value)
+    again = made._noise(batch)
+    made.step += 1
+    later = made._noise(batch)
+    assert again is not None
+    assert later is not None
+    assert torch.equal(noise, again)
+    assert not torch.equal(noise, later)

@@ -1,0 +1,183 @@
+"""Choosing by measurement: on simulated machines whose best plan is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import (
+    AcceptanceCurve,
+    CostModelSelector,
+    PredefinedSelector,
+    StepRecord,
+    StrategySelector,
+    bucket_of,
+)
+
+PLANS = [DraftPlan.chain(n) for n in (1, 2, 3, 4, 6)]
+Cost = Callable[[int, int], float]
+"""Seconds of a step by running requests and drafts."""
+
+
+def cpu(running: int, drafts: int) -> float:
+    """About what two cores take: rows cost, and each draft costs a little more."""
+    return 4.0 + 0.2 * running * (drafts + 1) + (0.5 + 0.35 * drafts if drafts else 0.0)
+
+
+def simulate(
+    selector: StrategySelector,
+    sizes: list[int],
+    *,
+    acceptance: Callable[[int], float] = lambda step: 0.7,
+    cost: Cost = cpu,
+    noise: float = 0.05,
+    seed: int = 0,
+) -> tuple[float, float, list[DraftPlan]]:
+    """Of steps of the given batch sizes: (seconds, those of plain decoding for as many tokens,
+    plans)."""
+    rng = random.Random(seed)
+    seconds = plain = 0.0
+    plans, before = [], OFF
+    for step, running in enumerate(sizes):
+        plan = selector.select(running)
+        took = cost(running, plan.steps) * (1 + noise * rng.gauss(0, 1))
+        if rng.random() < 0.01:
+            took *= 5  # something else ran
+        drafted = [plan.steps] * running if plan.steps else []
+        accepted = []
+        for drafts in drafted:
+            right = 0
+            while right < drafts and rng.random() < acceptance(step):
+                right += 1
+            accepted.append(right)
+        steady = not (plan != OFF and before == OFF)
+        record = StepRecord(
+            running=running,
+            plan=plan,
+            seconds=took,
+            drafted=drafted,
+            accepted=accepted,
+            steady=steady,
+        )
+        selector.record(record)
+        seconds += cost(running, plan.steps)
+        plain += cost(running, 0) * (1 + sum(accepted) / running)
+        plans.append(plan)
+        before = plan
+    return seconds, plain, plans
+
+
+def expected_rate(running: int, drafts: int, p: float, cost: Cost = cpu) -> float:
+    return running * sum(p**depth for depth in range(drafts + 1)) / cost(running, drafts)
+
+
+def made(running: int, plan: DraftPlan, p: float = 0.7) -> float:
+    """Tokens per request of a step."""
+    return expected_rate(running, plan.steps, p) * cpu(running, plan.steps) / running
+
+
+def best_rate(running: int, p: float, cost: Cost = cpu) -> float:
+    return max(expected_rate(running, plan.steps, p, cost) for plan in [OFF, *PLANS])
+
+
+@pytest.mark.parametrize("running", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.85])
+def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: float) -> None:
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [running] * 60, acceptance=lambda _: p)
+    _, _, plans = simulate(selector, [running] * 400, acceptance=lambda _: p, seed=1)
+    # What the chosen plans yield on average, without the luck of the draw.
+    seconds = sum(cpu(running, plan.steps) for plan in plans)
+    rate = (
+        sum(expected_rate(running, plan.steps, p) * cpu(running, plan.steps) for plan in plans)
+        / seconds
+    )
+    assert rate > 0.95 * best_rate(running, p)
+
+
+def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail() -> None:
+    sizes = [64 - i // 4 for i in range(240)] + [4] * 100 + [2] * 100 + [1] * 200
+    selector = CostModelSelector(PLANS)
+    for seed in range(3):
+        seconds, plain, plans = simulate(selector, sizes, seed=seed)
+        oracle = sum(
+            n / best_rate(n, 0.7) * made(n, plan) for n, plan in zip(sizes, plans, strict=True)
+        )
+        assert seconds < 1.05 * oracle
+        assert plain / seconds > 1.2
+    assert set(plans[:20]) == {OFF}
+    assert OFF not in plans[-150:]
+    # With nothing to gain, exploring costs little.
+    useless = CostModelSelector(PLANS)
+    seconds, plain, _ = simulate(useless, sizes * 3, acceptance=lambda _: 0.0)
+    assert plain / seconds > 0.98
+
+
+def test_follows_a_policy_that_drifts() -> None:
+    selector = CostModelSelector(PLANS)
+
+    def acceptance(step: int) -> float:
+        return 0.85 if step < 1500 or step >= 3000 else 0.02
+
+    _, _, plans = simulate(selector, [2] * 4500, acceptance=acceptance)
+    assert all(plan.steps >= 4 for plan in plans[1300:1500])
+    assert sum(plan == OFF for plan in plans[2000:3000]) > 950
+    assert all(plan.steps >= 4 for plan in plans[4200:])
+
+
+def test_a_choice_is_kept_where_little_would_be_gained() -> None:
+    def flat(running: int, drafts: int) -> float:
+        return sum(0.7**depth for depth in range(drafts + 1))
+
+    selector = CostModelSelector(PLANS)
+    _, _, plans = simulate(selector, [3] * 2000, cost=flat, noise=0.02)
+    switches = sum(a != b for a, b in pairwise(plans[200:]))
+    assert switches < 40
+
+
+def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_before() -> None:
+    selector = CostModelSelector(PLANS, refresh_steps=10**9)
+    count = 0
+
+    def slowing(running: int, drafts: int) -> float:
+        nonlocal count
+        count += 1
+        return cpu(running, drafts) * (1 + count / 500)
+
+    _, _, plans = simulate(selector, [1] * 1500, cost=slowing)
+    assert all(plan.steps >= 2 for plan in plans[-500:])
+
+
+def test_beyond_the_threshold_nothing_is_drafted() -> None:
+    selector = CostModelSelector(PLANS, bs_threshold=8)
+    _, _, plans = simulate(selector, [9, 64] * 50)
+    assert set(plans) == {OFF}
+    fixed = PredefinedSelector(DraftPlan.chain(2), bs_threshold=8)
+    assert (fixed.select(8), fixed.select(9)) == (DraftPlan.chain(2), OFF)
+
+
+def test_the_curve_is_per_depth_and_extends_beyond_what_was_tried() -> None:
+    curve = AcceptanceCurve(fade=1.0, guess_weight=1e-9)
+    for _ in range(10):
+        curve.record([2, 2, 2, 2], [0, 1, 2, 2])
+    assert curve.rate(0) == pytest.approx(3 / 4)
+    assert curve.rate(1) == pytest.approx(2 / 3)
+    assert curve.rate(5) == pytest.approx(2 / 3)
+    assert curve.expected(2) == pytest.approx(3 / 4 + 1 / 2)
+
+
+def test_batch_sizes_are_measured_together_in_ever_coarser_buckets() -> None:
+    sizes = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33, 64, 65]
+    assert [bucket_of(n) for n in sizes] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 16, 24, 48, 64, 96]
+
+
+def test_plans_must_be_chains() -> None:
+    with pytest.raises(ConfigError, match="at least one draft plan, all chains; got 8_4_32"):
+        CostModelSelector([DraftPlan(8, 4, 32)])
+    with pytest.raises(ConfigError, match="got none"):
+        CostModelSelector([])
