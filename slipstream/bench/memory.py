@@ -65,7 +65,16 @@ def _measure(
 def peak_rss() -> int:
     """Peak resident bytes of this process."""
     if _STATUS.exists():
-        line = next(x for x in _STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+        return _status("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process now (Linux)."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024

@@ -33,7 +33,10 @@ CONFIG_FILE = "config.yaml"
 
 RESUMABLE_KEYS = frozenset(
     {
+        "actor_rollout_ref.rollout.enable_prefix_caching",
+        "actor_rollout_ref.rollout.gpu_memory_utilization",
         "actor_rollout_ref.rollout.kv_cache_bytes",
+        "actor_rollout_ref.rollout.max_num_batched_tokens",
         "actor_rollout_ref.rollout.max_num_seqs",
         "actor_rollout_ref.rollout.timeout_s",
         "reward_model.num_workers",

@@ -7,7 +7,7 @@ in `schema`, which is what other modules import.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from slipstream.config.fields import (
     CountOrOff,
@@ -16,6 +16,7 @@ from slipstream.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Range,
 )
 
 LossAggMode = Literal[
@@ -234,7 +235,16 @@ class RolloutConfig:
     max_num_seqs: PositiveInt = 256
     """Responses that decode together."""
     kv_cache_bytes: PositiveInt | None = None
-    """Memory for keys and values of the embedded engine; null: 4 GiB. More responses wait."""
+    """Memory for keys and values of the embedded engine; null: a share of what is free. Responses
+    beyond it wait."""
+    gpu_memory_utilization: Fraction = 0.5
+    """That share, also on CPUs: of the memory that is free when the embedded engine is made."""
+    max_num_batched_tokens: Annotated[int, Range(low=4)] = 8192
+    """Tokens of one prefill of the embedded engine; a longer context is prefilled in pieces, with
+    decode steps of running responses in between."""
+    enable_prefix_caching: bool = False
+    """Keep keys and values of ended responses, where the budget has room and until the next weight
+    update, for prompts that begin as theirs did: conversations of several turns."""
     max_model_len: PositiveInt | None = None
     """Longest sequence, prompt and response; null: the sum of the two length limits of `data`."""
     over_sample_rate: NonNegativeFloat = 0.0

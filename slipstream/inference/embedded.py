@@ -12,11 +12,12 @@ from slipstream.errors import EngineError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.engine.request import Decode
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
 from slipstream.inference.speculation.selector import StrategySelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
-from slipstream.types import PolicyVersion
+from slipstream.types import PolicyVersion, WeightUpdate
 
 _NOT_ARCHITECTURE = {
     "bos_token_id",
@@ -41,11 +42,20 @@ class EmbeddedEngine(AsyncEngine):
         decode: Decode | None = None,
         executor: ThreadPoolExecutor | None = None,
         proposer: Proposer | None = None,
+        plan: DraftPlan = OFF,
         selector: StrategySelector | None = None,
     ) -> None:
-        core = Engine(decoder, settings, decode=decode, proposer=proposer, selector=selector)
-        super().__init__(core, name="embedded", executor=executor)
+        """`proposer` drafts after `plan`, or as `selector` says: see `Engine`."""
+        embedded = Engine(
+            decoder, settings, decode=decode, proposer=proposer, plan=plan, selector=selector
+        )
+        super().__init__(embedded, name="embedded", executor=executor)
+        self._embedded = embedded
         self._config = decoder.config
+
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        async with self._between_steps():
+            await self._call(lambda: self._embedded.update_drafter(update))
 
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None

@@ -36,6 +36,9 @@ def batch_class(running: int) -> int:
 class EngineStats:
     """Counters since the engine was made; seconds are of the compute thread.
 
+    Of the tokens of contexts, `prompt_tokens` were computed, `shared_prompt_tokens` belonged to a
+    context that another request brought at the same time, and `reused_prompt_tokens` were taken
+    over from ended requests.
     `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
     response too. In `draft_steps`, which took `draft_seconds` of the `decode_seconds`, chains of
     `draft_depth` (their sum) were planned. Of the `draft_tokens` that were verified in
@@ -53,6 +56,7 @@ class EngineStats:
     preempted: int = 0
     prompt_tokens: int = 0
     shared_prompt_tokens: int = 0
+    reused_prompt_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0

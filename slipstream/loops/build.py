@@ -8,6 +8,7 @@ what this module makes. What holds tensors is made on the compute thread that wi
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from slipstream.environment.data_buffer import DataBuffer
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
+from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops.build_data import (
     decode_with,
@@ -62,6 +64,7 @@ __all__ = [
     "engine_settings",
     "eval_settings",
     "import_external",
+    "kv_bytes",
     "make_backend",
     "make_data_buffer",
     "make_decoder",
@@ -85,7 +88,8 @@ __all__ = [
     "validation_prompts",
 ]
 
-DEFAULT_KV_BYTES = 4 << 30
+
+_log = logging.getLogger(__name__)
 
 
 def device_of(config: Config) -> torch.device:
@@ -295,6 +299,20 @@ def check_engine(config: Config, model: ModelConfig) -> None:
             intermediate_size=model.intermediate_size,
             head_dim=model.head_dim,
         )
+        kv_bytes(config, model)
+
+
+def kv_bytes(config: Config, model: ModelConfig) -> int:
+    """What keys and values of the embedded engine may take. Raises ConfigError for too little."""
+    rollout = config.actor_rollout_ref.rollout
+    return kv_budget(
+        model,
+        rollout_dtype(config),
+        device_of(config),
+        max_model_len=max_model_len(config),
+        wanted=rollout.kv_cache_bytes,
+        share=rollout.gpu_memory_utilization,
+    )
 
 
 def make_engine(
@@ -318,7 +336,8 @@ def make_engine(
         return _hf_engine(config, decoder, dtype, decode, compute)
     own = Decoder(decoder.config).to(device)
     own.load_state_dict(decoder.state_dict())
-    settings = engine_settings(config)
+    settings = engine_settings(config, own.config)
+    _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
     speculation = None
     if speculate is not None:
         speculation = make_speculation(
@@ -339,14 +358,16 @@ def make_engine(
     )
 
 
-def engine_settings(config: Config) -> EngineSettings:
+def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
     """Limits of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
     return EngineSettings(
         max_model_len=max_model_len(config),
         dtype=rollout_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
-        kv_budget_bytes=rollout.kv_cache_bytes or DEFAULT_KV_BYTES,
+        kv_budget_bytes=kv_bytes(config, model),
+        max_prefill_tokens=rollout.max_num_batched_tokens,
+        prefix_caching=rollout.enable_prefix_caching,
     )
 
 

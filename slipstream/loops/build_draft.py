@@ -94,7 +94,7 @@ def make_parts(
     draft, train = config.speculative.draft, config.speculative.train
     decoder = build.make_decoder(config, tokenizer, policy)
     build.check_engine(config, decoder.config)
-    engine_settings = build.engine_settings(config)
+    engine_settings = build.engine_settings(config, decoder.config)
     with torch.no_grad():
         packed = decoder.pack(engine_settings.dtype)
     decode = build.decode_with(tokenizer)

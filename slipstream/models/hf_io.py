@@ -111,19 +111,19 @@ def load_tensors(
 
 
 @torch.no_grad()
-def copy_tensors(decoder: Decoder | DraftHead, tensors: Mapping[str, Tensor]) -> None:
+def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors in which `tensor_problems` found none."""
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in module.named_parameters():
         parameter.copy_(tensors[name])
 
 
-def tensor_problems(decoder: Decoder | DraftHead, tensors: Mapping[str, Tensor]) -> list[str]:
-    """What keeps `tensors` from being the weights of `decoder`: empty when nothing does."""
-    wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+def tensor_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """What keeps `tensors` from being the weights of `module`: empty when nothing does."""
+    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     problems = [f"tensor {name} is missing" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
-            if not _is_redundant(name, tensors, decoder.config):
+            if not (isinstance(module, Decoder) and _is_redundant(name, tensors, module.config)):
                 problems.append(f"tensor {name} is not part of this model")
         elif tuple(tensor.shape) != wanted[name]:
             problems.append(

@@ -88,7 +88,7 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        f"{ROLLOUT}.gpu_memory_utilization=0.6",
+        f"{ROLLOUT}.enable_chunked_prefill=True",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.model.use_remove_padding=True",
@@ -232,7 +232,6 @@ def test_a_verl_launch_line_is_accepted() -> None:
     assert [notice.split()[0].rpartition(".")[2] for notice in notices] == [
         "use_remove_padding",
         "log_prob_micro_batch_size_per_gpu",
-        "gpu_memory_utilization",
         "log_prob_micro_batch_size_per_gpu",
         "ppo_micro_batch_size_per_gpu",
     ]

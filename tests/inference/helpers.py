@@ -157,3 +157,20 @@ def drain(engine: Engine) -> list[Generation]:
     while engine.has_work():
         done += engine.step()
     return done
+
+
+def trainer_log_probs(
+    decoder: Decoder, dtype: torch.dtype, request: GenerateRequest, generation: Generation
+) -> list[float]:
+    """The padded forward pass of training, without a cache."""
+    ids = [*request.prompt_ids, *request.prior_ids, *generation.token_ids]
+    width = -(-len(ids) // 16) * 16
+    row = torch.tensor(ids + [0] * (width - len(ids)))
+    with torch.no_grad():
+        packed = decoder.pack(dtype)
+        hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
+        logits = packed.lm_head(hidden).float()
+        temperature = request.params.temperature or 1.0
+        law = torch.log_softmax(logits / torch.full((), temperature), -1)
+    first = len(ids) - len(generation.token_ids)
+    return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]

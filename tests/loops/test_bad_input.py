@@ -198,6 +198,17 @@ def test_a_context_too_small_for_prompt_and_response(
     refused(line, 2, capsys, f"set {ROLLOUT}.max_model_len=48")
 
 
+def test_too_little_memory_for_keys_and_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # 4 rows of 64 slots, in each 2 layers x (keys, values) x 16 x 4 bytes.
+    line = rl_only(tmp_path / "a", f"{ROLLOUT}.kv_cache_bytes=65535")
+    parts = ["kv_cache_bytes=65535 is too small", "48 tokens take 65536 bytes; raise it"]
+    refused(line, 2, capsys, *parts)
+    line = rl_only(tmp_path / "b", f"{ROLLOUT}.gpu_memory_utilization=0")
+    refused(line, 2, capsys, "gpu_memory_utilization=0 of", "is too small", "raise it")
+
+
 def test_too_few_prompts_for_one_step(
     model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

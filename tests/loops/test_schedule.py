@@ -126,3 +126,17 @@ def test_preemption_changes_nothing(
     )
     assert stats.preempted > 0
     assert_same_result(result, usual)
+
+
+def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
+) -> None:
+    settings = [
+        f"{ROLLOUT}.max_num_batched_tokens=4",
+        f"{ROLLOUT}.enable_prefix_caching=true",
+        f"{ROLLOUT}.max_num_seqs=4",
+    ]
+    result, stats = run(monkeypatch, tmp_path / "run", reward, settings)
+    assert stats.kv_bytes > 0
+    assert stats.reused_prompt_tokens > 0
+    assert_same_result(result, usual)

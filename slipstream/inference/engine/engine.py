@@ -7,51 +7,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from math import gcd
 
 import torch
 from torch import Tensor
 
-from slipstream.errors import ConfigError, RequestError, check_at_least_one
+from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.prefill import Prefill
+from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
-from slipstream.inference.engine.scheduler import Scheduler
+from slipstream.inference.engine.scheduler import Admission, Scheduler
+from slipstream.inference.engine.settings import EngineSettings
 from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, batch_class, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.protocol import (
+    DraftBatch,
+    DraftTree,
+    LearningProposer,
+    Proposer,
+)
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE, check_widths, round_up
+from slipstream.models.numerics import ROW_MULTIPLE, check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
 from slipstream.sampling.noise import key_words
-from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason, WeightUpdate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Limits of one engine.
-
-    `max_model_len` bounds context plus response; `kv_budget_bytes` bounds cached keys and values
-    (requests beyond it wait or are preempted); `max_prefill_tokens` bounds one prefill, padding
-    included, as long as it has more than one context. Keys and values set aside after a weight
-    update are not part of the budget. Raises ConfigError for limits that allow nothing.
-    """
-
-    max_model_len: int
-    dtype: torch.dtype
-    max_num_seqs: int = 256
-    kv_budget_bytes: int = 4 << 30
-    max_prefill_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.dtype not in KEY_CHUNK:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEY_CHUNK)
-            raise ConfigError(f"engine dtype {self.dtype} is not supported; choose one of {known}")
-        limits = ("max_model_len", "max_num_seqs", "kv_budget_bytes", "max_prefill_tokens")
-        check_at_least_one(self, *limits, where="engine: ")
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    StopReason,
+    UpdateKind,
+    WeightUpdate,
+)
 
 
 class Engine:
@@ -85,11 +76,19 @@ class Engine:
         self.version = 0
         self._decode_text = decode
         self._runner = Runner(decoder, settings.dtype)
+        prefixes = PrefixCache() if settings.prefix_caching else None
         self._scheduler = Scheduler(
-            self._store(),
+            self._store(prefixes),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,
+            prefixes=prefixes,
+        )
+        self._prefill = Prefill(
+            self._runner,
+            self._scheduler,
+            max_tokens=settings.max_prefill_tokens,
+            new_row=lambda: self._store(row_multiple=1),
         )
         self._proposer = proposer
         self._selector = selector
@@ -137,7 +136,8 @@ class Engine:
         if not self._scheduler.store.fits(1, len(context) + request.params.max_tokens):
             raise RequestError(
                 f"request {name!r}: {len(context)} + {request.params.max_tokens} tokens do not fit "
-                f"the KV budget of {self.settings.kv_budget_bytes} bytes"
+                f"the KV budget of {self.settings.kv_budget_bytes} bytes; shorten the prompt, "
+                "lower max_tokens or raise actor_rollout_ref.rollout.kv_cache_bytes"
             )
         self._scheduler.add(
             Running(
@@ -176,6 +176,7 @@ class Engine:
         with torch.inference_mode():
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
+                self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 request.stop_reason = StopReason.ABORT
             self._scheduler.release_when_idle()
@@ -196,9 +197,11 @@ class Engine:
     def update_weights(self, update: WeightUpdate) -> None:
         """Take new weights between two steps; see `KVPolicy` for running requests.
 
+        A context that is being prefilled in pieces begins anew: all of it under the new weights.
         Raises EngineError, and changes nothing, when the update does not fit the model.
         """
         tensors = self._runner.check(update)
+        self._scheduler.drop_heads()
         if update.kv_policy is KVPolicy.RECOMPUTE:
             self._scheduler.forget_kv()
         else:
@@ -212,10 +215,21 @@ class Engine:
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
         for request in self._scheduler.unsaved():
-            store = self._store()
-            store.reserve(1, request.length)
-            self._runner.prefill(store, [request.context], [0], [0])
-            self._scheduler.set_aside(request, store.take(0, request.length - 1))
+            self._scheduler.set_aside(request, self._prefill.apart(request))
+
+    def update_drafter(self, update: WeightUpdate) -> None:
+        """Take new draft weights between two steps.
+
+        Raises EngineError, and changes nothing, where there is no drafter that learns, or when the
+        update does not fit it.
+        """
+        if update.kind is not UpdateKind.DRAFT:
+            raise EngineError(f"the drafter takes draft weights, got {update.kind.value}")
+        if not isinstance(self._proposer, LearningProposer):
+            raise EngineError(f"this engine has no draft head to update to {update.version}")
+        self._proposer.update(update)
+        if self._selector is not None:
+            self._selector.changed()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -228,26 +242,59 @@ class Engine:
             batch_seconds=tuple(self._batch_seconds),
         )
 
-    def _store(self) -> KVStore:
+    def _store(
+        self, prefixes: PrefixCache | None = None, row_multiple: int = ROW_MULTIPLE
+    ) -> KVStore:
         runner, budget = self._runner, self.settings.kv_budget_bytes
-        return KVStore(runner.config, runner.dtype, runner.device, budget)
+
+        def make_way(nbytes: int) -> None:
+            if prefixes is not None:
+                prefixes.shrink(budget - nbytes)
+
+        return KVStore(
+            runner.config,
+            runner.dtype,
+            runner.device,
+            budget,
+            row_multiple=row_multiple,
+            before_growth=make_way,
+        )
 
     def _admit(self) -> None:
-        """Prefill waiting requests, one pass per distinct context, and sample their next token."""
+        """Prefill waiting requests and sample their next token; of a long context, one piece."""
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
-            fresh, restored = self._scheduler.admit()
-            if not fresh and not restored:
+            admission = self._scheduler.admit()
+            started = time.perf_counter()
+            if admission.long is not None:
+                self._count(prompt_tokens=self._prefill.piece(admission.long))
+            elif admission.fresh or admission.restored:
+                self._sampling = None
+                self._begin(admission, self._scheduler.running[before:])
+            self._count(prefill_seconds=time.perf_counter() - started)
+            if not admission.fresh and not admission.restored:
                 return
-            self._sampling = None
-            admitted = self._scheduler.running[before:]
-            if fresh:
-                started = time.perf_counter()
-                self._prefill(fresh, admitted)
-                self._count(prefill_seconds=time.perf_counter() - started)
-            else:
-                self._begin_drafts(admitted, {})
-            self._collect(admitted)
+
+    def _begin(self, admission: Admission, admitted: list[Running]) -> None:
+        """Let requests that have just taken a row begin: fresh ones with a token."""
+        features: Mapping[str, Tensor] = {}
+        fresh = admission.fresh
+        if fresh:
+            done = self._prefill.together(admission)
+            features, hidden = done.features, done.hidden_MD
+            positions = torch.tensor([r.length for r in fresh], device=hidden.device)
+            choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
+            for request in fresh:
+                request.kv_weights = {self._weights}
+            self._count(
+                prompt_tokens=done.computed,
+                shared_prompt_tokens=done.shared,
+                reused_prompt_tokens=done.reused,
+            )
+            trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
+            self._accept(fresh, trees, choice, hidden)
+        self._begin_drafts(admitted, features)
+        self._collect(admitted)
 
     def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
         self._behind = True
@@ -255,28 +302,6 @@ class Engine:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
                 self._proposer.begin(name, prompt, request.context, features.get(name))
-
-    def _prefill(self, fresh: list[Running], admitted: list[Running]) -> None:
-        index: dict[tuple[int, ...], int] = {}
-        sources = [index.setdefault(tuple(r.context), len(index)) for r in fresh]
-        rows = [self._scheduler.row(r) for r in fresh]
-        states = self._runner.prefill(self._scheduler.store, list(index), rows, sources)
-        last = torch.tensor([r.length - 1 for r in fresh], device=states.device)
-        hidden = states[torch.tensor(sources, device=states.device), last]
-        positions = torch.tensor([r.length for r in fresh], device=hidden.device)
-        sampling = sampling_rows(fresh, hidden.device)
-        choice = self._runner.choose(hidden, positions, sampling)
-        for request in fresh:
-            request.kv_weights = {self._weights}
-        computed = sum(len(context) for context in index)
-        self._count(
-            prompt_tokens=computed,
-            shared_prompt_tokens=sum(r.length for r in fresh) - computed,
-        )
-        pairs = list(zip(fresh, sources, strict=True))
-        features = {r.request_id: states[s, : r.length] for r, s in pairs}
-        self._accept(fresh, [DraftTree.chain(r.context[-1], ()) for r in fresh], choice, hidden)
-        self._begin_drafts(admitted, features)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -420,6 +445,8 @@ class Engine:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
                     self._scheduler.store.clear(self._scheduler.row(request))
+                else:
+                    self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
                 self._count(finished=1)

@@ -8,6 +8,8 @@ Shapes: L layers, N rows, H key-value heads, S slots, K head width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,12 +31,23 @@ class KVStore:
     """The tensors (L, 2, N, H, S, K), and moving rows in them."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, budget_bytes: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int,
+        *,
+        row_multiple: int = ROW_MULTIPLE,
+        before_growth: Callable[[int], None] | None = None,
     ) -> None:
+        """Decode steps need rows in multiples of four. `before_growth` is told how many bytes the
+        store will take, so that who shares its budget can make way."""
         self._config = config
         self._dtype = dtype
         self._device = device
-        self._budget = budget_bytes
+        self.budget = budget_bytes
+        self._row_multiple = row_multiple
+        self._before_growth = before_growth
         self.data = self._allocate(0, 0)
 
     @property
@@ -49,22 +62,33 @@ class KVStore:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token in one row."""
+        c = self._config
+        return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
+
+    def size(self, rows: int, length: int) -> int:
+        """Bytes that `rows` contexts of `length` tokens take."""
+        return round_up(rows, self._row_multiple) * self._slots(length) * self.slot_bytes
+
     def fits(self, rows: int, length: int) -> bool:
         """Whether the budget holds `rows` contexts of `length` tokens."""
-        rows = round_up(rows, ROW_MULTIPLE)
-        return rows * self._slots(length) * self._slot_bytes <= self._budget
+        return self.size(rows, length) <= self.budget
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room; what is stored stays. The caller has asked `fits`."""
-        rows = round_up(rows, ROW_MULTIPLE)
+        rows = round_up(rows, self._row_multiple)
         slots = self._slots(length)
         if rows <= self.rows and slots <= self.slots:
             return
         # Doubling keeps copies rare; near the budget take exactly what is needed.
         new_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
         new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
-        if new_rows * new_slots * self._slot_bytes > self._budget:
+        if new_rows * new_slots * self.slot_bytes > self.budget:
             new_rows, new_slots = rows, slots
+        if self._before_growth is not None:
+            self._before_growth(new_rows * new_slots * self.slot_bytes)
         old = self.data
         self.data = self._allocate(new_rows, new_slots)
         n, s = min(old.shape[2], new_rows), min(old.shape[4], new_slots)
@@ -95,11 +119,6 @@ class KVStore:
         """Some in reserve, so that a row's slots seldom need to grow."""
         step = max(SLOT_STEP, key_step(self._dtype, self._device))
         return round_up(max(length, 1), step)
-
-    @property
-    def _slot_bytes(self) -> int:
-        c = self._config
-        return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
 
     def _allocate(self, rows: int, slots: int) -> Tensor:
         c = self._config
@@ -136,6 +155,49 @@ class PrefillView:
         missing = self.num_keys - self._length
         padded = torch.nn.functional.pad(fresh, (0, 0, 0, missing)) if missing else fresh
         keys, values = padded.flatten(1, 2)
+        return as_context(keys, values)
+
+
+class ExtendView:
+    """`KVCache` of a prefill that goes on where keys and values are stored already.
+
+    Context i lies in row `rows[i]`; `starts[i]` slots of it are filled, and `counts[i]` of the W
+    new tokens follow. The others are padding: they are not stored, and nothing looks at them.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        width: int,
+    ) -> None:
+        device = store.data.device
+        self._store = store
+        self._num_seen = min(starts) - min(starts) % WIDTH_MULTIPLE
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        self._num_keys = padded_keys(longest, store.data.dtype, device)
+        self._rows = torch.tensor(rows, device=device)
+        column = torch.arange(width, device=device)
+        self._new_UW = column < torch.tensor(counts, device=device)[:, None]
+        source_M, offset_M = self._new_UW.nonzero().unbind(1)
+        self._row_M = self._rows[source_M]
+        self._slot_M = torch.tensor(starts, device=device)[source_M] + offset_M
+
+    @property
+    def num_keys(self) -> int:
+        return self._num_keys
+
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
+        block = self._store.data[layer]
+        fresh = torch.stack([k_BTHK[self._new_UW], v_BTHK[self._new_UW]], dim=1)
+        block.permute(1, 3, 0, 2, 4)[self._row_M, self._slot_M] = fresh
+        keys, values = block[:, self._rows, :, : self._num_keys].flatten(1, 2)
         return as_context(keys, values)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import EngineError
-from slipstream.inference.engine.kv_cache import DecodeView, KVStore, PrefillView
+from slipstream.inference.engine.kv_cache import DecodeView, ExtendView, KVStore, PrefillView
 from slipstream.inference.engine.request import Running
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import copy_tensors, tensor_problems
@@ -57,19 +57,42 @@ class Runner:
 
         Returns the hidden states of the contexts, (U, T, D), padded on the right.
         """
-        width = round_up(max(len(c) for c in contexts), ROW_MULTIPLE)
-        ids = torch.zeros(len(contexts), width, dtype=torch.int64)
-        for i, context in enumerate(contexts):
-            ids[i, : len(context)] = torch.tensor(context)
-        ids = ids.to(self.device)
-        # Padding may reach beyond the last position that the model knows; nothing looks at it.
-        positions = torch.arange(width, device=self.device)
-        positions = positions.clamp(max=self.config.max_position_embeddings - 1)
+        ids, width = self._padded(contexts)
+        positions = self._positions(torch.arange(width, device=self.device))
         positions = positions.expand(len(contexts), -1)
         sources_M = torch.tensor(sources, device=self.device)
         rows_M = torch.tensor(rows, device=self.device)
         view = PrefillView(store, rows_M, sources_M, width)
         return self.packed.forward(ids, positions, kv_cache=view).final
+
+    def extend(
+        self,
+        store: KVStore,
+        rests: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        starts: Sequence[int],
+    ) -> Tensor:
+        """Go on with contexts whose first `starts` tokens are in `rows`: to each row its rest.
+
+        Returns the hidden states of the rests, (U, T, D), padded on the right.
+        """
+        ids, width = self._padded(rests)
+        first_U1 = torch.tensor(starts, device=self.device)[:, None]
+        positions = self._positions(first_U1 + torch.arange(width, device=self.device))
+        view = ExtendView(store, rows, starts, [len(rest) for rest in rests], width)
+        return self.packed.forward(ids, positions, kv_cache=view).final
+
+    def _padded(self, contexts: Sequence[Sequence[int]]) -> tuple[Tensor, int]:
+        width = round_up(max(map(len, contexts)), ROW_MULTIPLE)
+        ids = torch.zeros(len(contexts), width, dtype=torch.int64)
+        for i, context in enumerate(contexts):
+            ids[i, : len(context)] = torch.tensor(context)
+        return ids.to(self.device), width
+
+    def _positions(self, slots: Tensor) -> Tensor:
+        # Padding and drafts may reach beyond the last position that the model knows; nothing of
+        # them is kept.
+        return slots.clamp(max=self.config.max_position_embeddings - 1)
 
     def decode(
         self, store: KVStore, ids_NW: Tensor, slots_NW: Tensor, longest: int, shortest: int
@@ -81,8 +104,7 @@ class Runner:
         shorter.
         """
         view = DecodeView(store, slots_NW, longest, shortest)
-        # Drafts may reach beyond the last position that the model knows; none of them is accepted.
-        positions_NW = slots_NW.clamp(max=self.config.max_position_embeddings - 1)
+        positions_NW = self._positions(slots_NW)
         return self.packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
 
     def choose(

@@ -3,18 +3,66 @@
 Requests run in rows 0 .. n-1 of the KV store. They are served in order of arrival: when memory runs
 short the newest one gives up its row, so the oldest always goes on. Its keys and values are
 recomputed later if the weights are still those that computed them, and set aside otherwise:
-recomputing under new weights would change the sample. What is set aside is not part of the budget.
+recomputing under new weights would change the sample. What is set aside is not part of the budget,
+nor is the one long context that is being prefilled in pieces, until it takes its row.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.engine.request import Running
+from slipstream.models.numerics import ROW_MULTIPLE, round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first tokens of a context, whose keys and values are at hand."""
+
+    kv: Tensor
+    """(L, 2, H, n, K)."""
+    features: list[Tensor]
+    """Hidden states of the last of them, as far as they are known, in pieces (T, D)."""
+    reused: int
+    """How many of them were taken over from ended requests."""
+
+    @property
+    def length(self) -> int:
+        return self.kv.shape[3]
+
+
+@dataclass(slots=True)
+class Partial:
+    """A long context on its way: `done` tokens of it lie in row 0 of a store of its own."""
+
+    request: Running
+    store: KVStore
+    done: int = 0
+    features: list[Tensor] = field(default_factory=list)
+    reused: int = 0
+
+    def head(self) -> Head:
+        """What is there so far."""
+        return Head(self.store.data[:, :, 0, :, : self.done], self.features, self.reused)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Who has taken a row, or else the `long` one whose context has to be prefilled in part first.
+
+    `heads` has what is known of each distinct context of `fresh`.
+    """
+
+    fresh: list[Running] = field(default_factory=list)
+    restored: list[Running] = field(default_factory=list)
+    heads: dict[tuple[int, ...], Head | None] = field(default_factory=dict)
+    long: Running | None = None
 
 
 class Scheduler:
@@ -27,9 +75,12 @@ class Scheduler:
         max_num_seqs: int,
         max_prefill_tokens: int,
         left: Callable[[Running], None],
+        prefixes: PrefixCache | None = None,
     ) -> None:
         """`left` is called for each request that has given up its row, for whatever reason."""
         self.store = store
+        self.prefixes = prefixes
+        self.partial: Partial | None = None
         self._left = left
         self.waiting: list[Running] = []
         self.running: list[Running] = []
@@ -40,8 +91,11 @@ class Scheduler:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values: those of the store and those set aside."""
-        return self.store.nbytes + sum(saved.nbytes for saved in self._saved.values())
+        """Bytes of keys and values, wherever they are."""
+        partial = 0 if self.partial is None else self.partial.store.nbytes
+        kept = 0 if self.prefixes is None else self.prefixes.nbytes
+        saved = sum(saved.nbytes for saved in self._saved.values())
+        return self.store.nbytes + partial + kept + saved
 
     def add(self, request: Running) -> None:
         """Queue a new request behind all others."""
@@ -49,15 +103,13 @@ class Scheduler:
         self._arrivals += 1
         self.waiting.append(request)
 
-    def admit(self) -> tuple[list[Running], list[Running]]:
-        """Move waiting requests into free rows: (to prefill, restored from set-aside memory).
+    def admit(self) -> Admission:
+        """Move waiting requests into free rows: some to prefill, some from set-aside memory.
 
         Bounded by the row limit, by memory, and per call by padded prefill tokens; requests with
         equal context count once, since they share a prefill.
         """
-        fresh: list[Running] = []
-        restored: list[Running] = []
-        contexts: set[tuple[int, ...]] = set()
+        done = Admission()
         longest = max((r.length for r in self.running), default=0)
         widest = 0
         while self.waiting and len(self.running) < self._max_num_seqs:
@@ -66,21 +118,61 @@ class Scheduler:
             needed = max(longest, candidate.length + 1)
             if not self.store.fits(len(self.running) + 1, needed):
                 break
-            saved = candidate.request_id in self._saved
-            if not saved:
-                distinct = contexts | {tuple(candidate.context)}
-                width = max(widest, candidate.length)
-                if fresh and len(distinct) * width > self._max_prefill_tokens:
+            saved, context = candidate.request_id in self._saved, tuple(candidate.context)
+            if not saved and context not in done.heads:
+                head = self._head(candidate)
+                rest = candidate.length - (0 if head is None else head.length)
+                width = max(widest, round_up(rest, ROW_MULTIPLE))
+                if (len(done.heads) + 1) * width > self._max_prefill_tokens:
+                    if not done.fresh and not done.restored:
+                        return Admission(long=candidate)
                     break
-                contexts, widest = distinct, width
+                done.heads[context], widest = head, width
             self.running.append(self.waiting.pop(0))
-            (restored if saved else fresh).append(candidate)
+            self._drop_partial_of(candidate)
+            (done.restored if saved else done.fresh).append(candidate)
             longest = needed
-        if fresh or restored:
+        if done.fresh or done.restored:
             self.store.reserve(len(self.running), longest)
-        for request in restored:
+        for request in done.restored:
             self.store.put(self.row(request), self._saved.pop(request.request_id))
-        return fresh, restored
+        return done
+
+    def _head(self, request: Running) -> Head | None:
+        if self.partial is not None and self.partial.request is request:
+            return self.partial.head()
+        kv = None if self.prefixes is None else self.prefixes.find(request.context)
+        return None if kv is None else Head(kv, [], kv.shape[3])
+
+    def begin_partial(self, request: Running, store: KVStore) -> Partial:
+        """Prefill the context of `request` in pieces; one that was under way begins anew later."""
+        head = self._head(request)
+        store.reserve(1, request.length)
+        self.partial = Partial(request, store)
+        if head is not None:
+            store.put(0, head.kv)
+            self.partial = Partial(request, store, head.length, head.features, head.reused)
+        return self.partial
+
+    def _drop_partial_of(self, request: Running) -> None:
+        if self.partial is not None and self.partial.request is request:
+            self.partial = None
+
+    def keep(self, request: Running, weights: int) -> None:
+        """Of a request that ends: keep its keys and values for contexts that begin as its own."""
+        if self.prefixes is None or request not in self.running or request.kv_weights != {weights}:
+            return
+        count = request.length - 1
+        free = self.store.budget - self.store.nbytes - count * self.store.slot_bytes
+        if free >= 0:
+            self.prefixes.shrink(free)
+            self.prefixes.add(request.context[:count], self.store.take(self.row(request), count))
+
+    def drop_heads(self) -> None:
+        """Forget keys and values of contexts that have not begun to generate: new weights come."""
+        self.partial = None
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def make_room(self, weights: int) -> list[Running]:
         """Before a decode step: preempt the newest until one more token fits for everyone."""
@@ -120,6 +212,7 @@ class Scheduler:
     def remove(self, request: Running) -> None:
         """Free a row; the last row moves into it."""
         if request in self.waiting:
+            self._drop_partial_of(request)
             self.waiting.remove(request)
             self._saved.pop(request.request_id, None)
             return

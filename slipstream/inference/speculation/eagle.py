@@ -22,8 +22,10 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.draft_pass import DraftPass
+from slipstream.models.hf_io import copy_tensors, tensor_problems
 from slipstream.sampling.choose import choose
 from slipstream.sampling.noise import gumbel_noise
+from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class EagleProposer:
         more, nothing is drafted, which is said once. Features that wait take at most
         `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them."""
         self._head = head
+        self._dtype = dtype
         device = head.fc.weight.device
         with torch.no_grad():
             self._packed: PackedDraftHead = head.pack(dtype)
@@ -119,6 +122,22 @@ class EagleProposer:
         if not self._order:
             self._steps.clear()
             self._store.release()
+
+    def update(self, update: WeightUpdate) -> None:
+        """See `LearningProposer`. What the head had cached is dropped: running requests are drafted
+        for from the features that still wait, or from the next one on."""
+        tensors = dict(update.tensors())
+        problems = tensor_problems(self._head, tensors)
+        if problems:
+            raise EngineError(
+                f"draft head update to version {update.version} refused, the weights in use stay: "
+                + "; ".join(problems[:3])
+            )
+        copy_tensors(self._head, tensors)
+        with torch.no_grad():
+            self._packed = self._head.pack(self._dtype)
+        for row in self._rows.values():
+            row.cached = 0
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.models.decoder import PackedDecoder
 from slipstream.sampling.choose import SamplingRows
+from slipstream.types import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class Proposer(Protocol):
         features_TD: Tensor | None,
     ) -> None:
         """A request starts to run. `context` begins with `prompt` and holds all that is known;
-        `features_TD` are the policy's final hidden states over all of it but the last token, None
-        where they are not at hand."""
+        `features_TD` are the policy's final hidden states over all of it but the last token, or
+        over the end of that where earlier ones are not at hand; None where none is."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
@@ -95,4 +96,16 @@ class Proposer(Protocol):
 
     def end(self, request_id: str) -> None:
         """The request has ended, or was sent back to the queue. Unknown ids are ignored."""
+        ...
+
+
+@runtime_checkable
+class LearningProposer(Proposer, Protocol):
+    """A proposer whose weights are trained elsewhere."""
+
+    def update(self, update: WeightUpdate) -> None:
+        """Take new weights, also while requests run: later drafts come from them.
+
+        Raises EngineError, and changes nothing, when the update does not fit.
+        """
         ...

@@ -97,6 +97,39 @@ def test_a_request_beyond_the_budget_is_refused() -> None:
     assert not engine.has_work()
 
 
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("the prompt is empty; it needs at least one token", {"prompt": ()}),
+    (
+        "2305 tokens of context plus max_tokens=1 exceed.*shorten the prompt",
+        {"prompt": (3,) * 2305},
+    ),
+    ("token id 64 is outside the vocabulary of 64", {"prompt": (64,)}),
+    ("max_tokens=0 must be at least 1", {"max_tokens": 0}),
+    (r"temperature=-1\.0 must be 0 \(greedy\) or", {"temperature": -1.0}),
+    (r"top_p=0\.0 must be in \(0, 1\] \(1 switches it off\)", {"top_p": 0.0}),
+    ("1000 .* 1 tokens do not fit the KV budget.*kv_cache_bytes", {"prompt": (3,) * 1000}),
+]
+
+
+@pytest.mark.parametrize(("message", "settings"), BAD, ids=[message[:20] for message, _ in BAD])
+def test_a_refused_request_changes_nothing(message: str, settings: dict[str, Any]) -> None:
+    requests = [make_request(f"r{i}", [3 + i] * (30 + i), max_tokens=9) for i in range(3)]
+    reference = make_engine().run(requests)
+    engine = make_engine(max_prefill_tokens=16, kv_budget_bytes=4 * 128 * SLOT_BYTES)
+    for request in requests:
+        engine.add(request)
+    done = engine.step() + engine.step() + engine.step()
+    # In the middle of requests and of a prefill.
+    assert engine._scheduler.running
+    assert engine._scheduler.partial is not None
+    before = engine.stats()
+    with pytest.raises(RequestError, match=f"request 'bad': {message}"):
+        engine.add(make_request("bad", **{"max_tokens": 1, **settings}))
+    assert engine.abort(["bad", "nobody"]) == []
+    assert engine.stats() == before
+    assert all_bits(done + drain(engine)) == all_bits(reference)
+
+
 def test_a_budget_for_one_block_of_rows_serves_everyone_in_turn() -> None:
     requests = [make_request(f"r{i}", [3 + i] * 50, max_tokens=10) for i in range(9)]
     engine = make_engine(kv_budget_bytes=4 * 64 * SLOT_BYTES)

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine import Engine
-from slipstream.models import Decoder
 from slipstream.models.linear import PREPARED_FROM
 from slipstream.types import (
     GenerateRequest,
@@ -30,6 +29,7 @@ from tests.inference.helpers import (
     mixed_requests,
     random_prompt,
     shared_decoder,
+    trainer_log_probs,
     update_from,
 )
 
@@ -145,23 +145,6 @@ def test_a_shared_prefill_equals_separate_ones(dtype: torch.dtype) -> None:
     assert len({tuple(g.token_ids) for g in together}) == 6
     for request, generation in zip([*requests, other], together, strict=True):
         assert bits(make_engine(dtype=dtype).run([request])[0]) == bits(generation)
-
-
-def trainer_log_probs(
-    decoder: Decoder, dtype: torch.dtype, request: GenerateRequest, generation: Generation
-) -> list[float]:
-    """The padded forward pass of training, without a cache."""
-    ids = [*request.prompt_ids, *request.prior_ids, *generation.token_ids]
-    width = -(-len(ids) // 16) * 16
-    row = torch.tensor(ids + [0] * (width - len(ids)))
-    with torch.no_grad():
-        packed = decoder.pack(dtype)
-        hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
-        logits = packed.lm_head(hidden).float()
-        temperature = request.params.temperature or 1.0
-        law = torch.log_softmax(logits / torch.full((), temperature), -1)
-    first = len(ids) - len(generation.token_ids)
-    return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
 
 
 def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
@@ -410,13 +393,37 @@ def test_a_model_whose_positions_end_off_the_grid() -> None:
     assert bits(generation) == bits(roomy)
 
 
-def test_an_update_is_refused_as_a_whole() -> None:
-    decoder = make_decoder(0)
-    engine = make_engine(decoder)
-    before = all_bits(engine.run(mixed_requests(3)))
-    tensors = dict(make_decoder(1).named_parameters())
-    tensors["model.norm.weight"] = torch.nn.Parameter(torch.full((32,), float("nan")))
-    with pytest.raises(RuntimeError, match=r"version 7 refused.*model\.norm\.weight has NaN"):
+def broken_updates() -> list[tuple[str, dict[str, torch.Tensor]]]:
+    """Weights of another policy with one fault each, and what is said about it."""
+    norm = "model.norm.weight"
+    good = {name: p.detach() for name, p in make_decoder(1).named_parameters()}
+    without = {name: tensor for name, tensor in good.items() if name != norm}
+    return [
+        (rf"{norm} has NaN", {**good, norm: torch.full((32,), float("nan"))}),
+        (rf"{norm} has NaN or inf", {**good, norm: torch.full((32,), float("inf"))}),
+        (rf"tensor {norm} is missing", without),
+        (rf"tensor {norm} has shape \(33,\), expected \(32,\)", {**good, norm: torch.ones(33)}),
+        (rf"tensor {norm} has dtype torch.int64", {**good, norm: torch.ones(32).long()}),
+        (r"tensor model\.extra is not part of this model", {**good, "model.extra": torch.ones(2)}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "tensors"), broken_updates(), ids=lambda value: str(value)[:30]
+)
+def test_an_update_is_refused_as_a_whole(message: str, tensors: dict[str, torch.Tensor]) -> None:
+    requests = mixed_requests(3)
+    before = all_bits(make_engine(make_decoder(0)).run(requests))
+    engine = make_engine(make_decoder(0), max_prefill_tokens=16)
+    for request in requests:
+        engine.add(request)
+    done = engine.step()
+    # Also in the middle of requests and of a prefill.
+    assert engine._scheduler.partial is not None
+    with pytest.raises(
+        EngineError, match=rf"version 7 refused, the weights in use stay: .*{message}"
+    ):
         engine.update_weights(WeightUpdate(version=7, buckets=[list(tensors.items())]))
-    assert all_bits(engine.run(mixed_requests(3))) == before
+    assert engine._scheduler.partial is not None
+    assert all_bits(done + drain(engine)) == before
     assert engine.version == 0

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import random
 
+import anyio
 import pytest
 import torch
 
 from slipstream.errors import EngineError
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import EngineSettings
 from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
-from slipstream.types import Generation
+from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     all_bits,
     make_engine,
     make_request,
     mixed_requests,
     shared_decoder,
+    update_from,
 )
 
 
@@ -33,8 +38,12 @@ class Recorder(EagleProposer):
     """Keeps what it proposed, with the context it proposed it after."""
 
     drafted: list[tuple[str, int, list[int]]]
+    waiting: dict[int, dict[str, list[int]]]
+    """The tokens that waited, by how many drafts there were before."""
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        waiting = {name: self._waiting_tokens(name) for name in self._rows}
+        self.waiting[len(self.drafted)] = waiting
         trees = super().propose(batch, plan)
         for name, position, tree in zip(
             batch.request_ids, batch.positions_N.tolist(), trees, strict=True
@@ -45,7 +54,7 @@ class Recorder(EagleProposer):
 
 def recorder(decoder: Decoder) -> Recorder:
     made = Recorder(new_head(decoder), dtype=torch.float32)
-    made.drafted = []
+    made.drafted, made.waiting = [], {}
     return made
 
 
@@ -130,3 +139,106 @@ def test_rows_of_another_engine_are_an_error() -> None:
     proposer.begin("stranger", (3,), (3,), None)
     with pytest.raises(EngineError, match="rows of the draft head are not those of the engine"):
         engine.step()
+
+
+def head_update(head: DraftHead, **changed: torch.Tensor) -> WeightUpdate:
+    tensors = {name: p.detach().clone() for name, p in head.named_parameters()} | changed
+    return WeightUpdate(version=3, buckets=[list(tensors.items())], kind=UpdateKind.DRAFT)
+
+
+def test_an_update_in_mid_request_drafts_from_the_new_head() -> None:
+    decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
+    requests = mixed_requests(6, tokens=30, seed=4)
+    reference = all_bits(make_engine().run(requests))
+    updated = recorder(decoder)
+    engine = make_engine(proposer=updated, plan=DraftPlan.chain(3))
+    for request in requests:
+        engine.add(request)
+    done = engine.step() + engine.step() + engine.step()
+    at = len(updated.drafted)
+    engine.update_drafter(head_update(new))
+    while engine.has_work():
+        done += engine.step()
+    assert all_bits(done) == reference
+    # Drafts go on at once, and are those of the new head over the features since then.
+    assert engine.stats().draft_tokens > 0
+    texts = {r.request_id: [*r.prompt_ids, *reference[r.request_id][0]] for r in requests}
+    name, length, chain = next(
+        entry for entry in updated.drafted[at:] if entry[0] == "r1" and entry[2]
+    )
+    first = length - len(updated.waiting[at][name])
+    assert first > 1
+    tokens = texts[name][:length]
+    with torch.no_grad():
+        policy, head = decoder.pack(torch.float32), new.pack(torch.float32)
+        ids = torch.tensor([tokens])
+        known = policy.forward(ids, torch.arange(length)[None]).final[:, first - 1 : -1]
+        for draft in chain[:1]:
+            given = torch.tensor([tokens[first:]])
+            out = head.forward(given, known, torch.arange(length - first)[None], policy.embedding)
+            assert int(policy.lm_head(out[0, -1:]).argmax()) == draft
+
+
+@pytest.mark.parametrize(
+    ("message", "changed"),
+    [
+        (r"fc\.weight has NaN", {"fc.weight": torch.full((32, 64), float("nan"))}),
+        (
+            r"fc\.weight has shape \(32, 32\), expected \(32, 64\)",
+            {"fc.weight": torch.ones(32, 32)},
+        ),
+        (r"tensor bias is not part of this model", {"bias": torch.ones(3)}),
+    ],
+)
+def test_a_bad_draft_update_changes_nothing(message: str, changed: dict[str, torch.Tensor]) -> None:
+    requests = mixed_requests(4, tokens=20)
+    plain, refused = recorder(shared_decoder()), recorder(shared_decoder())
+    reference = make_engine(proposer=plain, plan=DraftPlan.chain(2)).run(requests)
+    engine = make_engine(proposer=refused, plan=DraftPlan.chain(2))
+    for request in requests:
+        engine.add(request)
+    done = engine.step()
+    update = head_update(new_head(shared_decoder(), seed=2), **changed)
+    with pytest.raises(
+        EngineError, match=f"version 3 refused, the weights in use stay: .*{message}"
+    ):
+        engine.update_drafter(update)
+    missing = WeightUpdate(version=4, buckets=[[]], kind=UpdateKind.DRAFT)
+    with pytest.raises(EngineError, match=r"version 4 refused.*tensor fc\.weight is missing"):
+        engine.update_drafter(missing)
+    while engine.has_work():
+        done += engine.step()
+    assert all_bits(done) == all_bits(reference)
+    assert refused.drafted == plain.drafted
+
+
+def test_who_does_not_learn_takes_no_draft_weights() -> None:
+    update = head_update(new_head(shared_decoder()))
+    for engine in (make_engine(), make_engine(proposer=HistoryProposer())):
+        with pytest.raises(EngineError, match="no draft head to update to 3"):
+            engine.update_drafter(update)
+    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32)
+    with pytest.raises(EngineError, match="takes draft weights, got full"):
+        make_engine(proposer=proposer).update_drafter(update_from(shared_decoder(), 3))
+
+
+def test_an_update_behind_the_protocol() -> None:
+    decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
+    proposer = EagleProposer(new_head(decoder), dtype=torch.float32)
+    settings = EngineSettings(max_model_len=96, dtype=torch.float32)
+    engine = EmbeddedEngine(decoder, settings, proposer=proposer, plan=DraftPlan.chain(2))
+
+    async def run() -> list[list[int]]:
+        first = await engine.generate(make_request("a", max_tokens=20))
+        await engine.update_drafter(head_update(new))
+        with pytest.raises(EngineError, match="is missing"):
+            await engine.update_drafter(
+                WeightUpdate(version=4, buckets=[[]], kind=UpdateKind.DRAFT)
+            )
+        second = await engine.generate(make_request("a", max_tokens=20))
+        return [first.token_ids, second.token_ids]
+
+    first, second = anyio.run(run)
+    engine.close()
+    assert first == second
+    assert torch.equal(proposer._head.fc.weight, new.fc.weight)

@@ -1,0 +1,236 @@
+"""Keys and values of ended requests: what is found, what is dropped, and that bits stay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.inference.engine import Engine
+from slipstream.inference.engine.prefix_cache import PrefixCache
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.types import Generation, KVPolicy, StopReason
+from tests.inference.engine.test_prefill import Listener
+from tests.inference.engine.test_speculation import Oracle
+from tests.inference.helpers import (
+    DTYPES,
+    all_bits,
+    bits,
+    make_decoder,
+    make_engine,
+    make_request,
+    random_prompt,
+    shared_decoder,
+    trainer_log_probs,
+    update_from,
+)
+
+SLOT_BYTES = 2 * 2 * 2 * 16 * 4
+
+
+def kv(tokens: int) -> torch.Tensor:
+    return torch.arange(float(tokens)).expand(1, 2, 1, tokens)[..., None].clone()
+
+
+def found(cache: PrefixCache, context: list[int]) -> int:
+    head = cache.find(context)
+    return 0 if head is None else head.shape[3]
+
+
+def test_the_longest_common_head_is_found() -> None:
+    cache = PrefixCache()
+    first, second = list(range(40)), [*range(20), *range(50, 90)]
+    cache.add(first, kv(40))
+    cache.add(second, kv(60))
+    assert found(cache, [*range(40), 7, 8]) == 40
+    assert found(cache, [*range(37), 99, 98]) == 37
+    assert found(cache, [*range(20), 50, 51, 0]) == 22
+    assert found(cache, list(range(18))) == 17
+    # One token must be left to compute.
+    assert found(cache, first) == 39
+    assert found(cache, list(range(15))) == found(cache, list(range(1, 40))) == 0
+    assert torch.equal(cache.find([*first, 3]), kv(40))  # type: ignore[arg-type]
+
+
+def test_a_longer_context_replaces_its_own_head() -> None:
+    cache = PrefixCache()
+    cache.add(range(40), kv(40))
+    cache.add(range(5), kv(5))
+    assert cache.nbytes == 2 * 40 * 4
+    cache.add(range(64), kv(64))
+    assert len(cache) == 1
+    assert cache.nbytes == 2 * 64 * 4
+    cache.clear()
+    assert (len(cache), cache.nbytes, cache._index) == (0, 0, {})
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    cache = PrefixCache()
+    for i in range(4):
+        cache.add([i] * 20, kv(20))
+    assert found(cache, [0] * 21) == 20
+    cache.shrink(cache.nbytes - 1)
+    assert [found(cache, [i] * 21) for i in range(4)] == [20, 0, 20, 20]
+    cache.shrink(2 * 20 * 4)
+    assert [found(cache, [i] * 21) for i in range(4)] == [0, 0, 0, 20]
+
+
+def talk(
+    engine: Engine, *, turns: int, talks: int = 3, **params: Any
+) -> list[tuple[Any, Generation]]:
+    """Conversations of several turns: each repeats all before it and adds something."""
+    contexts = [random_prompt(random.Random(i), 30 + 9 * i) for i in range(talks)]
+    done: list[tuple[Any, Generation]] = []
+    for turn in range(turns):
+        requests = [
+            make_request(f"t{turn}-{i}", context, max_tokens=9 + i, **params)
+            for i, context in enumerate(contexts)
+        ]
+        generations = engine.run(requests)
+        done += zip(requests, generations, strict=True)
+        for i, (context, generation) in enumerate(zip(contexts, generations, strict=True)):
+            context += generation.token_ids + random_prompt(random.Random(100 * turn + i), 5 + i)
+    return done
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turns_of_a_conversation_have_the_same_bits(dtype: torch.dtype) -> None:
+    reference = talk(make_engine(dtype=dtype), turns=4)
+    engine = make_engine(dtype=dtype, prefix_caching=True)
+    reused = talk(engine, turns=4)
+    assert all_bits([g for _, g in reused]) == all_bits([g for _, g in reference])
+    contexts = sum(len(r.prompt_ids) for r, _ in reused)
+    # Of each later turn only the last token of the response and what was added to it are new.
+    fresh = sum(30 + 9 * i + 3 * (1 + 5 + i) for i in range(3))
+    assert engine.stats().prompt_tokens == fresh
+    assert engine.stats().reused_prompt_tokens == contexts - fresh
+    for request, generation in reused:
+        expected = trainer_log_probs(shared_decoder(), dtype, request, generation)
+        assert generation.log_probs == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_boundary_has_the_same_bits(dtype: torch.dtype) -> None:
+    rng = random.Random(9)
+    base = random_prompt(rng, 150)
+    engine = make_engine(dtype=dtype, prefix_caching=True)
+    engine.run([make_request("base", base, max_tokens=1)])
+    cuts = [17, 64, 127, 128, 129, 149]
+    requests = [
+        make_request(f"c{cut}", base[:cut] + random_prompt(rng, 3 + cut % 40), max_tokens=5)
+        for cut in cuts
+    ]
+    for i in range(3):
+        requests.append(make_request(f"same{i}", requests[0].prompt_ids, max_tokens=5))
+    done = engine.run(requests)
+    assert all_bits(done) == all_bits(make_engine(dtype=dtype).run(requests))
+    # A drawn token may agree with the old one, too.
+    assert 0 <= engine.stats().reused_prompt_tokens - sum(cuts) < 6
+
+
+def test_a_long_rest_goes_on_in_pieces() -> None:
+    rng = random.Random(2)
+    base = random_prompt(rng, 60)
+    request = make_request("long", base + random_prompt(rng, 100), max_tokens=5)
+    engine = make_engine(prefix_caching=True, max_prefill_tokens=32)
+    engine.run([make_request("base", base, max_tokens=1)])
+    before = engine.stats().prompt_tokens
+    assert bits(engine.run([request])[0]) == bits(make_engine().run([request])[0])
+    assert engine.stats().prompt_tokens - before == 100
+    assert engine.stats().reused_prompt_tokens == 60
+
+
+def test_aborted_requests_go_on_from_their_keys_and_values() -> None:
+    request = make_request("r", random_prompt(random.Random(1), 40), max_tokens=20)
+    (whole,) = make_engine().run([request])
+    engine = make_engine(prefix_caching=True)
+    engine.add(request)
+    for _ in range(6):
+        engine.step()
+    (part,) = engine.abort()
+    again = make_request("r", request.prompt_ids, prior=part.token_ids, max_tokens=13)
+    (rest,) = engine.run([again])
+    assert part.token_ids + rest.token_ids == whole.token_ids
+    assert part.log_probs + rest.log_probs == whole.log_probs
+    assert engine.stats().reused_prompt_tokens == 40 + 7 - 1
+
+
+@pytest.mark.parametrize("policy", list(KVPolicy))
+def test_an_update_drops_everything(policy: KVPolicy) -> None:
+    prompt = random_prompt(random.Random(1), 40)
+    engine = make_engine(make_decoder(0), prefix_caching=True)
+    engine.run([make_request("a", prompt, max_tokens=3)])
+    engine.add(make_request("across", prompt, max_tokens=6))
+    engine.step()
+    assert engine.stats().kv_bytes > 4 * 64 * SLOT_BYTES
+    # Version numbers may repeat; weights count.
+    engine.update_weights(update_from(make_decoder(1), 0, kv_policy=policy))
+    # Nor is kept what an ended request had computed under two kinds of weights.
+    while engine.has_work():
+        engine.step()
+    kept = policy is KVPolicy.RECOMPUTE
+    assert (engine.stats().kv_bytes > 0) is kept
+    request = make_request("b", [*prompt, 3], max_tokens=3)
+    done = engine.run([request])
+    assert all_bits(done) == all_bits(make_engine(make_decoder(1)).run([request]))
+
+
+def test_what_is_kept_never_takes_more_than_the_budget_leaves() -> None:
+    rng = random.Random(4)
+    budget = 8 * 64 * SLOT_BYTES
+    requests = [
+        make_request(f"k{i}", random_prompt(rng, rng.randrange(20, 58)), max_tokens=5)
+        for i in range(30)
+    ]
+    engine, done = make_engine(prefix_caching=True, kv_budget_bytes=budget), list[Generation]()
+    for request in requests:
+        engine.add(request)
+    most = 0
+    while engine.has_work():
+        done += engine.step()
+        most = max(most, engine.stats().kv_bytes)
+    assert 4 * 64 * SLOT_BYTES < most <= budget
+    assert all_bits(done) == all_bits(make_engine().run(requests))
+    # With nobody running the whole budget is free, and a request that needs it gets it.
+    engine.run([make_request("big", [5] * 100, max_tokens=28)])
+    assert engine.stats().kv_bytes <= budget
+
+
+def test_nothing_is_kept_of_a_request_that_failed() -> None:
+    engine = make_engine(prefix_caching=True)
+    engine.add(make_request("bad", [5] * 40, max_tokens=30))
+    engine.step()
+    with torch.inference_mode():
+        engine._scheduler.store.data[:, :, 0] = float("nan")
+    (failed,) = engine.step()
+    assert failed.stop_reason is StopReason.ERROR
+    assert engine.stats().kv_bytes == 0
+
+
+def test_drafting_goes_on_after_reuse() -> None:
+    reference = talk(make_engine(), turns=3)
+    engine = make_engine(
+        prefix_caching=True,
+        proposer=Oracle([g for _, g in reference]),
+        plan=DraftPlan.chain(3),
+    )
+    assert all_bits([g for _, g in talk(engine, turns=3)]) == all_bits([g for _, g in reference])
+    assert engine.stats().accepted_tokens > 10
+    # Features of the tokens that were taken over are not at hand, those of the rest are.
+    listener, whole = Listener(), Listener()
+    talk(make_engine(prefix_caching=True, proposer=listener), turns=2)
+    talk(make_engine(proposer=whole), turns=2)
+    for name, expected in whole.features.items():
+        features = listener.features[name]
+        assert features is not None
+        assert expected is not None
+        start = 0 if name[1] == "0" else len(expected) - (1 + 5 + int(name[3]))
+        assert torch.equal(features, expected[start:])
+
+
+def test_without_the_setting_nothing_is_kept() -> None:
+    engine = make_engine()
+    talk(engine, turns=2)
+    assert engine.stats().kv_bytes == engine.stats().reused_prompt_tokens == 0
