@@ -119,7 +119,7 @@ class DraftConfig:
 
     total_training_steps: PositiveInt = 480
     """Training steps in all."""
-    steps_per_round: PositiveInt = 40
+    steps_per_round: PositiveInt = 80
     """Training steps on the responses of one round."""
     samples_per_round: PositiveInt = 256
     """Responses that a round trains on, one to each prompt."""

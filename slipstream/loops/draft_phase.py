@@ -97,6 +97,7 @@ class _DraftPhase:
             if resume is None:
                 self._before = self._measure()
                 logger.log(0, self._before)
+            self._clock = time.perf_counter()
             finished = train_draft_head(
                 self._trainer,
                 self._parts.source,
