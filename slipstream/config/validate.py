@@ -418,7 +418,7 @@ def _speculation(config: Config) -> Iterator[str]:
     if eagle.tune_algorithm in ("EG", "UCB1", "BEG"):
         yield (
             f"{key}.tune_algorithm={eagle.tune_algorithm} is not in this version; set "
-            f"{key}.tune_algorithm=COST or PREDEFINED"
+            f"{key}.tune_algorithm=COST"
         )
 
 

@@ -209,7 +209,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.tune_algorithm=BEG",
             "tune_algorithm=BEG is not in this version",
-            "speculative.eagle.tune_algorithm=COST or PREDEFINED",
+            "speculative.eagle.tune_algorithm=COST",
         ),
         (
             "speculative.train.enable_drafter_training=true",
