@@ -20,7 +20,7 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
-_KINDS = "{rollout,decode,lossless,train,startup}"
+_KINDS = "{rollout,decode,speculation,lossless,train,startup}"
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -124,11 +124,52 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
+    speculation = kinds.add_parser(
+        "speculation", help="a trained policy with and without drafts: by batch size, and a rollout"
+    )
+    _add_speculation_flags(speculation)
     lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
     _add_lossless_flags(lossless)
-    for kind in (rollout, decode, lossless, train, startup):
+    for kind in (rollout, decode, speculation, lossless, train, startup):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
+
+
+def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
+    speculation.add_argument(
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs/bench-model"),
+        help="run folder with a policy and a draft head (default: what `make bench-model` makes)",
+    )
+    speculation.add_argument(
+        "--case",
+        choices=["rollout", "grid"],
+        nargs="+",
+        default=["rollout", "grid"],
+        help="a long-tailed rollout; depth of drafts by batch size (default: both)",
+    )
+    speculation.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        help="batch sizes of the grid (default: 1 2 4 8 16 32 64)",
+    )
+    speculation.add_argument(
+        "--new-tokens", metavar="N", type=positive, default=64, help="of the grid (default: 64)"
+    )
+    speculation.add_argument(
+        "--peer", metavar="NAME", nargs="*", default=[], help="vLLM's settings in the rollout"
+    )
+    speculation.add_argument(
+        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    speculation.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    speculation.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
+    speculation.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
 
 
 def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
@@ -158,6 +199,7 @@ def run(args: argparse.Namespace) -> int:
     benchmarks = {
         "rollout": _rollout,
         "decode": _decode,
+        "speculation": _speculation,
         "lossless": _lossless,
         "train": _train,
         "startup": _startup,
@@ -261,6 +303,36 @@ def _startup(args: argparse.Namespace) -> list[Row]:
     rows = startup.run(rounds=args.rounds)
     _print("start of the command line", rows)
     print(f"  floor: `slipstream --help` within {startup.FLOOR_SECONDS} s")
+    return rows
+
+
+def _speculation(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import speculation
+
+    bench = speculation.SpeculationBench(
+        policy=args.policy,
+        temperature=0.0 if args.greedy else 1.0,
+        dtype=_settle_torch(args),
+        rounds=args.rounds,
+        batches=tuple(args.batch),
+        new_tokens=args.new_tokens,
+        peers=tuple(args.peer),
+    )
+    say = partial(print, file=sys.stderr, flush=True)
+    rows: list[Row] = []
+    if "rollout" in args.case:
+        measured = speculation.run_rollout(bench, say)
+        _print("long-tailed rollout of a trained policy", measured)
+        floors = speculation.FLOORS
+        print(
+            f"  floors over plain: {floors['whole']} whole, {floors['tail']} tail of four or fewer"
+        )
+        rows += measured
+    if "grid" in args.case:
+        measured = speculation.run_grid(bench, say)
+        _print_heading("depth of drafts by batch size", measured[0])
+        print(speculation.grid_table(measured), flush=True)
+        rows += measured
     return rows
 
 

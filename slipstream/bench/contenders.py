@@ -35,12 +35,13 @@ OURS = "slipstream"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
     """`threads` None: as many as the benchmark has. `defaults`: the processes and cores that
-    vLLM chooses by itself, whatever `threads`."""
+    vLLM chooses by itself, whatever `threads`. `speculative` is vLLM's `speculative_config`."""
 
     dtype: str
     eager: bool = False
     threads: int | None = None
     defaults: bool = False
+    speculative: Mapping[str, object] | None = None
 
 
 VLLM = {
@@ -211,6 +212,21 @@ def _transformers(
 def _vllm(
     name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
 ) -> Iterator[Contender]:
+    """vLLM on the weights of `model`, which are written to a folder for it."""
+    with TemporaryDirectory() as parent:
+        decoder = model()
+        c = decoder.config
+        folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
+        save_checkpoint(decoder, folder)
+        with vllm_contender(name, folder, max_positions, temperature) as peer:
+            yield peer
+
+
+@contextmanager
+def vllm_contender(
+    name: str, folder: Path, max_positions: int, temperature: float
+) -> Iterator[Contender]:
+    """vLLM on the policy of a Hugging Face folder. Raises ConfigError where it is not installed."""
     settings = VLLM[name]
     threads = settings.threads or torch.get_num_threads()
     command = peer_command(
@@ -219,20 +235,15 @@ def _vllm(
         remedy="run `make bench-peers` in a checkout of the repository",
     )
     with PeerProcess(name, command) as process:
-        with TemporaryDirectory() as parent:
-            decoder = model()
-            c = decoder.config
-            folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
-            save_checkpoint(decoder, folder)
-            process.ask(
-                "load",
-                model=str(folder),
-                dtype=settings.dtype,
-                eager=settings.eager,
-                max_model_len=max_positions,
-                threads=None if settings.defaults else threads,
-                speculative=None,
-            )
+        process.ask(
+            "load",
+            model=str(folder.resolve()),
+            dtype=settings.dtype,
+            eager=settings.eager,
+            max_model_len=max_positions,
+            threads=None if settings.defaults else threads,
+            speculative=settings.speculative,
+        )
         answers: list[Mapping[str, Any]] = []
 
         def generate(workload: Workload) -> list[list[int]]:

@@ -1,0 +1,292 @@
+"""What speculation gains, on a trained policy with a trained head, in turns with plain decoding.
+
+    rollout   64 responses of log-normal length: the whole, and the tail of four or fewer requests
+    grid      depth of drafts by batch size, as FastRL's bench_sd, and the selector beside it
+
+Engines are called directly, on one thread. Every speculative contender must write the very tokens
+of plain decoding, or the benchmark fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from slipstream.bench.contenders import VLLM, Workload, vllm_contender
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.timing import Times, alternate, ratio
+from slipstream.bench.trained import (
+    Responses,
+    Trained,
+    cut_to,
+    load_trained,
+    long_tailed,
+    make_engine,
+    natural_responses,
+)
+from slipstream.errors import ConfigError, EngineError, check_at_least_one
+from slipstream.inference.engine import Engine
+from slipstream.inference.protocol import BATCH_LIMITS, EngineStats
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import CostModelSelector
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.loops.snapshot import policy_folder
+
+PLAIN = "plain"
+SELECTOR = "selector"
+
+DEPTHS = (1, 2, 3, 4, 6)
+
+TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
+"""Classes of `EngineStats.batch_seconds` with four or fewer requests."""
+
+FLOORS = {"whole": 1.4, "tail": 1.8}
+"""What the project promises over its own plain decoding at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationBench:
+    """`batch` responses in the rollout; `batches` and responses of `new_tokens` in the grid, at
+    least `least_responses` of them a cell, one batch after the other."""
+
+    policy: Path
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    rounds: int = 5
+    batch: int = 64
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    new_tokens: int = 64
+    least_responses: int = 8
+    peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses")
+        unknown = [name for name in self.peers if name not in VLLM]
+        if unknown:
+            raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(VLLM)}")
+
+
+def plans() -> list[DraftPlan]:
+    """Of the grid, OFF first."""
+    return [OFF, *(DraftPlan.chain(depth) for depth in DEPTHS)]
+
+
+class _Generator:
+    """An engine and what it did in each round."""
+
+    def __init__(self, engine: Engine, batches: Sequence[Responses]) -> None:
+        self.engine = engine
+        self.batches = batches
+        self.tokens: list[list[int]] = []
+        self.before: list[EngineStats] = []
+        self.after: list[EngineStats] = []
+
+    def __call__(self) -> None:
+        self.before.append(self.engine.stats())
+        self.tokens = [
+            g.token_ids for batch in self.batches for g in self.engine.run(batch.requests)
+        ]
+        self.after.append(self.engine.stats())
+
+    def rates(self, rounds: int, classes: slice) -> list[float]:
+        """Tokens per second of decode steps in some classes of batch size, round by round."""
+        pairs = list(zip(self.before, self.after, strict=True))[-rounds:]
+        return [
+            (sum(b.batch_tokens[classes]) - sum(a.batch_tokens[classes]))
+            / max(sum(b.batch_seconds[classes]) - sum(a.batch_seconds[classes]), 1e-9)
+            for a, b in pairs
+        ]
+
+    def accept_length(self, rounds: int) -> float:
+        """Over the last rounds."""
+        a, b = self.before[-rounds], self.after[-1]
+        verifications = b.verifications - a.verifications
+        accepted = b.accepted_tokens - a.accepted_tokens
+        return 1 + accepted / verifications if verifications else 1.0
+
+    def on_fraction(self, rounds: int) -> float:
+        """Share of decoding time in steps that draft, over the last rounds."""
+        a, b = self.before[-rounds], self.after[-1]
+        return (b.draft_seconds - a.draft_seconds) / (b.decode_seconds - a.decode_seconds)
+
+
+def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+    """The long-tailed rollout: plain, with a head, with history, with both, and peers."""
+    trained = load_trained(bench.policy)
+    say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
+    natural = natural_responses(trained, bench.temperature, bench.dtype)
+    chosen = long_tailed(natural, bench.batch)
+    proposers: dict[str, Proposer] = {
+        "eagle": _eagle(trained, bench.dtype),
+        "history": HistoryProposer(),
+        "union": UnionProposer(_eagle(trained, bench.dtype), HistoryProposer()),
+    }
+    generators = {PLAIN: _Generator(make_engine(trained, bench.dtype), [chosen])}
+    for name, proposer in proposers.items():
+        selector = CostModelSelector(plans())
+        engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
+        generators[name] = _Generator(engine, [chosen])
+    calls: dict[str, Callable[[], object]] = dict(generators)
+    with ExitStack() as stack:
+        cpu_clocks: dict[str, Callable[[], float]] = {}
+        for name in bench.peers:
+            say(f"starting {name}")
+            peer = stack.enter_context(
+                vllm_contender(
+                    name, policy_folder(bench.policy), trained.max_model_len, bench.temperature
+                )
+            )
+            workload = Workload(
+                name="rollout",
+                prompts=tuple(tuple(r.prompt_ids) for r in chosen.requests),
+                lengths=tuple(chosen.lengths),
+            )
+            calls[name] = partial(peer.generate, workload)
+            cpu_clocks[name] = peer.cpu_clock
+        # Two rounds to warm up: the selector measures in them.
+        times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
+    _check_same(generators)
+    return [
+        _rollout_row(bench, name, times, generators, chosen) for name in (*generators, *bench.peers)
+    ]
+
+
+def _rollout_row(
+    bench: SpeculationBench,
+    name: str,
+    times: Mapping[str, Times],
+    generators: Mapping[str, _Generator],
+    chosen: Responses,
+) -> Row:
+    values: dict[str, float | Spread] = {
+        "tokens_per_second": Spread.of([sum(chosen.lengths) / s for s in times[name].wall]),
+        "speculative_over_plain": ratio(times[PLAIN].wall, times[name].wall),
+    }
+    if name in generators:
+        mine, plain = generators[name], generators[PLAIN]
+        tail = slice(0, TAIL_CLASSES)
+        rates = mine.rates(bench.rounds, tail)
+        values["tail_tokens_per_second"] = Spread.of(rates)
+        values["tail_speculative_over_plain"] = ratio(rates, plain.rates(bench.rounds, tail))
+        values["accept_length"] = mine.accept_length(bench.rounds)
+        values["on_fraction"] = mine.on_fraction(bench.rounds)
+        values["identical"] = 1.0
+    else:
+        best = max((n for n in generators), key=lambda n: -median(times[n].wall))
+        values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
+        values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)
+    return _row(
+        bench,
+        "rollout",
+        name,
+        times[name].wall,
+        values,
+        tokens=sum(chosen.lengths),
+        median_length=median(chosen.lengths),
+        longest=max(chosen.lengths),
+        batch=bench.batch,
+    )
+
+
+def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+    """A row for each batch size and plan, and one for the selector, which has seen all sizes."""
+    trained = load_trained(bench.policy)
+    natural = natural_responses(trained, bench.temperature, bench.dtype)
+    most = max(max(bench.batches), bench.least_responses)
+    pool = cut_to(natural, most, bench.new_tokens)
+    rows = []
+    for size in bench.batches:
+        say(f"batch {size}")
+        count = max(size, bench.least_responses // size * size)
+        batches = [
+            Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
+            for i in range(0, count, size)
+        ]
+        generators = {
+            str(plan) if plan != OFF else PLAIN: _Generator(
+                make_engine(trained, bench.dtype, proposer=_eagle(trained, bench.dtype), plan=plan),
+                batches,
+            )
+            for plan in plans()
+        }
+        selecting = make_engine(
+            trained,
+            bench.dtype,
+            proposer=_eagle(trained, bench.dtype),
+            selector=CostModelSelector(plans()),
+        )
+        generators[SELECTOR] = _Generator(selecting, batches)
+        times = alternate(generators, rounds=bench.rounds, warm_up=2)
+        _check_same(generators)
+        fixed = {name: median(t.wall) for name, t in times.items() if name != SELECTOR}
+        best = min(fixed, key=fixed.__getitem__)
+        for name, generator in generators.items():
+            tokens = sum(sum(b.lengths) for b in batches)
+            values: dict[str, float | Spread] = {
+                "tokens_per_second": Spread.of([tokens / s for s in times[name].wall]),
+                "over_plain": ratio(times[PLAIN].wall, times[name].wall),
+                "over_best_fixed": ratio(times[best].wall, times[name].wall),
+                "accept_length": generator.accept_length(bench.rounds),
+            }
+            rows.append(_row(bench, f"batch {size}", name, times[name].wall, values, tokens=tokens))
+    return rows
+
+
+def grid_table(rows: Sequence[Row]) -> str:
+    """Speed over plain decoding by plan and batch size, and what the selector yields of the best
+    fixed plan."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    by_cell = {(row.case, row.contender): row for row in rows}
+    lines = [f"  {'over plain':<12}" + "".join(f"{name:>10}" for name in names) + "   of the best"]
+    for case in cases:
+        cells = "".join(f"{_median(by_cell[case, name], 'over_plain'):10.2f}" for name in names)
+        share = _median(by_cell[case, SELECTOR], "over_best_fixed")
+        lines.append(f"  {case:<12}{cells}{share:14.3f}")
+    return "\n".join(lines)
+
+
+def _median(row: Row, name: str) -> float:
+    value = row.values[name]
+    return value.median if isinstance(value, Spread) else value
+
+
+def _eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
+    return EagleProposer(trained.head, dtype=dtype)
+
+
+def _check_same(generators: Mapping[str, _Generator]) -> None:
+    for name, generator in generators.items():
+        if generator.tokens != generators[PLAIN].tokens:
+            raise EngineError(f"{name} wrote other tokens than plain decoding: a bug in the engine")
+
+
+def _row(
+    bench: SpeculationBench,
+    case: str,
+    name: str,
+    seconds: Sequence[float],
+    values: Mapping[str, float | Spread],
+    **settings: float,
+) -> Row:
+    own_dtype = str(bench.dtype).removeprefix("torch.")
+    return Row(
+        benchmark="speculation",
+        case=case,
+        contender=name,
+        dtype=VLLM[name].dtype if name in VLLM else own_dtype,
+        threads=torch.get_num_threads(),
+        seconds=Spread.of(seconds),
+        machine=this_machine(),
+        values=dict(values),
+        settings={"policy": str(bench.policy), "temperature": bench.temperature, **settings},
+    )

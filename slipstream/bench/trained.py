@@ -1,0 +1,139 @@
+"""Workloads of a trained policy: its own responses to its own task, as long as they are.
+
+Drafts are right as often as a head is good and text is predictable, so speculation is measured on
+policies that were trained and on what they really write. Called by `speculation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist, median
+
+import torch
+
+from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.loops import build
+from slipstream.loops.snapshot import head_folder, policy_folder
+from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_io import load_draft_head
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+
+CANDIDATES = 2048
+"""Responses that a workload is chosen from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A policy, its draft head, and prompts of its task as token ids."""
+
+    decoder: Decoder
+    head: DraftHead
+    prompts: Sequence[Sequence[int]]
+    max_model_len: int
+
+
+def load_trained(run: Path) -> Trained:
+    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one.
+
+    Raises ConfigError where it is none, CheckpointError where its files cannot be used.
+    """
+    if not (run / CONFIG_FILE).is_file() or not (run / "draft").is_dir():
+        raise ConfigError(
+            f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
+            "runs/bench-model, and --policy DIR names another"
+        )
+    config: Config = load_config(file=run / CONFIG_FILE, notify=lambda _: None)
+    policy = policy_folder(run)
+    decoder = load_checkpoint(policy)
+    tokenizer = build.make_tokenizer(config, policy)
+    task = build.make_task(config, tokenizer)
+    prompts = build.validation_prompts(config, tokenizer, task, count=CANDIDATES)
+    return Trained(
+        decoder=decoder,
+        head=load_draft_head(head_folder(run / "draft"), decoder.config),
+        prompts=[tuple(prompt.ids) for prompt in prompts],
+        max_model_len=build.max_model_len(config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Requests, each of which ends by itself or is cut where `params.max_tokens` says, and the
+    lengths that their responses have."""
+
+    requests: Sequence[GenerateRequest]
+    lengths: Sequence[int]
+
+
+def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) -> Responses:
+    """A response to every prompt, in full."""
+    longest = trained.max_model_len - max(map(len, trained.prompts))
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=longest, temperature=temperature),
+            key=NoiseKey(seed=0, uid=str(i)),
+        )
+        for i, prompt in enumerate(trained.prompts)
+    ]
+    engine = make_engine(trained, dtype)
+    return Responses(requests, [len(g.token_ids) for g in engine.run(requests)])
+
+
+def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
+    """An engine for the policy; `more` goes to `Engine`."""
+    settings = EngineSettings(max_model_len=trained.max_model_len, dtype=dtype)
+    return Engine(trained.decoder, settings, **more)  # type: ignore[arg-type]
+
+
+def long_tailed(responses: Responses, count: int, *, spread: float = 8.2) -> Responses:
+    """`count` of the responses whose lengths come nearest to the quantiles of a log-normal law with
+    the longest one as its maximum, `spread` times the median.
+
+    Raises ConfigError where the policy's responses have no such tail.
+    """
+    normal, longest = NormalDist(), max(responses.lengths)
+    last = normal.inv_cdf((count - 0.5) / count)
+    sigma = math.log(spread) / last
+    left = sorted(range(len(responses.lengths)), key=responses.lengths.__getitem__)
+    chosen = []
+    for i in reversed(range(count)):
+        wanted = longest / spread * math.exp(sigma * normal.inv_cdf((i + 0.5) / count))
+        nearest = min(left, key=lambda j: abs(responses.lengths[j] - wanted))
+        left.remove(nearest)
+        chosen.append(nearest)
+    # In the order of their prompts, which says nothing of their lengths.
+    chosen.sort()
+    picked = Responses(
+        [responses.requests[i] for i in chosen], [responses.lengths[i] for i in chosen]
+    )
+    if max(picked.lengths) < 8 * median(picked.lengths):
+        raise ConfigError(
+            f"the longest of {count} responses has {max(picked.lengths)} tokens and their median "
+            f"is {median(picked.lengths):g}: no long tail; take another policy"
+        )
+    return picked
+
+
+def cut_to(responses: Responses, count: int, length: int) -> Responses:
+    """`count` responses of exactly `length` tokens, cut from longer ones.
+
+    Raises ConfigError where there are too few of them.
+    """
+    fitting = [r for r, n in zip(responses.requests, responses.lengths, strict=True) if n >= length]
+    if len(fitting) < count:
+        raise ConfigError(
+            f"only {len(fitting)} of {len(responses.requests)} responses have {length} tokens, and "
+            f"{count} are needed; lower --new-tokens"
+        )
+    cut = [replace(r, params=replace(r.params, max_tokens=length)) for r in fitting[:count]]
+    return Responses(cut, [length] * count)
