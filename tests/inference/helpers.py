@@ -12,6 +12,7 @@ import torch
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import StrategySelector
 from slipstream.models import Decoder, ModelConfig
 from slipstream.types import (
     GenerateRequest,
@@ -62,6 +63,7 @@ def make_engine(
     *,
     proposer: Proposer | None = None,
     plan: DraftPlan = OFF,
+    selector: StrategySelector | None = None,
     **settings: Any,
 ) -> Engine:
     settings.setdefault("max_model_len", 2304)
@@ -71,6 +73,7 @@ def make_engine(
         decode=decode,
         proposer=proposer,
         plan=plan,
+        selector=selector,
     )
 
 

@@ -1,0 +1,101 @@
+"""A draft head and history together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.models.draft_head import DraftHead
+from tests.inference.helpers import all_bits, make_engine, mixed_requests, shared_decoder
+
+PROMPT = (1, 2, 3)
+PLAN = DraftPlan.chain(3)
+
+
+class Parrot:
+    """A head that always drafts the same."""
+
+    def __init__(self, drafts: Sequence[int]) -> None:
+        self.drafts = drafts
+        self.calls: list[str] = []
+
+    def begin(self, request_id: str, *_: Any) -> None:
+        self.calls.append(f"begin {request_id}")
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        return batch.chains([self.drafts] * len(batch.request_ids))
+
+    def observe(self, request_ids: Sequence[str], tokens: Any, features_NWD: Any) -> None:
+        self.calls.append(f"observe {tokens}")
+
+    def end(self, request_id: str) -> None:
+        self.calls.append(f"end {request_id}")
+
+
+def batch(name: str, last: int) -> DraftBatch:
+    unused: dict[str, Any] = {"positions_N": None, "rows": None, "policy": None}
+    return DraftBatch(request_ids=[name], last=[last], noise_WNV=None, **unused)
+
+
+def proposed(union: UnionProposer, name: str, last: int) -> list[int]:
+    (tree,) = union.propose(batch(name, last), PLAN)
+    return list(tree.tokens[1:])
+
+
+def test_the_one_that_has_been_right_is_believed() -> None:
+    union = UnionProposer(Parrot([7, 7, 7]), HistoryProposer())
+    text = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
+    union.begin("a", PROMPT, PROMPT, None)
+    union.observe(["a"], [text], None)
+    union.end("a")
+    # Without a match there is only the head.
+    union.begin("b", PROMPT, [*PROMPT, 50, 51], None)
+    assert proposed(union, "b", 51) == [7, 7, 7]
+    union.observe(["b"], [[52]], None)
+    for _ in range(30):  # the head is wrong again and again
+        proposed(union, "b", 52)
+        union.observe(["b"], [[53]], None)
+    union.end("b")
+    union.begin("c", PROMPT, [*PROMPT, 20, 21, 22], None)
+    assert proposed(union, "c", 22) == [23, 24, 25]
+    union.end("c")
+    # Now the head is right, and history, of as little agreement, wrong.
+    union.begin("d", PROMPT, [*PROMPT, 20, 21, 22], None)
+    for _ in range(300):
+        proposed(union, "d", 22)
+        union._history._running["d"].context[:] = [*PROMPT, 20, 21, 22]
+        union.observe(["d"], [[7, 7, 7, 7]], None)
+        union._history._running["d"].context[:] = [*PROMPT, 20, 21, 22]
+    assert proposed(union, "d", 22) == [7, 7, 7]
+
+
+def test_both_are_told_of_everything() -> None:
+    head = Parrot([5])
+    union = UnionProposer(head, HistoryProposer())
+    union.begin("a", PROMPT, PROMPT, None)
+    proposed(union, "a", 3)
+    union.observe(["a"], [[4]], None)
+    union.end("a")
+    union.end("nobody")
+    assert head.calls == ["begin a", "observe [[4]]", "end a", "end nobody"]
+
+
+def test_it_does_not_matter_what_they_draft() -> None:
+    requests = mixed_requests(8, tokens=24)
+    reference = all_bits(make_engine().run(requests))
+    head = DraftHead(shared_decoder().config)
+    head.init_weights(1)
+    union = UnionProposer(EagleProposer(head, dtype=torch.float32), HistoryProposer(match=1))
+    engine = make_engine(proposer=union, plan=PLAN, max_num_seqs=3)
+    for _ in range(2):  # the second time history knows the responses
+        assert all_bits(engine.run(requests)) == reference
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0.2 * stats.draft_tokens
+    assert not union._offers
