@@ -48,6 +48,10 @@ class HistoryConfig:
     """Last tokens of a context that must agree with an earlier text."""
     max_tokens: PositiveInt = 1048576
     """Tokens of finished responses that are remembered; prompts not used for longest go first."""
+    stagger_samples: bool = False
+    """While more requests wait than can run, let the samples of a prompt run one after the other,
+    so that the later ones can be drafted for from the earlier ones; each then pays for its own
+    prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

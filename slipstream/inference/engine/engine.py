@@ -83,6 +83,7 @@ class Engine:
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,
             prefixes=prefixes,
+            stagger=settings.stagger_samples,
         )
         self._prefill = Prefill(
             self._runner,

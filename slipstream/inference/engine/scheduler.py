@@ -76,12 +76,15 @@ class Scheduler:
         max_prefill_tokens: int,
         left: Callable[[Running], None],
         prefixes: PrefixCache | None = None,
+        stagger: bool = False,
     ) -> None:
-        """`left` is called for each request that has given up its row, for whatever reason."""
+        """`left` is called for each request that has given up its row, for whatever reason. With
+        `stagger` a sample waits, while others can use the row, until none of its prompt runs."""
         self.store = store
         self.prefixes = prefixes
         self.partial: Partial | None = None
         self._left = left
+        self._stagger = stagger
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self._saved: dict[str, Tensor] = {}
@@ -113,7 +116,7 @@ class Scheduler:
         longest = max((r.length for r in self.running), default=0)
         widest = 0
         while self.waiting and len(self.running) < self._max_num_seqs:
-            candidate = self.waiting[0]
+            candidate = self._next()
             # One more slot: the token that is sampled next will be cached in the step after.
             needed = max(longest, candidate.length + 1)
             if not self.store.fits(len(self.running) + 1, needed):
@@ -128,7 +131,8 @@ class Scheduler:
                         return Admission(long=candidate)
                     break
                 done.heads[context], widest = head, width
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(candidate)
+            self.running.append(candidate)
             self._drop_partial_of(candidate)
             (done.restored if saved else done.fresh).append(candidate)
             longest = needed
@@ -173,6 +177,15 @@ class Scheduler:
         self.partial = None
         if self.prefixes is not None:
             self.prefixes.clear()
+
+    def _next(self) -> Running:
+        """Whose turn it is: the oldest or, staggered, the oldest without a running sibling. What a
+        sibling wrote is the best history there is, and it is there only when that one has ended."""
+        if self._stagger:
+            prompts = {r.request.prompt_ids for r in self.running}
+            alone = (r for r in self.waiting if r.request.prompt_ids not in prompts)
+            return next(alone, self.waiting[0])
+        return self.waiting[0]
 
     def make_room(self, weights: int) -> list[Running]:
         """Before a decode step: preempt the newest until one more token fits for everyone."""

@@ -20,7 +20,9 @@ class EngineSettings:
     set aside after a weight update, and those of a context in pieces, are not part of the budget.
     With `prefix_caching` those of ended requests stay in what the budget leaves free, for contexts
     that begin as theirs did, until the weights change: for conversations of several turns; others
-    only pay for the copy. Raises ConfigError for limits that allow nothing.
+    only pay for the copy. With `stagger_samples` samples of one prompt run one after the other as
+    long as there are others to run beside them, so that one can be drafted for from what another
+    has written. Raises ConfigError for limits that allow nothing.
     """
 
     max_model_len: int
@@ -29,6 +31,7 @@ class EngineSettings:
     kv_budget_bytes: int = 4 << 30
     max_prefill_tokens: int = 8192
     prefix_caching: bool = False
+    stagger_samples: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:

@@ -241,6 +241,33 @@ def test_history_drafts_what_a_greedy_policy_repeats() -> None:
     assert engine.stats().accepted_tokens > 40
 
 
+def test_staggered_samples_run_one_after_the_other() -> None:
+    prompts = [(3, 4, 5), (6, 7, 8)]
+    requests = [
+        make_request(f"{p}/{i}", prompt, max_tokens=9, ignore_eos=True)
+        for p, prompt in enumerate(prompts)
+        for i in range(3)
+    ]
+    reference = make_engine().run(requests)
+
+    def together(**settings: Any) -> set[tuple[str, ...]]:
+        engine = make_engine(proposer=HistoryProposer(), plan=DraftPlan.chain(2), **settings)
+        seen, done = set(), list[Generation]()
+        for request in requests:
+            engine.add(request)
+        while engine.has_work():
+            done += engine.step()
+            running = engine._scheduler.running
+            seen.add(tuple(sorted(r.request_id.split("/")[0] for r in running)))
+        assert all_bits(done) == all_bits(reference)
+        return seen
+
+    assert ("0", "0") in together(max_num_seqs=2)
+    # One of each prompt, until only one prompt is left.
+    assert ("0", "1") in together(max_num_seqs=2, stagger_samples=True)
+    assert not {("0", "0"), ("1", "1")} & together(max_num_seqs=2, stagger_samples=True)
+
+
 def test_a_plan_needs_a_proposer() -> None:
     with pytest.raises(ConfigError, match="draft plan 3_1_4 needs a proposer"):
         make_engine(plan=DraftPlan.chain(3))
