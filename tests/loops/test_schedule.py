@@ -138,5 +138,4 @@ def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
     ]
     result, stats = run(monkeypatch, tmp_path / "run", reward, settings)
     assert stats.kv_bytes > 0
-    assert stats.reused_prompt_tokens > 0
     assert_same_result(result, usual)
