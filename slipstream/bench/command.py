@@ -20,27 +20,34 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
-USAGE = "slipstream bench {rollout,train,startup,lossless} [flags]"
+_KINDS = "{rollout,decode,lossless,train,startup}"
+
+USAGE = f"slipstream bench {_KINDS} [flags]"
 
 EXAMPLES = """\
   slipstream bench rollout --json rollout.json
   slipstream bench rollout --case mixed --shape d512x12 --threads 1
+  slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench startup
   slipstream bench lossless --json lossless.json"""
 
 _CASES = ("equal", "mixed")
-_SHAPES = ("quickstart", "d512x12", "tiny")
+_SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
+_PEERS = ("hf", "vllm")
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
     """One sub-command per benchmark."""
-    kinds = command.add_subparsers(
-        prog="slipstream bench", dest="benchmark", metavar="{rollout,train,startup,lossless}"
-    )
+    kinds = command.add_subparsers(prog="slipstream bench", dest="benchmark", metavar=_KINDS)
     kinds.required = True
-    rollout = kinds.add_parser("rollout", help="the embedded engine against transformers")
-    rollout.add_argument("--peer", choices=["hf"], default="hf", help="whom to compare with")
+    rollout = kinds.add_parser("rollout", help="the embedded engine against another")
+    rollout.add_argument(
+        "--peer",
+        choices=_PEERS,
+        default="hf",
+        help="transformers, or vLLM (see `make bench-peers`); default: hf",
+    )
     rollout.add_argument(
         "--case",
         choices=_CASES,
@@ -56,11 +63,40 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         help="length of a response; its median where they differ (128; mixed: 32)",
     )
     rollout.add_argument(
-        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
-    )
-    rollout.add_argument(
         "--no-memory", dest="memory", action="store_false", help="leave out the peak memory"
     )
+    decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
+    decode.add_argument(
+        "--peer",
+        choices=_PEERS,
+        nargs="+",
+        default=["hf"],
+        help="transformers, vLLM (see `make bench-peers`), or both; default: hf",
+    )
+    decode.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 32],
+        help="batch sizes (default: 1 8 32)",
+    )
+    decode.add_argument(
+        "--only",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="contenders of the peers, by the names in the table (default: all)",
+    )
+    decode.add_argument("--prompt", metavar="N", type=positive, default=16, help="default: 16")
+    decode.add_argument(
+        "--new-tokens", metavar="N", type=positive, default=128, help="default: 128"
+    )
+    decode.add_argument("--vocab", metavar="N", type=positive, default=1024, help="default: 1024")
+    for kind in (rollout, decode):
+        kind.add_argument(
+            "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+        )
     train = kinds.add_parser("train", help="a training step against the matrix-product rate")
     train.add_argument("--rows", metavar="N", type=positive, default=32, help="default: 32")
     train.add_argument(
@@ -71,13 +107,17 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "--matmul-size", metavar="N", type=positive, default=2048, help="default: 2048"
     )
     train.add_argument("--profile", action="store_true", help="also print the time by operation")
-    for kind in (rollout, train):
+    for kind, shapes in (
+        (rollout, ("quickstart", "d512x12")),
+        (decode, ("d512x12",)),
+        (train, ("quickstart", "d512x12")),
+    ):
         kind.add_argument(
             "--shape",
             choices=_SHAPES,
             nargs="+",
-            default=_SHAPES[:2],
-            help="models with random weights (default: quickstart d512x12)",
+            default=shapes,
+            help=f"models with random weights (default: {' '.join(shapes)})",
         )
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
@@ -86,7 +126,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
     lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
     _add_lossless_flags(lossless)
-    for kind in (rollout, train, startup, lossless):
+    for kind in (rollout, decode, lossless, train, startup):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
@@ -115,9 +155,14 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
-    rows = {"rollout": _rollout, "train": _train, "startup": _startup, "lossless": _lossless}[
-        args.benchmark
-    ](args)
+    benchmarks = {
+        "rollout": _rollout,
+        "decode": _decode,
+        "lossless": _lossless,
+        "train": _train,
+        "startup": _startup,
+    }
+    rows = benchmarks[args.benchmark](args)
     if args.json is not None:
         write_rows(args.json, rows)
     return 1 if args.benchmark == "lossless" and _report_differences(rows) else 0
@@ -151,8 +196,38 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
             measured = rollout.run(bench)
             _print(f"rollout, {case} lengths, {shape}", measured)
             speedup = rollout.best_speedup(measured)
-            print(f"  speedup over the faster peer {_shown(speedup)}; floor {rollout.FLOORS[case]}")
+            floor = f"; floor {rollout.FLOORS[case]}" if args.peer == "hf" else ""
+            print(f"  speedup over the faster peer {_shown(speedup)}{floor}")
             rows += measured
+    return rows
+
+
+def _decode(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import decode
+
+    dtype = _settle_torch(args)
+    rows: list[Row] = []
+    for shape in args.shape:
+        bench = decode.DecodeBench(
+            shape=shape,
+            vocab_size=args.vocab,
+            batches=tuple(args.batch),
+            peers=tuple(args.peer),
+            only=tuple(args.only),
+            prompt_length=args.prompt,
+            new_tokens=args.new_tokens,
+            temperature=0.0 if args.greedy else 1.0,
+            dtype=dtype,
+            rounds=args.rounds,
+        )
+        say = partial(print, file=sys.stderr, flush=True)
+        for measured in decode.run(bench, say=say):
+            _print_heading(f"decode, {shape}, {measured[0].case}", measured[0])
+            print(decode.table(measured))
+            print(decode.summary(bench, measured), flush=True)
+            rows += measured
+        print(f"  a decode step of the engine, batch {min(bench.batches)}")
+        _print_values(decode.run_step_shares(bench))
     return rows
 
 
@@ -220,8 +295,8 @@ def _report_differences(rows: Sequence[Row]) -> int:
     from slipstream.bench.lossless import different, total
 
     print(
-        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them accepted "
-        f"drafts: {different(rows):,} differ in id or log-probs"
+        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them "
+        f"accepted drafts: {different(rows):,} differ in id or log-probs"
     )
     return different(rows)
 
@@ -238,7 +313,14 @@ def _settle_torch(args: argparse.Namespace) -> torch.dtype:
 
 
 def _print(title: str, rows: Sequence[Row]) -> None:
-    first = rows[0]
+    _print_heading(title, rows[0])
+    for row in rows:
+        print(f"  {row.contender}")
+        _print_values({"seconds": row.seconds, **row.values})
+
+
+def _print_heading(title: str, first: Row) -> None:
+    """What `first` and the rows after it have in common."""
     machine = first.machine
     versions = " ".join(f"{name} {number}" for name, number in machine.versions.items())
     flags = " ".join(machine.cpu_flags)
@@ -247,11 +329,11 @@ def _print(title: str, rows: Sequence[Row]) -> None:
     if first.settings:
         print("  " + " ".join(f"{name}={value}" for name, value in first.settings.items()))
     print(f"  median [least .. most] of {first.seconds.n} runs in turns")
-    for row in rows:
-        values: Mapping[str, float | Spread] = {"seconds": row.seconds, **row.values}
-        print(f"  {row.contender}")
-        for name, value in values.items():
-            print(f"    {name:<32} {_shown(value)}")
+
+
+def _print_values(values: Mapping[str, float | Spread]) -> None:
+    for name, value in values.items():
+        print(f"    {name:<32} {_shown(value)}")
     # Minutes pass between cases, and a file or pipe would show nothing of them.
     sys.stdout.flush()
 

@@ -1,23 +1,26 @@
-"""Who generates: the embedded engine as rollouts use it, and transformers' `generate`.
+"""Who generates: the embedded engine as rollouts use it, transformers' `generate`, and vLLM.
 
-Both get the same weights, prompts and lengths, ignore end-of-sequence tokens, and compute on the
-same thread: with one each, OpenMP would slow both down. They know nothing about timing. Called by
-`rollout` and, in a process of its own, by `memory`.
+All get the same weights, prompts and lengths and ignore end-of-sequence tokens. Ours and
+transformers compute on the same thread: with one each, OpenMP would slow both down. vLLM computes
+in a process of its own. They know nothing about timing. Called by `rollout` and `decode` and, in a
+process of its own, by `memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import Any
 
 import anyio
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from slipstream.bench.peer_process import PeerProcess, peer_command
 from slipstream.bench.shapes import make_decoder
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
@@ -27,8 +30,32 @@ from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import GenerateRequest, Generation, NoiseKey, SamplingParams
 
 OURS = "slipstream"
-PEERS = {"hf": ("transformers-dynamic", "transformers-static")}
-"""Contenders of each peer: transformers with either of its caches, whichever is faster here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """`threads` None: as many as the benchmark has. `defaults`: the processes and cores that
+    vLLM chooses by itself, whatever `threads`."""
+
+    dtype: str
+    eager: bool = False
+    threads: int | None = None
+    defaults: bool = False
+
+
+VLLM = {
+    "vllm-float32-compiled": VllmSettings(dtype="float32"),
+    "vllm-float32-eager": VllmSettings(dtype="float32", eager=True),
+    "vllm-float32-one-thread": VllmSettings(dtype="float32", threads=1),
+    "vllm-float32-defaults": VllmSettings(dtype="float32", defaults=True),
+    "vllm-bfloat16-compiled": VllmSettings(dtype="bfloat16"),
+    "vllm-bfloat16-eager": VllmSettings(dtype="bfloat16", eager=True),
+}
+
+PEERS = {"hf": ("transformers-dynamic", "transformers-static"), "vllm": tuple(VLLM)}
+"""Contenders of each peer, the fastest of which counts: transformers with either of its caches,
+vLLM in either dtype, compiled or not, in one process with all threads (its best on few cores), with
+one thread, and as it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,79 +75,106 @@ class Workload:
         return sum(self.lengths)
 
 
-class Generate(Protocol):
-    """Generates the whole batch; the responses, cut to their lengths."""
+@dataclass(slots=True, kw_only=True)
+class Contender:
+    """A generator with the model loaded."""
 
-    def __call__(self) -> list[list[int]]: ...
+    generate: Callable[[Workload], list[list[int]]]
+    """Generates the whole batch; the responses, cut to their lengths."""
+    dtype: str
+    threads: int | None
+    """None where it chooses by itself."""
+    cpu_clock: Callable[[], float] = time.process_time
+    """CPU seconds used so far by the processes that compute for it."""
+    answers: list[Mapping[str, Any]] = field(default_factory=list)
+    """What a process of its own reported, one entry per call of `generate`."""
 
 
 @contextmanager
 def contender(
     name: str,
-    workload: Workload,
     *,
     shape: str,
+    max_positions: int,
     dtype: torch.dtype,
     temperature: float,
     compute: ComputeThread,
-) -> Iterator[Generate]:
-    """A contender by name, ready to run on `compute`."""
+    vocab_size: int | None = None,
+) -> Iterator[Contender]:
+    """A contender by name, ready for workloads of up to `max_positions`; ours and transformers run
+    on `compute`. Raises ConfigError where vLLM is not installed."""
 
     def model() -> Decoder:
-        return make_decoder(shape, max_positions=workload.max_positions)
+        return make_decoder(shape, max_positions=max_positions, vocab_size=vocab_size)
 
+    dtype_name = str(dtype).removeprefix("torch.")
     if name == OURS:
-        with _embedded(model, workload, dtype, temperature, compute) as generate:
-            yield generate
+        with (
+            embedded(model, max_positions, dtype, compute) as engine,
+            start_blocking_portal() as portal,
+        ):
+            yield Contender(
+                generate=lambda w: portal.call(_generate, engine, w, temperature),
+                dtype=dtype_name,
+                threads=torch.get_num_threads(),
+            )
+    elif name in VLLM:
+        with _vllm(name, model, max_positions, temperature) as peer:
+            yield peer
     else:
         cache = name.partition("-")[2]
-        generate = compute.run(lambda: _transformers(model(), workload, dtype, temperature, cache))
-        yield lambda: compute.run(generate)
+        generate = compute.run(lambda: _transformers(model(), dtype, temperature, cache))
+        yield Contender(
+            generate=lambda w: compute.run(lambda: generate(w)),
+            dtype=dtype_name,
+            threads=torch.get_num_threads(),
+        )
 
 
 @contextmanager
-def _embedded(
-    model: Callable[[], Decoder],
-    workload: Workload,
-    dtype: torch.dtype,
-    temperature: float,
-    compute: ComputeThread,
-) -> Iterator[Generate]:
-    settings = EngineSettings(max_model_len=workload.max_positions, dtype=dtype)
+def embedded(
+    model: Callable[[], Decoder], max_positions: int, dtype: torch.dtype, compute: ComputeThread
+) -> Iterator[EmbeddedEngine]:
+    """The embedded engine, made on `compute` and running there."""
+    settings = EngineSettings(max_model_len=max_positions, dtype=dtype)
     engine = compute.run(lambda: EmbeddedEngine(model(), settings, executor=compute.executor))
-    requests = [
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def requests(workload: Workload, temperature: float) -> list[GenerateRequest]:
+    """The workload as the embedded engine takes it."""
+    pairs = zip(workload.prompts, workload.lengths, strict=True)
+    return [
         GenerateRequest(
             request_id=str(index),
             prompt_ids=prompt,
             params=SamplingParams(max_tokens=length, temperature=temperature, ignore_eos=True),
             key=NoiseKey(seed=0, uid=str(index)),
         )
-        for index, (prompt, length) in enumerate(
-            zip(workload.prompts, workload.lengths, strict=True)
-        )
+        for index, (prompt, length) in enumerate(pairs)
     ]
 
-    async def everything() -> list[Generation]:
-        done: dict[str, Generation] = {}
 
-        async def one(request: GenerateRequest) -> None:
-            done[request.request_id] = await engine.generate(request)
+async def _generate(
+    engine: EmbeddedEngine, workload: Workload, temperature: float
+) -> list[list[int]]:
+    done: dict[str, Generation] = {}
 
-        async with anyio.create_task_group() as tasks:
-            for request in requests:
-                tasks.start_soon(one, request)
-        return [done[request.request_id] for request in requests]
+    async def one(request: GenerateRequest) -> None:
+        done[request.request_id] = await engine.generate(request)
 
-    try:
-        with start_blocking_portal() as portal:
-            yield lambda: [generation.token_ids for generation in portal.call(everything)]
-    finally:
-        engine.close()
+    async with anyio.create_task_group() as tasks:
+        for request in requests(workload, temperature):
+            tasks.start_soon(one, request)
+    return [done[str(index)].token_ids for index in range(len(workload.prompts))]
 
 
 def _transformers(
-    decoder: Decoder, workload: Workload, dtype: torch.dtype, temperature: float, cache: str
-) -> Generate:
+    decoder: Decoder, dtype: torch.dtype, temperature: float, cache: str
+) -> Callable[[Workload], list[list[int]]]:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
@@ -131,22 +185,71 @@ def _transformers(
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa"
         ).eval()
-    ids = torch.tensor(workload.prompts)
-    seen = torch.ones_like(ids)
     sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    settings = GenerationConfig(
-        max_new_tokens=max(workload.lengths),
-        use_cache=True,
-        cache_implementation=cache,
-        eos_token_id=None,
-        pad_token_id=0,
-        **(sampled if temperature > 0 else {"do_sample": False}),
-    )
 
-    def generate() -> list[list[int]]:
+    def generate(workload: Workload) -> list[list[int]]:
+        ids = torch.tensor(workload.prompts)
+        settings = GenerationConfig(
+            max_new_tokens=max(workload.lengths),
+            use_cache=True,
+            cache_implementation=cache,
+            eos_token_id=None,
+            pad_token_id=0,
+            **(sampled if temperature > 0 else {"do_sample": False}),
+        )
         with torch.inference_mode():
-            out = model.generate(input_ids=ids, attention_mask=seen, generation_config=settings)
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
+            )
         rows: Sequence[Sequence[int]] = out[:, ids.shape[1] :].tolist()
         return [list(row[:n]) for row, n in zip(rows, workload.lengths, strict=True)]
 
     return generate
+
+
+@contextmanager
+def _vllm(
+    name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
+) -> Iterator[Contender]:
+    settings = VLLM[name]
+    threads = settings.threads or torch.get_num_threads()
+    command = peer_command(
+        ".venv-vllm",
+        "bench/peers/vllm_peer.py",
+        remedy="run `make bench-peers` in a checkout of the repository",
+    )
+    with PeerProcess(name, command) as process:
+        with TemporaryDirectory() as parent:
+            decoder = model()
+            c = decoder.config
+            folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
+            save_checkpoint(decoder, folder)
+            process.ask(
+                "load",
+                model=str(folder),
+                dtype=settings.dtype,
+                eager=settings.eager,
+                max_model_len=max_positions,
+                threads=None if settings.defaults else threads,
+                speculative=None,
+            )
+        answers: list[Mapping[str, Any]] = []
+
+        def generate(workload: Workload) -> list[list[int]]:
+            answers.append(
+                process.ask(
+                    "generate",
+                    prompts=workload.prompts,
+                    lengths=workload.lengths,
+                    temperature=temperature,
+                )
+            )
+            return [list(ids) for ids in answers[-1]["token_ids"]]
+
+        yield Contender(
+            generate=generate,
+            dtype=settings.dtype,
+            threads=None if settings.defaults else threads,
+            cpu_clock=lambda: sum(answer["cpu_seconds"] for answer in answers),
+            answers=answers,
+        )

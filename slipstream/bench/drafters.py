@@ -51,9 +51,15 @@ class LyingOracle:
             drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
         return batch.chains(drafts)
 
-    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
         """See `Proposer`."""
-        self._done[request_id] += len(tokens)
+        for name, new in zip(request_ids, tokens, strict=True):
+            self._done[name] += len(new)
 
     def end(self, request_id: str) -> None:
         """See `Proposer`."""
@@ -91,7 +97,7 @@ def history_of(
     for request in requests:
         name = f"past {request.request_id}"
         history.begin(name, request.prompt_ids, request.prompt_ids)
-        history.observe(name, with_lies(known[request.request_id], rng, lies, vocab_size))
+        history.observe([name], [with_lies(known[request.request_id], rng, lies, vocab_size)])
         history.end(name)
     return history
 

@@ -47,12 +47,17 @@ def _measure(
     torch.set_num_threads(threads)
     compute = ComputeThread()
     with contender(
-        name, workload, shape=shape, dtype=dtype, temperature=temperature, compute=compute
-    ) as generate:
+        name,
+        shape=shape,
+        max_positions=workload.max_positions,
+        dtype=dtype,
+        temperature=temperature,
+        compute=compute,
+    ) as ready:
         if _CLEAR_REFS.exists():
             # Forget the peak that loading the model left (Linux).
             _CLEAR_REFS.write_text("5")
-        generate()
+        ready.generate(workload)
     compute.close()
     return peak_rss() / 1e6
 

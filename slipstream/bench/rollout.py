@@ -4,7 +4,8 @@
     mixed   64 responses of log-normal length: also what waiting for the longest costs
 
 A peer that generates a batch at a time runs until its longest response ends; only tokens that
-belong to a response count. Our side also returns the log-probs that training needs.
+belong to a response count. Our side also returns the log-probs that training needs. Peak memory is
+not taken of vLLM, which sets memory aside for its cache at start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from statistics import NormalDist, median
 
 import torch
 
-from slipstream.bench.contenders import OURS, PEERS, Generate, Workload, contender
+from slipstream.bench.contenders import OURS, PEERS, VLLM, Contender, Workload, contender
 from slipstream.bench.memory import peak_megabytes
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.shapes import SHAPES
@@ -93,12 +94,12 @@ def run(bench: RolloutBench) -> list[Row]:
     with ExitStack() as stack:
         compute = ComputeThread()
         stack.callback(compute.close)
-        generators = {
+        contenders = {
             name: stack.enter_context(
                 contender(
                     name,
-                    workload,
                     shape=bench.shape,
+                    max_positions=workload.max_positions,
                     dtype=bench.dtype,
                     temperature=bench.temperature,
                     compute=compute,
@@ -107,19 +108,24 @@ def run(bench: RolloutBench) -> list[Row]:
             for name in names
         }
         times = alternate(
-            {name: _recorded(name, g, outputs, workload) for name, g in generators.items()},
+            {n: recorded(n, c.generate, outputs, workload) for n, c in contenders.items()},
             rounds=bench.rounds,
+            cpu_clocks={name: c.cpu_clock for name, c in contenders.items()},
         )
-    return [_row(bench, workload, name, times, outputs) for name in names]
+    return [_row(bench, workload, name, c, times, outputs) for name, c in contenders.items()]
 
 
-def _recorded(
-    name: str, generate: Generate, outputs: dict[str, list[list[int]]], workload: Workload
+def recorded(
+    name: str,
+    generate: Callable[[Workload], list[list[int]]],
+    outputs: dict[str, list[list[int]]],
+    workload: Workload,
 ) -> Callable[[], None]:
-    """`generate`, keeping what it writes under `name` and checking that it wrote all of it."""
+    """`generate` of `workload`, keeping what it writes under `name` and checking that it wrote all
+    of it: raises EngineError where it did not."""
 
     def run_once() -> None:
-        responses = outputs[name] = generate()
+        responses = outputs[name] = generate(workload)
         lengths = [len(response) for response in responses]
         if lengths != list(workload.lengths):
             raise EngineError(f"{name} wrote {sum(lengths)} of {workload.useful_tokens} tokens")
@@ -143,6 +149,7 @@ def _row(
     bench: RolloutBench,
     workload: Workload,
     name: str,
+    measured: Contender,
     times: dict[str, Times],
     outputs: dict[str, list[list[int]]],
 ) -> Row:
@@ -155,15 +162,15 @@ def _row(
         "slipstream_speedup_cpu": ratio(times[name].cpu, times[OURS].cpu),
     }
     if bench.temperature == 0:
-        values["same_tokens"] = _same(outputs[name], outputs[OURS])
-    if bench.memory:
+        values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
+    if bench.memory and name not in VLLM:
         values["peak_rss_mb"] = measure_memory(bench, name)
     return Row(
         benchmark="rollout",
         case=bench.case,
         contender=name,
-        dtype=str(bench.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(),
+        dtype=measured.dtype,
+        threads=measured.threads,
         seconds=Spread.of(seconds),
         machine=this_machine(),
         values=values,
@@ -176,14 +183,19 @@ def _row(
     )
 
 
-def _same(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """The share of positions at which two sets of responses of the same lengths agree."""
     pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
+def fastest_peer(rows: Sequence[Row]) -> Row:
+    """The fastest other contender of `rows`, by its median."""
+    return min((r for r in rows if r.contender != OURS), key=lambda r: r.seconds.median)
+
+
 def best_speedup(rows: Sequence[Row]) -> Spread:
     """Ours against the fastest other contender of `rows`."""
-    fastest = min((r for r in rows if r.contender != OURS), key=lambda r: r.seconds.median)
-    speedup = fastest.values["slipstream_speedup"]
+    speedup = fastest_peer(rows).values["slipstream_speedup"]
     assert isinstance(speedup, Spread)
     return speedup

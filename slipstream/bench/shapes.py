@@ -31,6 +31,17 @@ SHAPES = {
         num_kv_heads=4,
         head_dim=64,
     ),
+    # Small enough that the calls around the products take the time: 6.5M.
+    "d256x8": ModelConfig(
+        family="qwen3",
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+    ),
     # Shows that a benchmark runs; its numbers say nothing.
     "tiny": ModelConfig(
         family="qwen3",
@@ -45,11 +56,21 @@ SHAPES = {
 }
 
 
-def make_decoder(shape: str, *, max_positions: int, seed: int = 0) -> Decoder:
-    """A decoder of a named shape. Raises ConfigError for an unknown name."""
+def make_decoder(
+    shape: str, *, max_positions: int, vocab_size: int | None = None, seed: int = 0
+) -> Decoder:
+    """A decoder of a named shape, with another vocabulary where one is given.
+
+    Raises ConfigError for an unknown name.
+    """
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    decoder = Decoder(replace(SHAPES[shape], max_position_embeddings=max_positions))
+    config = replace(
+        SHAPES[shape],
+        max_position_embeddings=max_positions,
+        vocab_size=SHAPES[shape].vocab_size if vocab_size is None else vocab_size,
+    )
+    decoder = Decoder(config)
     decoder.init_weights(seed)
     return decoder
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from slipstream.bench.record import Spread
 
@@ -16,7 +17,7 @@ from slipstream.bench.record import Spread
 class Times:
     """Seconds of one contender, one entry per round.
 
-    `cpu` adds up the threads of this process: on a busy machine it moves less than `wall` does.
+    `cpu` adds up the threads that work for it: on a busy machine it moves less than `wall` does.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -24,19 +25,25 @@ class Times:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = 1
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 1,
+    cpu_clocks: Mapping[str, Callable[[], float]] = MappingProxyType({}),
 ) -> dict[str, Times]:
     """The times of each contender, after `warm_up` rounds that are not counted.
 
+    `cpu_clocks` tell the CPU seconds of contenders that compute in other processes than this one.
     Every other round goes through the contenders backwards: none always follows the same one.
     """
     times = {name: Times() for name in contenders}
     for number in range(warm_up + rounds):
         order = list(contenders)
         for name in order if number % 2 == 0 else reversed(order):
-            wall, cpu = time.perf_counter(), time.process_time()
+            cpu_clock = cpu_clocks.get(name, time.process_time)
+            wall, cpu = time.perf_counter(), cpu_clock()
             contenders[name]()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            wall, cpu = time.perf_counter() - wall, cpu_clock() - cpu
             if number >= warm_up:
                 times[name].wall.append(wall)
                 times[name].cpu.append(cpu)

@@ -1,7 +1,6 @@
 """Options of `speculative`: FastRL's tree for speculative decoding and draft-model co-training.
 
-Knows names, types and defaults only. Part of the tree in `schema`. `validate` refuses
-`speculative.enable=true`: this version decodes without speculation.
+Knows names, types and defaults only. Part of the tree in `schema`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,31 @@ class EagleConfig:
 
     spec_model_path: str | None = None
     """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it."""
-    spec_steps: PositiveInt = 8
-    """Depth of the draft tree: tokens drafted one after another."""
-    spec_topk: PositiveInt = 4
-    """Branches per drafted token."""
-    spec_verify_tokens: PositiveInt = 48
-    """Drafted tokens that the policy checks in one pass."""
-    tune_algorithm: Literal["EG", "UCB1", "PREDEFINED", "BEG"] = "BEG"
-    """Bandit that picks the draft shape: bucketed epsilon-greedy by default."""
+    spec_steps: PositiveInt = 6
+    """Tokens drafted one after another, at most; how many is chosen by `tune_algorithm`."""
+    spec_topk: PositiveInt = 1
+    """Branches per drafted token; only 1, chains, in this version."""
+    spec_verify_tokens: PositiveInt | None = None
+    """Tokens of a request that the policy checks in one pass, the last known one included; null:
+    all, `spec_steps` + 1."""
+    tune_algorithm: Literal["COST", "PREDEFINED", "EG", "UCB1", "BEG"] = "COST"
+    """How the number of drafts is chosen, step by step: `COST` from measured step times and
+    acceptance, plain decoding included; `PREDEFINED` always takes `spec_steps`. FastRL's bandits
+    EG, UCB1 and BEG are not in this version."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")
-    """Shapes to pick from, as `steps_topk_tokens`."""
+    """Shapes that a bandit picks from, as `steps_topk_tokens`."""
     mab_bs_threshold: tuple[PositiveInt, ...] = (1, 2, 5, 21)
-    """Batch sizes at which a bucket starts."""
+    """Batch sizes at which a bandit's bucket starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryConfig:
+    """Drafts from what was written before, without a draft model."""
+
+    match_tokens: PositiveInt = 3
+    """Last tokens of a context that must agree with an earlier text."""
+    max_tokens: PositiveInt = 1048576
+    """Tokens of finished responses that are remembered; prompts not used for longest go first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +139,15 @@ class SpeculativeConfig:
 
     enable: bool = False
     """Decode with a draft model."""
-    spec_strategy: Literal["eagle"] = "eagle"
-    """Kind of draft model."""
+    spec_strategy: Literal["eagle", "history", "union"] = "eagle"
+    """Who drafts: a draft model, earlier text (the request's own and finished responses to its
+    prompt), or for each request the one whose drafts have been accepted more often."""
     bs_threshold: PositiveInt | None = 32
     """Speculate while at most this many requests run; null: always."""
+    trace: bool = False
+    """Record every decision in `speculation.jsonl` of the run folder."""
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    """Drafts from what was written before."""
     eagle: EagleConfig = field(default_factory=EagleConfig)
     """Shape of the draft and its tuning."""
     train: DrafterTrainConfig = field(default_factory=DrafterTrainConfig)

@@ -375,10 +375,7 @@ def _run(config: Config) -> Iterator[str]:
             "does not train; set trainer.critic_warmup=0"
         )
     if config.speculative.enable:
-        yield (
-            "speculative.enable=true: this version decodes without speculation; "
-            "set speculative.enable=false"
-        )
+        yield from _speculation(config)
     if config.speculative.train.enable_drafter_training:
         yield (
             "speculative.train.enable_drafter_training=true: this version trains no draft model; "
@@ -389,6 +386,39 @@ def _run(config: Config) -> Iterator[str]:
         yield (
             "custom_reward_function.reward_kwargs has no function to go to; "
             "set custom_reward_function.path=FILE or remove the settings"
+        )
+
+
+def _speculation(config: Config) -> Iterator[str]:
+    speculative, eagle = config.speculative, config.speculative.eagle
+    key = "speculative.eagle"
+    name = config.actor_rollout_ref.rollout.name
+    if name != "embedded":
+        yield (
+            f"speculative.enable=true: actor_rollout_ref.rollout.name={name} takes no drafts; set "
+            "actor_rollout_ref.rollout.name=embedded or speculative.enable=false"
+        )
+    if speculative.spec_strategy != "history" and eagle.spec_model_path is None:
+        yield (
+            f"speculative.spec_strategy={speculative.spec_strategy} needs a draft model; train one "
+            f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, or set "
+            "speculative.spec_strategy=history"
+        )
+    if eagle.spec_topk != 1:
+        yield (
+            f"{key}.spec_topk={eagle.spec_topk}: this version verifies chains, not trees; set "
+            f"{key}.spec_topk=1"
+        )
+    if eagle.spec_verify_tokens not in (None, eagle.spec_steps + 1) and eagle.spec_topk == 1:
+        yield (
+            f"{key}.spec_verify_tokens={eagle.spec_verify_tokens}: a chain of {key}.spec_steps="
+            f"{eagle.spec_steps} drafts is verified in {eagle.spec_steps + 1} rows; set "
+            f"{key}.spec_verify_tokens=null"
+        )
+    if eagle.tune_algorithm in ("EG", "UCB1", "BEG"):
+        yield (
+            f"{key}.tune_algorithm={eagle.tune_algorithm} is not in this version; set "
+            f"{key}.tune_algorithm=COST or PREDEFINED"
         )
 
 

@@ -13,12 +13,17 @@ from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
 from slipstream.types import NoiseKey, SamplingParams
+
+ROWS_AT_ONCE = 1024
+"""Slots whose logits are in memory together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,30 +113,30 @@ def measure_acceptance(
         batch = collate([held_out[i].sequence for i in part], ends)
         ids = batch.tokens_BT
         B, T = ids.shape[0], ids.shape[1] - 1
-        rows = _rows([held_out[i] for i in part], ids.device).repeated(T)
-        first = torch.arange(T, device=ids.device).expand(B, -1) + 2
-        going = torch.ones(B, T, dtype=torch.bool, device=ids.device)
-        right = torch.zeros(B, T, dtype=torch.int64, device=ids.device)
+        rows = _rows([held_out[i] for i in part], ids.device)
+        going = torch.ones(B * T, dtype=torch.bool, device=ids.device)
+        right = torch.zeros(B * T, dtype=torch.int64, device=ids.device)
         unrolled = packed.unroll(ids[:, 1:], batch.features_BTD[:, :-1], ends.embedding_VD, depth)
         for k, predicted in enumerate(unrolled):
-            logits = ends.lm_head(predicted.flatten(0, 1)).float()
-            drafts = choose(logits, (first + k).flatten(), rows).tokens.view(B, T)
-            true, exists = _shifted(ids, 2 + k, T), _shifted(batch.loss_mask_BT, 2 + k, T)
-            going &= (drafts == true) & exists.bool()
+            going &= _shifted(batch.loss_mask_BT, 2 + k, T).bool()
+            true, features = _shifted(ids, 2 + k, T), predicted.flatten(0, 1)
+            for slots in torch.split(going.nonzero()[:, 0], ROWS_AT_ONCE):
+                logits = ends.lm_head(pad_rows(features[slots])).float()[: len(slots)]
+                drafts = choose(logits, slots % T + (2 + k), rows.part(slots // T)).tokens
+                going[slots] = drafts == true[slots]
             right += going
+        right_BT = right.view(B, T)
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
-            lengths[index] = right[row, prompt - 1 : len(sequence.tokens) - 2].tolist()
+            lengths[index] = right_BT[row, prompt - 1 : len(sequence.tokens) - 2].tolist()
     return Acceptance(depth=depth, lengths=lengths)
 
 
 def _shifted(x_BT: Tensor, by: int, width: int) -> Tensor:
-    """Entry t is `x_BT[:, t + by]`, 0 past the end."""
-    out = x_BT.new_zeros(x_BT.shape[0], width)
+    """(B * width,): entry t of each row is `x_BT[:, t + by]`, 0 past the end."""
     kept = x_BT[:, by : by + width]
-    out[:, : kept.shape[1]] = kept
-    return out
+    return F.pad(kept, (0, width - kept.shape[1])).flatten()
 
 
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:

@@ -14,6 +14,7 @@ from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.engine.request import Decode
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import StrategySelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
 from slipstream.types import PolicyVersion, WeightUpdate
@@ -42,9 +43,12 @@ class EmbeddedEngine(AsyncEngine):
         executor: ThreadPoolExecutor | None = None,
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
+        selector: StrategySelector | None = None,
     ) -> None:
-        """`proposer` drafts after `plan`, see `Engine`."""
-        embedded = Engine(decoder, settings, decode=decode, proposer=proposer, plan=plan)
+        """`proposer` drafts after `plan`, or as `selector` says: see `Engine`."""
+        embedded = Engine(
+            decoder, settings, decode=decode, proposer=proposer, plan=plan, selector=selector
+        )
         super().__init__(embedded, name="embedded", executor=executor)
         self._embedded = embedded
         self._config = decoder.config

@@ -34,6 +34,7 @@ from slipstream.loops.build_data import (
     rl_steps,
     validation_prompts,
 )
+from slipstream.loops.build_speculation import check_speculation, make_speculation
 from slipstream.loops.evaluate import EvalSettings
 from slipstream.loops.rl import RLTrainingConfig
 from slipstream.loops.rl_batch import KLInReward
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_engine",
+    "check_speculation",
     "decode_with",
     "device_of",
     "engine_settings",
@@ -318,8 +320,13 @@ def make_engine(
     decoder: Decoder,
     tokenizer: PreTrainedTokenizerBase,
     compute: ComputeThread,
+    *,
+    speculate: Callable[[str], None] | None = None,
 ) -> InferenceEngine:
-    """The rollout engine with weights of its own, equal to `decoder`'s; it works on `compute`."""
+    """The rollout engine with weights of its own, equal to `decoder`'s; it works on `compute`.
+
+    With `speculate`, which is told what there is to say, it drafts after `speculative`.
+    """
     rollout = config.actor_rollout_ref.rollout
     device = device_of(config)
     dtype = rollout_dtype(config)
@@ -331,7 +338,24 @@ def make_engine(
     own.load_state_dict(decoder.state_dict())
     settings = engine_settings(config, own.config)
     _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
-    return EmbeddedEngine(own, settings, decode=decode, executor=compute.executor)
+    speculation = None
+    if speculate is not None:
+        speculation = make_speculation(
+            config,
+            own.config,
+            dtype=settings.dtype,
+            device=device,
+            kv_budget_bytes=settings.kv_budget_bytes,
+            notify=speculate,
+        )
+    return EmbeddedEngine(
+        own,
+        settings,
+        decode=decode,
+        executor=compute.executor,
+        proposer=None if speculation is None else speculation.proposer,
+        selector=None if speculation is None else speculation.selector,
+    )
 
 
 def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:

@@ -17,6 +17,7 @@ from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.context import Run, initial_policy
+from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
 from slipstream.loops.records import dump_groups
 from slipstream.loops.rl import WeightReceiver, run_rl_training
@@ -111,7 +112,9 @@ async def validate_policy(run: Run, start: Path | None) -> None:
 
     def make() -> InferenceEngine:
         decoder = build.make_decoder(run.config, run.tokenizer, folder)
-        return build.make_engine(run.config, decoder, run.tokenizer, run.compute)
+        return build.make_engine(
+            run.config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
+        )
 
     engine = run.compute.run(make)
     run.progress.note(f"validating {folder or 'freshly initialised weights'}")
@@ -141,7 +144,10 @@ class _RLPhase:
         self._decoder = decoder
         self._backend = build.make_backend(config, decoder, run.compute, optim=optim)
         self._reference = build.make_reference(config, run.tokenizer, start, run.compute)
-        self._engine = build.make_engine(config, decoder, run.tokenizer, run.compute)
+        self._engine = build.make_engine(
+            config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
+        )
+        self._watch = EngineWatch(self._engine) if config.speculative.enable else None
         self._rollouts = build.make_rollouts(config, self._engine, self._data, run.rewards)
         self._kl = build.make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
@@ -220,6 +226,8 @@ class _RLPhase:
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
+        if self._watch is not None:
+            metrics |= self._watch.metrics()
         if run.held_out and _due(step, run.config.trainer.test_freq, self._total):
             with timers.span("testing"):
                 metrics |= await self._validate(step)
@@ -229,6 +237,8 @@ class _RLPhase:
         async with self._with_trained_weights(step):
             evaluation = await self._run.validate([self._engine])
         self._run.record_validation("rl", step, evaluation)
+        if self._watch is not None:
+            self._watch.skip()
         return evaluation.metrics
 
     @contextlib.asynccontextmanager
@@ -264,6 +274,7 @@ def check_rl(run: Run, start: Path | None) -> None:
     """Refuse what would keep RL from beginning: names that no registry has, prompts that cannot be
     read, an engine that cannot serve the model, a reference that is not there."""
     config = run.config
+    build.check_speculation(config, build.model_config(config, run.tokenizer, start))
     data = build.make_data_buffer(config, run.tokenizer, run.task)
     build.rl_config(config, build.rl_steps(config, data), 0)
     build.check_engine(config, build.model_config(config, run.tokenizer, start))

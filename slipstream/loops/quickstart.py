@@ -1,6 +1,7 @@
 """The quickstart: a reasoning model from nothing, by SFT and then RL, on this machine, in minutes.
 
-    measure the CPU -> choose a recipe -> SFT -> evaluate -> RL (GRPO) -> evaluate -> a table
+    measure the CPU -> choose a recipe -> SFT -> evaluate -> draft head -> RL (GRPO) -> evaluate
+    -> the same responses with and without drafts, in turns -> a table
 
 With `sft_control` the SFT is also continued for as long as RL took, so that what RL adds is not
 what more SFT would have added. Everything here can be done with `slipstream train` and `eval`.
@@ -9,7 +10,7 @@ what more SFT would have added. Everything here can be done with `slipstream tra
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
+from slipstream.loops.draft_phase import draft_phase
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.loops.folder import has_checkpoint
@@ -39,6 +41,7 @@ from slipstream.loops.run import (
     rl_phase,
     sft_phase,
 )
+from slipstream.loops.side_by_side import SideBySide, side_by_side
 from slipstream.loops.stages import close_parts
 from slipstream.metrics.batch_metrics import accuracy_interval, paired_difference
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
@@ -50,6 +53,12 @@ from slipstream.types import Sample
 
 PROBLEMS = 1024
 """Held-out problems of the final comparison."""
+
+COMPARED = 64
+"""Responses that are decoded plainly and with drafts, in turns."""
+
+DRAFT = "draft"
+"""Where in the run folder the draft head is."""
 
 SUMMARY = "summary.json"
 
@@ -93,8 +102,18 @@ class Clock:
         return spent
 
 
-def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) -> int:
-    """Run the quickstart into `output`; the exit status (130 if interrupted)."""
+def main(
+    output: Path,
+    seed: int,
+    recipe: str,
+    sft_control: bool,
+    bf16: bool,
+    speculation: bool = True,
+) -> int:
+    """Run the quickstart into `output`; the exit status (130 if interrupted).
+
+    Without `speculation` no draft head is trained, and the very same policy comes out.
+    """
     console = Console()
     compute = ComputeThread()
     begun = _begun(output) if recipe == "auto" else None
@@ -108,16 +127,25 @@ def main(output: Path, seed: int, recipe: str, sft_control: bool, bf16: bool) ->
         f"actor_rollout_ref.actor.dtype={dtype}",
         f"actor_rollout_ref.rollout.dtype={dtype}",
     ]
+    if speculation:
+        # The policy of SFT writes, the head learns from it, and RL's rollouts draft with it.
+        overrides += [
+            "speculative.enable=true",
+            "speculative.bs_threshold=null",
+            f"speculative.eagle.spec_model_path={output / DRAFT}",
+        ]
     config = load_config(overrides, recipe=chosen)
     clock = Clock()
     with opened(config, compute) as run:
-        rated = anyio.run(_stages, run, clock, sft_control)
-    if rated is None:
+        done = anyio.run(_stages, run, clock, sft_control)
+    if done is None:
         again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
+        again += "" if speculation else " --no-speculation"
         console.print(f"stopped; `{again}` goes on from here", highlight=False, soft_wrap=True)
         return INTERRUPTED
-    summary = summarize(run, rated, clock, chosen, dtype)
+    rated, compared = done
+    summary = summarize(run, rated, clock, chosen, dtype, compared)
     write_json(output / SUMMARY, summary)
     plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
     report(console, output, rated, summary)
@@ -166,13 +194,21 @@ def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
     return float(np.median(rates))
 
 
-async def _stages(run: Run, clock: Clock, sft_control: bool) -> list[Rated] | None:
+async def _stages(
+    run: Run, clock: Clock, sft_control: bool
+) -> tuple[list[Rated], SideBySide | None] | None:
+    """Policies and the comparison of decoding, None where the run was stopped."""
+    speculation = run.config.speculative.enable
     sft = await sft_phase(run)
     if sft is None:
         return None
     clock.lap("sft")
     rated = [await rate(run, "after SFT", sft)]
     clock.lap("evaluate")
+    if speculation:
+        if await train_head(run, sft) is None:
+            return None
+        clock.lap("draft")
     if not await rl_phase(run, sft):
         return None
     clock.lap("rl")
@@ -190,7 +226,11 @@ async def _stages(run: Run, clock: Clock, sft_control: bool) -> list[Rated] | No
         clock.lap("sft_control")
         rated.append(await rate(run, "after more SFT", continued))
         clock.lap("evaluate")
-    return [*rated, after]
+    compared = None
+    if speculation:
+        compared = await compare_decoding(run, huggingface_folder(policy))
+        clock.lap("compare")
+    return [*rated, after], compared
 
 
 def _trained_seconds(folder: Path) -> float:
@@ -215,6 +255,45 @@ async def rate(run: Run, name: str, policy: Path) -> Rated:
     evaluation = await run_evaluation([engine], prompts, run.rewards, settings)
     close_parts(run.stages, engine)
     return Rated(name=name, evaluation=evaluation, seconds=time.perf_counter() - started)
+
+
+async def train_head(run: Run, policy: Path) -> Path | None:
+    """A draft head for `policy`, in the folder `draft` of the run; None where it was stopped."""
+    folder = run.folder / DRAFT
+    config = load_config(
+        [
+            f"trainer.default_local_dir={folder}",
+            f"actor_rollout_ref.model.path={policy}",
+            "actor_rollout_ref.model.init=null",
+            "speculative.enable=false",
+            "speculative.eagle.spec_model_path=null",
+        ],
+        file=run.folder / CONFIG_FILE,
+    )
+    claim_folder(folder, config)
+    return await draft_phase(
+        open_run(config, folder, run.progress, run.interrupt, run.compute, run.stages)
+    )
+
+
+async def compare_decoding(run: Run, policy: Path) -> SideBySide:
+    """`COMPARED` responses of `policy`, with drafts and without."""
+    config = run.config
+    prompts = build.validation_prompts(config, run.tokenizer, run.task, count=COMPARED)
+    run.progress.note(f"{COMPARED} responses, decoded plainly and with drafts, in turns")
+
+    def make(speculate: Callable[[str], None] | None) -> InferenceEngine:
+        decoder = load_checkpoint(policy)
+        return build.make_engine(config, decoder, run.tokenizer, run.compute, speculate=speculate)
+
+    plain = run.compute.run(lambda: make(None))
+    drafting = run.compute.run(lambda: make(run.progress.note))
+    try:
+        return await side_by_side(
+            plain, drafting, prompts, run.rewards, build.eval_settings(config)
+        )
+    finally:
+        close_parts(run.stages, plain, drafting)
 
 
 async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
@@ -245,7 +324,12 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
 
 
 def summarize(
-    run: Run, rated: Sequence[Rated], clock: Clock, recipe: str, dtype: str
+    run: Run,
+    rated: Sequence[Rated],
+    clock: Clock,
+    recipe: str,
+    dtype: str,
+    compared: SideBySide | None = None,
 ) -> dict[str, Any]:
     """Everything the table says, and what it was made with, as JSON values."""
     by_name = {r.name: r for r in rated}
@@ -293,7 +377,23 @@ def summarize(
         "rollout_log_probs_differing": sum(
             m["training/rollout_log_probs_differing"] for m in steps
         ),
+        **({} if compared is None else decoding_summary(compared)),
         "versions": {"slipstream": __version__, "torch": str(torch.__version__)},
+    }
+
+
+def decoding_summary(compared: SideBySide) -> dict[str, Any]:
+    """What the comparison of decoding says, as JSON values."""
+    return {
+        "rollout_speedup": compared.speedup,
+        "tokens_identical": compared.identical,
+        "accept_length": compared.accept_length,
+        "rollout_comparison": {
+            "tokens": compared.tokens,
+            "plain_seconds": compared.plain_seconds,
+            "speculative_seconds": compared.speculative_seconds,
+            "rounds": compared.rounds,
+        },
     }
 
 
@@ -333,13 +433,24 @@ def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict
         console.print(f"  after RL   {_marked(after)}", highlight=False)
     seconds = summary["seconds"]
     console.print(
-        f"\n{seconds['total']:.0f} s: SFT {seconds['sft']:.0f}, RL {seconds['rl']:.0f} "
+        f"\n{seconds['total']:.0f} s: SFT {seconds['sft']:.0f}, "
+        + (f"draft head {seconds['draft']:.0f}, " if "draft" in seconds else "")
+        + f"RL {seconds['rl']:.0f} "
         f"({summary['steps']['rl']} steps, {summary['tokens_per_second_rollout']:.0f} tokens/s in "
         f"rollouts), evaluation {seconds['evaluate']:.0f}; log-probs of rollout and trainer differ "
         f"for {summary['rollout_log_probs_differing']:.0f} of "
         f"{summary['tokens']['rl_sampled']:.0f} tokens",
         highlight=False,
     )
+    if "rollout_speedup" in summary:
+        pair = summary["rollout_comparison"]
+        console.print(
+            f"the same {pair['tokens']} tokens: plain {pair['plain_seconds']:.2f} s, speculative "
+            f"{pair['speculative_seconds']:.2f} s ({summary['rollout_speedup']:.2f}x), identical "
+            f"{'yes' if summary['tokens_identical'] else 'NO'}, mean accepted length "
+            f"{summary['accept_length']:.2f}",
+            highlight=False,
+        )
     policy = huggingface_folder(output / f"global_step_{summary['steps']['rl']}")
     console.print(f"picture      {output / PICTURE}", highlight=False)
     console.print(f"summary      {output / SUMMARY}", highlight=False)

@@ -254,6 +254,35 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Speculation",
+        "Decode steps of the rollout engine; with `speculative.enable` only.",
+        (
+            Metric(
+                "spec/accept_length",
+                "tokens",
+                "tokens per verification of drafts, the policy's own next one included",
+                wall_time=True,
+                headline="accept",
+            ),
+            Metric(
+                "spec/on_fraction",
+                "share",
+                "share of decoding time in steps that draft",
+                wall_time=True,
+            ),
+            Metric(
+                "spec/plan", "tokens", "drafts in a row, mean over steps that draft", wall_time=True
+            ),
+            Metric(
+                "spec/tokens_per_second/{bs_1,bs_4,bs_16,bs_64,bs_more}",
+                "tokens/s",
+                "tokens per second of decode steps with at most so many running requests (and more "
+                "than in the class before)",
+                wall_time=True,
+            ),
+        ),
+    ),
+    Section(
         "Draft head",
         "Losses and accuracy are averages over the tokens of one step that can be drafted; "
         "acceptance is of held-out responses, with their own noise.",

@@ -70,8 +70,8 @@ class SamplingRows:
             min_p_N=self.min_p_N.repeat_interleave(times),
         )
 
-    def part(self, rows: slice) -> SamplingRows:
-        """The settings of some of the rows."""
+    def part(self, rows: slice | Tensor) -> SamplingRows:
+        """The settings of some of the rows: a slice, or indices (int64), which may repeat."""
         return replace(
             self,
             keys_N2=self.keys_N2[rows],

@@ -50,11 +50,18 @@ def test_flags_offer_what_the_benchmarks_know() -> None:
     # The flags repeat the names because the benchmarks import torch.
     assert set(command._SHAPES) == set(SHAPES)
     assert set(command._CASES) == set(FLOORS)
+    assert set(command._PEERS) == set(PEERS)
 
 
 @pytest.mark.parametrize(
     "line",
-    [["bench"], ["bench", "speed"], ["bench", "train", "--rows", "0"], ["bench", "rollout", "x"]],
+    [
+        ["bench"],
+        ["bench", "speed"],
+        ["bench", "train", "--rows", "0"],
+        ["bench", "decode", "--batch", "0"],
+        ["bench", "rollout", "x"],
+    ],
 )
 def test_unusable_lines_end_with_code_2(
     line: list[str], capsys: pytest.CaptureFixture[str]

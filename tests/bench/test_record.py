@@ -42,6 +42,17 @@ def test_contenders_take_turns_and_the_warm_up_does_not_count(
     assert times == {"a": Times([1.0, 1.0], [0.25, 0.25]), "b": Times([10.0, 10.0], [2.5, 2.5])}
 
 
+def test_a_contender_in_another_process_has_its_own_cpu_clock() -> None:
+    used = 0.0
+
+    def work() -> None:
+        nonlocal used
+        used += 2.5
+
+    times = alternate({"a": work}, rounds=2, cpu_clocks={"a": lambda: used})
+    assert times["a"].cpu == [2.5, 2.5]
+
+
 def test_rows_are_written_with_their_circumstances(tmp_path: Path) -> None:
     row = Row(
         benchmark="train",

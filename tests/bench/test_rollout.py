@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import pytest
@@ -75,7 +76,7 @@ def test_standard_sizes_are_those_of_the_floors() -> None:
 def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, list[list[int]]] = {}
     workload = Workload(name="equal", prompts=((1,), (2,)), lengths=(3, 3))
-    run_once = rollout._recorded("peer", lambda: [[1, 2, 3], [1]], outputs, workload)
+    run_once = rollout.recorded("peer", lambda _: [[1, 2, 3], [1]], outputs, workload)
     with pytest.raises(EngineError, match="peer wrote 4 of 6 tokens"):
         run_once()
 
@@ -83,12 +84,19 @@ def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatc
 def test_sampling_is_the_engines_own() -> None:
     workload = rollout.make_workload(TOY)
     compute = ComputeThread()
-    settings = {"shape": "tiny", "dtype": TOY.dtype, "compute": compute}
-    with contender(OURS, workload, temperature=1.0, **settings) as generate:  # type: ignore[arg-type]
-        first, second = generate(), generate()
+    tiny = partial(
+        contender,
+        OURS,
+        shape="tiny",
+        max_positions=workload.max_positions,
+        dtype=TOY.dtype,
+        compute=compute,
+    )
+    with tiny(temperature=1.0) as ours:
+        first, second = ours.generate(workload), ours.generate(workload)
     assert first == second
-    with contender(OURS, workload, temperature=0.0, **settings) as generate:  # type: ignore[arg-type]
-        assert generate() != first
+    with tiny(temperature=0.0) as ours:
+        assert ours.generate(workload) != first
     compute.close()
 
 
@@ -104,7 +112,7 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     ("change", "message"),
     [
         ({"case": "sorted"}, "unknown case 'sorted'; known: equal, mixed"),
-        ({"peer": "abacus"}, "unknown peer 'abacus'; known: hf"),
+        ({"peer": "abacus"}, "unknown peer 'abacus'; known: hf, vllm"),
         ({"batch": 0}, "batch=0 must be at least 1"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],

@@ -184,13 +184,52 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ("trainer.critic_warmup=1", "needs a critic", "trainer.critic_warmup=0"),
         (
             "speculative.enable=true",
-            "this version decodes without speculation",
+            "needs a draft model; train one with `slipstream draft`",
+            "speculative.spec_strategy=history",
+        ),
+        (
+            "speculative.enable=true speculative.spec_strategy=history "
+            "actor_rollout_ref.rollout.name=hf",
+            "name=hf takes no drafts",
             "speculative.enable=false",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_topk=4",
+            "verifies chains, not trees",
+            "speculative.eagle.spec_topk=1",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_verify_tokens=4",
+            "a chain of speculative.eagle.spec_steps=6 drafts is verified in 7 rows",
+            "speculative.eagle.spec_verify_tokens=null",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.tune_algorithm=BEG",
+            "tune_algorithm=BEG is not in this version",
+            "speculative.eagle.tune_algorithm=COST or PREDEFINED",
         ),
         (
             "speculative.train.enable_drafter_training=true",
             "trains no draft model",
             "speculative.train.enable_drafter_training=false",
+        ),
+        (
+            "speculative.draft.total_training_steps=20",
+            "nothing to decay over",
+            "speculative.train.optim.lr_scheduler_type=constant",
+        ),
+        (
+            "speculative.train.optim.min_lr_ratio=2",
+            "min_lr_ratio=2 is above 1",
+            "speculative.train.optim.min_lr_ratio=0",
+        ),
+        (
+            "speculative.train.value_weight=0 speculative.train.soft_weight=0",
+            "leave a draft model nothing to learn",
+            "speculative.train.value_weight=1",
         ),
         (
             "custom_reward_function.reward_kwargs={a:1}",

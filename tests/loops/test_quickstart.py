@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.checkpoint.state import huggingface_folder
 from slipstream.errors import CheckpointError
 from slipstream.loops import quickstart
 from slipstream.loops.folder import locked
+from slipstream.metrics.loggers import read_jsonl
 
 
 def test_it_trains_compares_and_sums_up(
@@ -28,7 +30,16 @@ def test_it_trains_compares_and_sums_up(
     assert summary["steps"] == {"sft": 2, "rl": 2}
     assert summary["rollout_log_probs_differing"] == 0
     assert summary["tokens_per_second_rollout"] > 0
-    assert summary["seconds"].keys() == {"sft", "evaluate", "rl", "sft_control", "total"}
+    phases = {"sft", "draft", "evaluate", "rl", "sft_control", "compare", "total"}
+    assert summary["seconds"].keys() == phases
+    assert summary["tokens_identical"] is True
+    assert summary["accept_length"] >= 1
+    assert summary["rollout_speedup"] == pytest.approx(
+        summary["rollout_comparison"]["plain_seconds"]
+        / summary["rollout_comparison"]["speculative_seconds"]
+    )
+    assert "identical yes, mean accepted length" in " ".join(shown.split())
+    assert "Speculative decoding enabled: draft head" in shown
     gain, low, high = summary["accuracy_ci"]["rl_minus_sft"]
     assert gain == pytest.approx(summary["accuracy_rl"] - summary["accuracy_sft"])
     assert low <= gain <= high
@@ -37,6 +48,35 @@ def test_it_trains_compares_and_sums_up(
     )
     assert summary["accuracy_ci"].keys() >= {"after SFT", "after more SFT", "after RL"}
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_speculation_changes_neither_rewards_nor_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart, "PROBLEMS", 4)
+    results = []
+    for name, speculation in (("on", True), ("off", False)):
+        output = tmp_path / name
+        assert (
+            quickstart.main(
+                output,
+                seed=2,
+                recipe="tiny",
+                sft_control=False,
+                bf16=False,
+                speculation=speculation,
+            )
+            == 0
+        )
+        summary = json.loads((output / quickstart.SUMMARY).read_text())
+        assert ("rollout_speedup" in summary) == speculation
+        policy = huggingface_folder(output / "global_step_2")
+        weights = (policy / "model.safetensors").read_bytes()
+        rollouts = [(output / "rollouts" / f"{step}.jsonl").read_bytes() for step in (1, 2)]
+        results.append((summary["accuracy_rl"], summary["tokens"]["rl_sampled"], weights, rollouts))
+    assert results[0] == results[1]
+    steps = [metrics for _, metrics in read_jsonl(tmp_path / "on" / "metrics.jsonl")]
+    assert max(metrics.get("spec/on_fraction", 0.0) for metrics in steps) > 0
 
 
 def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -122,6 +122,10 @@ class HistoryProposer:
 
     def drafts(self, request_id: str, count: int) -> list[int]:
         """At most `count` tokens for one running request."""
+        return self.suggest(request_id, count)[0]
+
+    def suggest(self, request_id: str, count: int) -> tuple[list[int], int]:
+        """`drafts`, and how many tokens before them agree."""
         request = self._running[request_id]
         context = request.context
         # The n-gram that ends the context must not find itself.
@@ -134,7 +138,7 @@ class HistoryProposer:
             agree = self._agreement(context, text, end)
             if agree >= best:
                 best, drafts = agree, text[end : end + count]
-        return drafts
+        return drafts, best
 
     def _agreement(self, context: list[int], text: list[int], end: int) -> int:
         count = 0

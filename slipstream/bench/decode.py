@@ -1,0 +1,294 @@
+"""Plain decoding by batch size: the embedded engine against peers, same model, in turns.
+
+All responses have one length. A round runs each contender twice, for one new token and for all of
+them; the difference is what decoding took, so prefill does not count, nor does starting a batch.
+Our side works as in rollouts: behind the asynchronous protocol, log-probs included. Also measured:
+what exact mode costs (`inexact`), and how much of a step is spent outside the model (`step_share`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from random import Random
+
+import torch
+
+from slipstream.bench.contenders import OURS, PEERS, Contender, Workload, contender, embedded
+from slipstream.bench.inexact import KINDS, inexact
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.rollout import fastest_peer, recorded, same_tokens
+from slipstream.bench.shapes import make_decoder
+from slipstream.bench.step_share import step_shares
+from slipstream.bench.timing import Times, alternate, ratio
+from slipstream.errors import ConfigError, EngineError, check_at_least_one
+from slipstream.inference.engine import Engine
+from slipstream.training.compute_thread import ComputeThread
+
+FLOORS = {"vllm": 0.85}
+"""What the project promises on `FLOOR_SHAPE`: our speed over the best of a peer's settings."""
+
+FLOOR_SHAPE = "d512x12"
+
+INEXACT = tuple(f"{OURS}-{kind}" for kind in KINDS)
+"""The engine without rules of exact mode."""
+
+_IDLE = "cores_busy_when_idle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    """One measurement. `temperature` 0 is greedy; `vocab_size` replaces that of the shape; `only`
+    names the contenders of the peers that take part, none of them: all."""
+
+    shape: str = FLOOR_SHAPE
+    vocab_size: int = 1024
+    batches: tuple[int, ...] = (1, 8, 32)
+    peers: tuple[str, ...] = ("hf",)
+    only: tuple[str, ...] = ()
+    prompt_length: int = 16
+    new_tokens: int = 128
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
+    rounds: int = 5
+
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            if peer not in PEERS:
+                raise ConfigError(f"unknown peer {peer!r}; known: {', '.join(PEERS)}")
+            if self.only and not set(self.only) & set(PEERS[peer]):
+                raise ConfigError(
+                    f"only={self.only} leaves no contender of {peer}: {', '.join(PEERS[peer])}"
+                )
+        if not self.batches or min(self.batches) < 1:
+            raise ConfigError(f"batches={self.batches} must name sizes of at least 1")
+        if self.new_tokens < 3:
+            raise ConfigError(
+                f"new_tokens={self.new_tokens} must be at least 3: the first comes from the "
+                "prefill, and the second with it"
+            )
+        check_at_least_one(self, "vocab_size", "prompt_length", "rounds")
+
+
+def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
+    """Random prompts, the same each time, with responses of `new_tokens`."""
+    random = Random(batch)
+    prompts = tuple(
+        tuple(random.randrange(bench.vocab_size) for _ in range(bench.prompt_length))
+        for _ in range(batch)
+    )
+    return Workload(name=f"batch {batch}", prompts=prompts, lengths=(new_tokens,) * batch)
+
+
+def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> Iterator[list[Row]]:
+    """Measure; for each batch size one row per contender, ours first. `say` hears of progress."""
+    peers = [name for peer in bench.peers for name in PEERS[peer]]
+    names = (OURS, *(name for name in peers if name in bench.only or not bench.only))
+    with ExitStack() as stack:
+        compute = ComputeThread()
+        stack.callback(compute.close)
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            say(f"loading {name}")
+            contenders[name] = stack.enter_context(
+                contender(
+                    name,
+                    shape=bench.shape,
+                    vocab_size=bench.vocab_size,
+                    max_positions=bench.prompt_length + bench.new_tokens,
+                    dtype=bench.dtype,
+                    temperature=bench.temperature,
+                    compute=compute,
+                )
+            )
+            if name == OURS:
+                ours = contenders[name]
+                contenders |= {
+                    key: replace(ours, generate=_inexactly(kind, ours))
+                    for key, kind in zip(INEXACT, KINDS, strict=True)
+                }
+        for batch in bench.batches:
+            say(f"batch {batch}: {len(contenders)} contenders in turns")
+            yield _measure(bench, batch, contenders)
+
+
+def _inexactly(kind: str, ours: Contender) -> Callable[[Workload], list[list[int]]]:
+    def generate(workload: Workload) -> list[list[int]]:
+        with inexact(kind):
+            return ours.generate(workload)
+
+    return generate
+
+
+def _measure(bench: DecodeBench, batch: int, contenders: Mapping[str, Contender]) -> list[Row]:
+    outputs: dict[str, list[list[int]]] = {}
+    works: dict[str, Callable[[], None]] = {}
+    first, all_of_them = (make_workload(bench, batch, n) for n in (1, bench.new_tokens))
+    for name, each in contenders.items():
+        each.answers.clear()
+        works[_prefill(name)] = recorded(name, each.generate, {}, first)
+        works[name] = recorded(name, each.generate, outputs, all_of_them)
+    clocks = {
+        key: each.cpu_clock for name, each in contenders.items() for key in (name, _prefill(name))
+    }
+    times = alternate(works, rounds=bench.rounds, cpu_clocks=clocks)
+    decoded = {name: decode_times(times[name], times[_prefill(name)]) for name in contenders}
+    return [
+        _row(bench, batch, name, each, decoded, outputs, times[_prefill(name)])
+        for name, each in contenders.items()
+    ]
+
+
+def _prefill(name: str) -> str:
+    return f"{name}, one token"
+
+
+def decode_times(whole: Times, prefill: Times) -> Times:
+    """Round by round, the times of a whole response less those of its first token.
+
+    Raises EngineError where nothing is left: noise then hides what decoding took.
+    """
+    pairs = [
+        [a - b for a, b in zip(left, right, strict=True)]
+        for left, right in ((whole.wall, prefill.wall), (whole.cpu, prefill.cpu))
+    ]
+    if min(pairs[0]) <= 0:
+        raise EngineError(
+            "a whole response took no longer than its first token: too little to time; raise "
+            "--new-tokens"
+        )
+    return Times(*pairs)
+
+
+def _row(
+    bench: DecodeBench,
+    batch: int,
+    name: str,
+    measured: Contender,
+    decoded: Mapping[str, Times],
+    outputs: Mapping[str, list[list[int]]],
+    prefill: Times,
+) -> Row:
+    steps, seconds = bench.new_tokens - 1, decoded[name].wall
+    values: dict[str, float | Spread] = {
+        "tokens_per_second": Spread.of([batch * steps / s for s in seconds]),
+        "ms_per_step": Spread.of([1000 * s / steps for s in seconds]),
+        "slipstream_speedup": ratio(seconds, decoded[OURS].wall),
+        "prefill_seconds": Spread.of(prefill.wall),
+        "cpu_seconds": Spread.of(decoded[name].cpu),
+        "cores_busy": ratio(decoded[name].cpu, seconds),
+    }
+    if bench.temperature == 0:
+        values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
+    if measured.answers:
+        # Those of whole responses, without the round that warms up.
+        whole = [a for a in measured.answers if len(a["token_ids"][0]) == bench.new_tokens]
+        shares = [answer["busiest_cpu_seconds"] / answer["seconds"] for answer in whole]
+        values["cores_busy_in_one_process"] = Spread.of(shares[-bench.rounds :])
+        idle = [answer["idle_cores"] for answer in measured.answers]
+        values[_IDLE] = Spread.of(idle[1:])
+    return Row(
+        benchmark="decode",
+        case=f"batch {batch}",
+        contender=name,
+        dtype=measured.dtype,
+        threads=measured.threads,
+        seconds=Spread.of(seconds),
+        machine=this_machine(),
+        values=values,
+        settings={
+            "batch": batch,
+            "peers": " ".join(bench.peers),
+            **{k: v for k, v in asdict(bench).items() if isinstance(v, str | int | float)},
+        },
+    )
+
+
+def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
+    """Where a decode step's time goes in the embedded engine at the smallest batch size."""
+    batch = min(bench.batches)
+    workload = make_workload(bench, batch, bench.new_tokens)
+    compute = ComputeThread()
+
+    def measure(engine: Engine) -> dict[str, Spread]:
+        return step_shares(engine, workload, temperature=bench.temperature, rounds=bench.rounds)
+
+    try:
+        with embedded(
+            lambda: make_decoder(
+                bench.shape,
+                max_positions=workload.max_positions,
+                vocab_size=bench.vocab_size,
+            ),
+            workload.max_positions,
+            bench.dtype,
+            compute,
+        ) as engine:
+            core = engine.core
+            assert isinstance(core, Engine)
+            return compute.run(lambda: measure(core))
+    finally:
+        compute.close()
+
+
+def best_of(rows: Sequence[Row], peer: str, dtype: str | None = None) -> Row | None:
+    """The fastest contender of `peer` in one case's rows, in `dtype` or in any; None: none ran."""
+    ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
+    return fastest_peer(ran) if ran else None
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of one case, one line each: the last column is our speed over theirs.
+
+    Of the busy cores, those of one process are shown, too, where there may be several: a process
+    that polls for work keeps a core busy and computes nothing.
+    """
+    lines = [
+        f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
+        f"{'cores':>7}{'in one':>8}  ours/theirs"
+    ]
+    for row in rows:
+        speed, step = _spread(row, "tokens_per_second"), _spread(row, "ms_per_step")
+        busy, speedup = _spread(row, "cores_busy"), _spread(row, "slipstream_speedup")
+        alone = row.values.get("cores_busy_in_one_process", busy)
+        assert isinstance(alone, Spread)
+        lines.append(
+            f"    {row.contender:<24}{speed.median:>9.1f}  "
+            f"{f'{speed.min:.1f} .. {speed.max:.1f}':<16}{step.median:>8.2f}"
+            f"{busy.median:>7.2f}{alone.median:>8.2f}  "
+            f"{speedup.median:.2f} [{speedup.min:.2f} .. {speedup.max:.2f}]"
+        )
+    return "\n".join(lines)
+
+
+def summary(bench: DecodeBench, rows: Sequence[Row]) -> str:
+    """What one case comes to: ours over the best of each peer, and the cost of exact mode."""
+    ours = next(row for row in rows if row.contender == OURS)
+    lines = []
+    for peer in bench.peers:
+        found = [best_of(rows, peer, dtype) for dtype in (ours.dtype, None)]
+        shown = [
+            f"{_spread(row, 'slipstream_speedup').median:.2f}x in {dtype} ({row.contender})"
+            for row, dtype in zip(found, (ours.dtype, "any dtype"), strict=True)
+            if row is not None
+        ]
+        if peer in FLOORS and bench.shape == FLOOR_SHAPE:
+            shown.append(f"floor {FLOORS[peer]}")
+        lines.append(f"    over the best of {peer}: {', '.join(shown)}")
+    costs = [
+        f"{1 / _spread(row, 'slipstream_speedup').median:.2f}x the time of {row.contender}"
+        for row in rows
+        if row.contender in INEXACT
+    ]
+    lines.append(f"    exact mode takes {', '.join(costs)}")
+    idle = [_spread(row, _IDLE).max for row in rows if _IDLE in row.values]
+    if idle:
+        lines.append(f"    other processes while they waited: at most {max(idle):.2f} cores each")
+    return "\n".join(lines)
+
+
+def _spread(row: Row, name: str) -> Spread:
+    value = row.values[name]
+    assert isinstance(value, Spread)
+    return value

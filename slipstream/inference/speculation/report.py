@@ -1,0 +1,141 @@
+"""What a selector does, said and recorded: a decorator around any of them.
+
+Messages come once: that nothing is gained, and that a draft head is never right. A trace has a JSON
+line for each step and each change of weights, and can be replayed through a selector of the same
+settings (`replay`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TextIO
+
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    StepRecord,
+    StrategySelector,
+)
+
+FAULT_LENGTH = 1.05
+"""Tokens per verification at which drafts are no better than none."""
+
+_FAULT_AFTER = 500
+"""Verifications before a draft head is judged."""
+
+_USELESS_AFTER = 1000
+"""Steps before it is said that nothing is gained."""
+
+
+class ReportedSelector:
+    """`StrategySelector` that passes everything on to `selector`."""
+
+    def __init__(
+        self,
+        selector: StrategySelector,
+        *,
+        notify: Callable[[str], None],
+        head: str | None = None,
+        trace: TextIO | None = None,
+    ) -> None:
+        """`head` names the draft head, where there is one; `trace` is written to line by line."""
+        self._selector = selector
+        self._notify = notify
+        self._head = head
+        self._trace = trace
+        self._steps = self._verifications = self._accepted = 0
+        self._said_useless = False
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
+        return self._selector.select(running)
+
+    def record(self, step: StepRecord) -> None:
+        """See `StrategySelector`."""
+        self._selector.record(step)
+        self._steps += 1
+        self._verifications += len(step.drafted)
+        self._accepted += sum(step.accepted)
+        if self._head is not None and self._verifications >= _FAULT_AFTER:
+            self._check_head(self._head)
+        if self._steps % _USELESS_AFTER == 0 and not self._said_useless:
+            self._check_gain()
+        if self._trace is not None:
+            line = {
+                "running": step.running,
+                "plan": str(step.plan),
+                "seconds": step.seconds,
+                "drafted": list(step.drafted),
+                "accepted": list(step.accepted),
+                "steady": step.steady,
+            }
+            self._trace.write(json.dumps(line) + "\n")
+
+    def changed(self) -> None:
+        """See `StrategySelector`."""
+        self._selector.changed()
+        if self._trace is not None:
+            self._trace.write(json.dumps({"changed": True}) + "\n")
+            self._trace.flush()
+
+    def _check_head(self, head: str) -> None:
+        length = 1 + self._accepted / self._verifications
+        if length < FAULT_LENGTH:
+            self._notify(
+                f"warning: the draft head {head} is almost never right: {length:.2f} tokens per "
+                f"verification over {self._verifications} of them, where 1 means that no draft was "
+                "accepted. It belongs to another policy, or is not trained: train one for this "
+                "policy with `slipstream draft`, or set speculative.spec_strategy=history"
+            )
+            self._head = None
+        else:
+            # A head that was right once is looked at anew from here on.
+            self._verifications = self._accepted = 0
+
+    def _check_gain(self) -> None:
+        if isinstance(self._selector, CostModelSelector):
+            best = self._selector.best_speedup()
+            if best is not None and best <= 1.0:
+                self._said_useless = True
+                self._notify(
+                    "speculative decoding has turned itself off: no plan was faster than plain "
+                    f"decoding at any batch size in {self._steps} steps. It goes on looking now "
+                    "and then; speculative.enable=false spares even that"
+                )
+
+
+def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[DraftPlan, DraftPlan]]:
+    """What `selector` would choose at each step of a trace, beside what was chosen.
+
+    It is told what happened then. A selector of the same settings chooses the same plans, except
+    where a lack of memory had turned drafts off.
+    """
+    pairs = []
+    for line in lines:
+        event: dict[str, Any] = json.loads(line)
+        if event.get("changed"):
+            selector.changed()
+            continue
+        chosen = DraftPlan.parse(event["plan"])
+        pairs.append((selector.select(event["running"]), chosen))
+        selector.record(
+            StepRecord(
+                running=event["running"],
+                plan=chosen,
+                seconds=event["seconds"],
+                drafted=event["drafted"],
+                accepted=event["accepted"],
+                steady=event["steady"],
+            )
+        )
+    return pairs
+
+
+def plan_table(selector: StrategySelector, bs_threshold: int | None) -> str:
+    """The plans that a selector chooses from, in one line."""
+    limit = "any number of" if bs_threshold is None else f"up to {bs_threshold}"
+    if isinstance(selector, CostModelSelector):
+        plans = " ".join("off" if plan == OFF else str(plan) for plan in selector.plans)
+        return f"plans {plans} by measured cost, for {limit} running requests"
+    return f"plan {selector.select(1)}, for {limit} running requests"

@@ -1,0 +1,87 @@
+"""A draft head and history together: for each request the chain that promises more.
+
+Both are asked; how often each has been right is counted, for history by how much of the context
+agrees with what it remembers. What a chain that was not verified would have yielded is seen from
+the tokens that came out, so neither needs to be tried in order to be judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from torch import Tensor
+
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.selector import AcceptanceCurve
+
+_AGREEMENTS = (4, 6, 9, 13)
+"""Lower ends of the classes of agreement, in tokens, beyond the first class."""
+
+
+class UnionProposer:
+    """`Proposer` over two."""
+
+    def __init__(self, head: Proposer, history: HistoryProposer) -> None:
+        self._head = head
+        self._history = history
+        self._head_curve = AcceptanceCurve()
+        # Until it is known better, what agrees in many tokens is trusted more.
+        guesses = (0.3, 0.45, 0.6, 0.75, 0.85)
+        self._curves = [AcceptanceCurve(guess=guess) for guess in guesses]
+        # What each request was offered: by the head, by history, and the class of agreement.
+        self._offers: dict[str, tuple[list[int], list[int], int]] = {}
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._head.begin(request_id, prompt, context, features_TD)
+        self._history.begin(request_id, prompt, context)
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        trees = self._head.propose(batch, plan)
+        chosen = []
+        for name, tree in zip(batch.request_ids, trees, strict=True):
+            mine = list(tree.tokens[1:])
+            past, agreement = self._history.suggest(name, plan.steps)
+            kind = sum(agreement >= limit for limit in _AGREEMENTS)
+            self._offers[name] = (mine, past, kind)
+            hopes = self._curves[kind].expected(len(past))
+            chosen.append(past if hopes > self._head_curve.expected(len(mine)) else mine)
+        return batch.chains(chosen)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        for name, new in zip(request_ids, tokens, strict=True):
+            mine, past, kind = self._offers.pop(name, ([], [], 0))
+            _judge(self._head_curve, mine, new)
+            _judge(self._curves[kind], past, new)
+        self._head.observe(request_ids, tokens, features_NWD)
+        self._history.observe(request_ids, tokens, features_NWD)
+
+    def end(self, request_id: str) -> None:
+        """See `Proposer`."""
+        self._offers.pop(request_id, None)
+        self._head.end(request_id)
+        self._history.end(request_id)
+
+
+def _judge(curve: AcceptanceCurve, drafts: Sequence[int], truth: Sequence[int]) -> None:
+    """Count the drafts that can be compared with the tokens that came out."""
+    seen = min(len(drafts), len(truth))
+    if seen:
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, truth, strict=False))
+        curve.record([seen], [sum(1 for _ in same)])

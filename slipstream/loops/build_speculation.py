@@ -1,0 +1,117 @@
+"""Wiring of speculative decoding: who drafts, and who chooses how much.
+
+Called by `build.make_engine`, on the compute thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.report import ReportedSelector, plan_table
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StrategySelector,
+)
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.loops.snapshot import head_folder
+from slipstream.models.config import ModelConfig
+from slipstream.models.draft_io import load_draft_head
+
+TRACE_FILE = "speculation.jsonl"
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Drafts in a row that a cost model chooses from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What an engine speculates with."""
+
+    proposer: Proposer
+    selector: StrategySelector
+
+
+def make_speculation(
+    config: Config,
+    policy: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_budget_bytes: int,
+    notify: Callable[[str], None],
+) -> Speculation | None:
+    """After `speculative`; None where it is not enabled.
+
+    Raises CheckpointError for a draft head that is not one of this policy.
+    """
+    speculative = config.speculative
+    if not speculative.enable:
+        return None
+    head: Path | None = None
+    proposer: Proposer
+    history = HistoryProposer(
+        match=speculative.history.match_tokens, max_tokens=speculative.history.max_tokens
+    )
+    if speculative.spec_strategy == "history":
+        proposer = history
+    else:
+        assert speculative.eagle.spec_model_path is not None, "validated"
+        head = head_folder(Path(speculative.eagle.spec_model_path))
+        # One layer beside the policy's: the same number of bytes holds far more of its contexts.
+        proposer = EagleProposer(
+            load_draft_head(head, policy).to(device), dtype=dtype, kv_budget_bytes=kv_budget_bytes
+        )
+        if speculative.spec_strategy == "union":
+            proposer = UnionProposer(proposer, history)
+    selector = make_selector(config)
+    trace = None
+    if speculative.trace:
+        # Lines are written as they come; the file is closed with the process.
+        folder = Path(config.trainer.default_local_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = (folder / TRACE_FILE).open("a", encoding="utf-8")
+    what = "history" if head is None else f"draft head {head}"
+    if speculative.spec_strategy == "union":
+        what += " and history"
+    notify(
+        f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
+    )
+    reported = ReportedSelector(
+        selector, notify=notify, head=None if head is None else str(head), trace=trace
+    )
+    return Speculation(proposer=proposer, selector=reported)
+
+
+def check_speculation(config: Config, policy: ModelConfig) -> None:
+    """Refuse a draft head that cannot be read, or is not one of `policy`. Raises CheckpointError,
+    and ConfigError where its folder is not there."""
+    speculative = config.speculative
+    path = speculative.eagle.spec_model_path
+    if speculative.enable and speculative.spec_strategy != "history" and path is not None:
+        if not Path(path).is_dir():
+            raise ConfigError(
+                f"speculative.eagle.spec_model_path={path} is not a folder; train a draft head "
+                "with `slipstream draft`, or set speculative.enable=false"
+            )
+        load_draft_head(head_folder(Path(path)), policy)
+
+
+def make_selector(config: Config) -> StrategySelector:
+    """After `speculative.eagle.tune_algorithm`."""
+    speculative, eagle = config.speculative, config.speculative.eagle
+    deepest = DraftPlan.chain(eagle.spec_steps)
+    if eagle.tune_algorithm == "PREDEFINED":
+        return PredefinedSelector(deepest, bs_threshold=speculative.bs_threshold)
+    shallower = [DraftPlan.chain(depth) for depth in DEPTHS if depth < eagle.spec_steps]
+    return CostModelSelector([*shallower, deepest], bs_threshold=speculative.bs_threshold)

@@ -1,0 +1,285 @@
+"""The decode benchmark at toy size: its arithmetic, its rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream import cli
+from slipstream.bench import contenders, decode
+from slipstream.bench.contenders import OURS, PEERS, VLLM, contender
+from slipstream.bench.decode import (
+    INEXACT,
+    DecodeBench,
+    best_of,
+    decode_times,
+    make_workload,
+    run_step_shares,
+    summary,
+)
+from slipstream.bench.inexact import KINDS, inexact, sdpa
+from slipstream.bench.record import Row, Spread
+from slipstream.bench.shapes import SHAPES, make_decoder
+from slipstream.bench.timing import Times
+from slipstream.errors import ConfigError, EngineError
+from slipstream.models import attention, decoder
+from slipstream.models.attention import as_context, attend
+from slipstream.training.compute_thread import ComputeThread
+
+TOY = DecodeBench(
+    shape="tiny",
+    vocab_size=48,
+    batches=(1, 3),
+    prompt_length=4,
+    new_tokens=5,
+    temperature=0.0,
+    rounds=1,
+)
+
+
+def fixed_times(
+    works: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    cpu_clocks: Mapping[str, Callable[[], float]],
+) -> dict[str, Times]:
+    """In place of `alternate`: runs everything once; a first token takes 1 s, a response 3 s."""
+    for work in works.values():
+        work()
+    assert cpu_clocks.keys() == works.keys()
+    return {
+        name: Times([1.0], [1.0]) if name.endswith("one token") else Times([3.0], [5.0])
+        for name in works
+    }
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "alternate", fixed_times)
+        return [row for case in decode.run(TOY) for row in case]
+
+
+def test_decoding_is_a_response_less_its_first_token() -> None:
+    times = decode_times(Times([3.0, 5.0], [4.0, 4.0]), Times([1.0, 2.0], [3.0, 1.0]))
+    assert times == Times([2.0, 3.0], [1.0, 3.0])
+    with pytest.raises(EngineError, match="too little to time; raise --new-tokens"):
+        decode_times(Times([3.0, 1.0], [4.0, 4.0]), Times([1.0, 1.0], [3.0, 1.0]))
+
+
+def test_one_row_per_batch_size_and_contender(rows: list[Row]) -> None:
+    names = [OURS, *INEXACT, *PEERS["hf"]]
+    cases = [(row.case, row.contender) for row in rows]
+    assert cases == [(f"batch {n}", name) for n in (1, 3) for name in names]
+    for row in rows:
+        assert (row.benchmark, row.dtype, row.threads) == (
+            "decode",
+            "float32",
+            torch.get_num_threads(),
+        )
+        assert (row.settings["shape"], row.settings["vocab_size"]) == ("tiny", 48)
+        # 2 s and 4 CPU seconds for the 4 tokens after the first.
+        assert row.seconds.median == 2.0
+        batch = row.settings["batch"]
+        assert isinstance(batch, int)
+        values = row.values
+        assert values["tokens_per_second"] == Spread.of([batch * 4 / 2.0])
+        assert values["ms_per_step"] == Spread.of([500.0])
+        assert values["cores_busy"] == Spread.of([2.0])
+        assert values["prefill_seconds"] == Spread.of([1.0])
+        assert values["slipstream_speedup"] == Spread.of([1.0])
+
+
+def test_greedy_contenders_write_the_same_tokens(rows: list[Row]) -> None:
+    assert [row.values["same_tokens"] for row in rows] == [1.0] * len(rows)
+
+
+def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[Row]) -> None:
+    def row(name: str, dtype: str, seconds: float) -> Row:
+        speedup = Spread.of([seconds])
+        return replace(
+            rows[0],
+            contender=name,
+            dtype=dtype,
+            seconds=Spread.of([seconds]),
+            values={"slipstream_speedup": speedup},
+        )
+
+    some = [
+        row(OURS, "float32", 1.0),
+        row(INEXACT[0], "float32", 0.5),
+        row("transformers-static", "float32", 0.25),
+        row("vllm-float32-eager", "float32", 3.0),
+        row("vllm-float32-compiled", "float32", 2.0),
+        row("vllm-bfloat16-eager", "bfloat16", 0.8),
+    ]
+    assert best_of(some, "vllm", "float32") is some[4]
+    assert best_of(some, "vllm") is some[5]
+    assert best_of(some[:4], "vllm", "bfloat16") is None
+    text = summary(replace(TOY, shape="d512x12", peers=("vllm",)), some)
+    assert (
+        "over the best of vllm: 2.00x in float32 (vllm-float32-compiled), 0.80x in any "
+        "dtype (vllm-bfloat16-eager), floor 0.85"
+    ) in text
+    assert "exact mode takes 2.00x the time of slipstream-sdpa" in text
+    assert "floor" not in summary(replace(TOY, peers=("vllm",)), some)
+
+
+def test_workloads_are_fixed_and_differ_by_prompt() -> None:
+    workload = make_workload(TOY, 3, 5)
+    assert workload == make_workload(TOY, 3, 5)
+    assert workload.lengths == (5, 5, 5)
+    assert len(set(workload.prompts)) == 3
+    assert all(len(p) == 4 and max(p) < 48 for p in workload.prompts)
+    assert make_workload(TOY, 3, 1).prompts == workload.prompts
+
+
+def test_the_shapes_of_the_design() -> None:
+    def millions(shape: str) -> float:
+        model = make_decoder(shape, max_positions=16, vocab_size=1024)
+        return sum(p.numel() for p in model.parameters()) / 1e6
+
+    assert millions("d256x8") == pytest.approx(6.5, abs=0.1)
+    assert millions("d512x12") == pytest.approx(38, abs=0.5)
+    assert make_decoder("tiny", max_positions=16).config.vocab_size == SHAPES["tiny"].vocab_size
+
+
+def test_the_shares_of_a_step_add_up() -> None:
+    shares = run_step_shares(TOY)
+    total = sum(shares[f"share_{part}"].median for part in ("model", "choice", "outside"))
+    assert total == pytest.approx(1.0)
+    assert all(spread.min > 0 for spread in shares.values())
+
+
+def test_inexact_attention_is_attention_up_to_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 4, 16, generator=generator)
+    k, v = torch.randn(2, 3, 192, 16, generator=generator).unbind()
+    mask = torch.zeros(3, 4, 32)
+    mask[:, :, 20:] = float("-inf")
+    context = as_context(k, v)
+    assert len(context.values) == 2
+    torch.testing.assert_close(sdpa(q, context, mask), attend(q, context, mask))
+    none = mask[:, :, :0]
+    torch.testing.assert_close(sdpa(q, context, none), attend(q, context, none))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inexact_functions_are_put_back(kind: str) -> None:
+    def seen() -> tuple[object, object]:
+        return vars(decoder)["attend"], vars(attention)["ROW_MULTIPLE"]
+
+    kept = seen()
+    with suppress(KeyError), inexact(kind):
+        swapped = seen()
+        raise KeyError
+    assert swapped == (sdpa, 1 if kind == "unpadded" else kept[1])
+    assert seen() == kept
+
+
+def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*paths: str, remedy: str) -> tuple[str, ...]:
+        raise ConfigError(f"{paths} {remedy}")
+
+    monkeypatch.setattr(contenders, "peer_command", missing)
+    with pytest.raises(ConfigError, match="run `make bench-peers`"):
+        next(decode.run(replace(TOY, peers=("vllm",))))
+
+
+def test_vllm_is_asked_for_what_the_contender_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "for line in sys.stdin:\n"
+        "    command = json.loads(line)\n"
+        "    answer = {'ok': True}\n"
+        "    if command['op'] == 'load':\n"
+        "        loaded = command\n"
+        "        folder = Path(command['model'])\n"
+        "        loaded['files'] = sorted(file.name for file in folder.iterdir())\n"
+        "    elif command['op'] == 'generate':\n"
+        "        answer |= {'token_ids': [[7] * n for n in command['lengths']],\n"
+        "                   'cpu_seconds': 1.5, 'loaded': loaded, 'asked': command}\n"
+        "    else:\n"
+        "        break\n"
+        "    print(json.dumps(answer), flush=True)\n"
+    )
+    command = sys.executable, str(script)
+    monkeypatch.setattr(contenders, "peer_command", lambda *_, **__: command)
+    workload, compute = make_workload(TOY, 2, 3), ComputeThread()
+
+    def run(name: str) -> tuple[dict[str, object], dict[str, object]]:
+        with contender(
+            name,
+            shape="tiny",
+            max_positions=16,
+            dtype=torch.float32,
+            temperature=0.5,
+            compute=compute,
+        ) as peer:
+            assert peer.dtype == VLLM[name].dtype
+            assert peer.generate(workload) == [[7, 7, 7]] * 2
+            peer.generate(workload)
+            assert peer.cpu_clock() == 3.0
+            return peer.answers[0]["loaded"], peer.answers[0]["asked"]
+
+    loaded, asked = run("vllm-bfloat16-eager")
+    assert loaded["files"] == ["config.json", "generation_config.json", "model.safetensors"]
+    wanted = {
+        "dtype": "bfloat16",
+        "eager": True,
+        "max_model_len": 16,
+        "threads": torch.get_num_threads(),
+        "speculative": None,
+    }
+    assert {name: loaded[name] for name in wanted} == wanted
+    assert asked["prompts"] == [list(prompt) for prompt in workload.prompts]
+    assert (asked["lengths"], asked["temperature"]) == ([3, 3], 0.5)
+    assert run("vllm-float32-one-thread")[0]["threads"] == 1
+    assert run("vllm-float32-defaults")[0]["threads"] is None
+    compute.close()
+
+
+def test_the_command_prints_a_table_and_writes_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "alternate", fixed_times)
+    file = tmp_path / "decode.json"
+    line = "bench decode --shape tiny --batch 2 --prompt 4 --new-tokens 5 --vocab 32 --rounds 1"
+    line += " --only transformers-dynamic"
+    assert cli.main([*line.split(), "--json", str(file)]) == 0
+    written = json.loads(file.read_text())["rows"]
+    assert [row["contender"] for row in written] == [OURS, *INEXACT, "transformers-dynamic"]
+    assert {row["settings"]["vocab_size"] for row in written} == {32}
+    text = capsys.readouterr().out
+    assert "decode, tiny, batch 2: float32" in text
+    assert "    transformers-dynamic          4.0  4.0 .. 4.0" in text
+    assert "over the best of hf: 1.00x in float32" in text
+    assert "share_outside" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peers": ("hf", "abacus")}, "unknown peer 'abacus'; known: hf, vllm"),
+        ({"only": ("vllm-fast",)}, r"only=\('vllm-fast',\) leaves no contender of hf: transf"),
+        ({"batches": ()}, r"batches=\(\) must name sizes of at least 1"),
+        ({"batches": (1, 0)}, r"batches=\(1, 0\) must name sizes of at least 1"),
+        ({"new_tokens": 2}, "new_tokens=2 must be at least 3"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
+    ],
+)
+def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(TOY, **change)  # type: ignore[arg-type]
