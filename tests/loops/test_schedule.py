@@ -79,8 +79,8 @@ def run(
     engines: list[EmbeddedEngine] = []
     make = build.make_engine
 
-    def observed(*arguments: Any) -> Any:
-        engine = make(*arguments)
+    def observed(*arguments: Any, **more: Any) -> Any:
+        engine = make(*arguments, **more)
         assert isinstance(engine, EmbeddedEngine)
         engines.append(engine)
         return Shuffled(engine) if shuffled else engine
