@@ -58,7 +58,7 @@ async def run(engine: EmbeddedEngine, count: int) -> None:
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) == 2 else 10_000
     settings = EngineSettings(
-        max_model_len=96, dtype=torch.float32, kv_budget_bytes=64 << 20, prefix_caching=True
+        max_model_len=96, dtype=torch.float32, kv_budget_bytes=16 << 20, prefix_caching=True
     )
     engine = EmbeddedEngine(
         make_decoder(SHAPE, max_positions=96),
