@@ -1,0 +1,98 @@
+"""Workloads of trained policies, and the table by depth and batch size."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from slipstream.bench import speculation, trained
+from slipstream.bench.speculation import PLAIN, SELECTOR, SpeculationBench, grid_table, run_grid
+from slipstream.bench.trained import Responses, Trained, cut_to, load_trained, long_tailed
+from slipstream.errors import ConfigError
+from slipstream.models.draft_head import DraftHead
+from tests.inference.helpers import make_request, shared_decoder
+
+
+def responses(lengths: list[int]) -> Responses:
+    return Responses([make_request(f"r{i}", max_tokens=500) for i in range(len(lengths))], lengths)
+
+
+def test_a_long_tail_is_chosen_from_natural_lengths() -> None:
+    rng = random.Random(0)
+    natural = responses([1 + round(20 * math.exp(0.8 * rng.gauss(0, 1))) for _ in range(2000)])
+    chosen = long_tailed(natural, 64)
+    assert len({r.request_id for r in chosen.requests}) == 64
+    by_id = dict(zip((r.request_id for r in natural.requests), natural.lengths, strict=True))
+    assert [by_id[r.request_id] for r in chosen.requests] == chosen.lengths
+    assert max(chosen.lengths) == max(natural.lengths)
+    assert 8 * median(chosen.lengths) <= max(chosen.lengths) < 9 * median(chosen.lengths)
+    with pytest.raises(ConfigError, match="no long tail; take another policy"):
+        long_tailed(responses([30] * 100), 64)
+
+
+def test_responses_are_cut_to_one_length() -> None:
+    cut = cut_to(responses([5, 12, 9, 30, 10]), 3, 9)
+    assert [r.request_id for r in cut.requests] == ["r1", "r2", "r3"]
+    assert {r.params.max_tokens for r in cut.requests} == {9}
+    with pytest.raises(ConfigError, match="only 1 of 5 responses have 20 tokens, and 3 are needed"):
+        cut_to(responses([5, 12, 9, 30, 10]), 3, 20)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`make bench-model` makes runs/bench-model"):
+        load_trained(tmp_path)
+
+
+def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    prompts = [(3, 4, 5 + i) for i in range(8)]
+    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
+    monkeypatch.setattr(speculation, "load_trained", lambda folder: toy)
+    bench = SpeculationBench(
+        policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=6, least_responses=2
+    )
+    rows = run_grid(bench, print)
+    names = [PLAIN, "1_1_2", "2_1_3", "3_1_4", "4_1_5", "6_1_7", SELECTOR]
+    assert [row.contender for row in rows] == 2 * names
+    assert [row.case for row in rows] == ["batch 1"] * 7 + ["batch 2"] * 7
+    assert {row.settings["tokens"] for row in rows} == {12}
+    lines = grid_table(rows).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]
+    assert lines[1].split()[2] == "1.00"
+    # Natural responses end by themselves or at the limit.
+    natural = trained.natural_responses(toy, 1.0, torch.float32)
+    assert natural.lengths == [37] * 8
+
+
+def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
+    monkeypatch.setattr(speculation, "load_trained", lambda folder: toy)
+    make = trained.make_engine
+    seeds = iter(range(100))
+
+    def wrong(*args: object, **settings: object) -> object:
+        engine = make(*args, **settings)  # type: ignore[arg-type]
+        run, seed = engine.run, next(seeds)
+
+        def other(requests: list) -> object:  # type: ignore[type-arg]
+            return run([replace(r, key=replace(r.key, seed=seed)) for r in requests])
+
+        engine.run = other  # type: ignore[method-assign, assignment]
+        return engine
+
+    monkeypatch.setattr(speculation, "make_engine", wrong)
+    bench = SpeculationBench(
+        policy=Path("toy"), rounds=1, batches=(1,), new_tokens=6, least_responses=1
+    )
+    with pytest.raises(Exception, match="wrote other tokens than plain decoding"):
+        run_grid(bench, print)
