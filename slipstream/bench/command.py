@@ -104,7 +104,7 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
         choices=_SHAPES,
         nargs="*",
         default=_SHAPES[:2],
-        help="models with random weights (default: quickstart d512x12); none: --shape without any",
+        help="models with random weights (default: quickstart d512x12); may be empty",
     )
     lossless.add_argument(
         "--policy", metavar="DIR", type=Path, help="also a trained model, a Hugging Face folder"
@@ -219,11 +219,12 @@ def _report_differences(rows: Sequence[Row]) -> int:
     """Print the sum over all rows; how many tokens differ."""
     from slipstream.bench.lossless import different, total
 
+    found = different(rows)
     print(
-        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them accepted "
-        f"drafts: {different(rows):,} differ in id or log-probs"
+        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them from "
+        f"accepted drafts; {found:,} differ in id or log-probs"
     )
-    return different(rows)
+    return found
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:

@@ -1,0 +1,181 @@
+"""What the engine samples, plain and under drafts, against exact probabilities of all sequences.
+
+The probabilities are made here from nothing of ours but the weights: transformers in float64, a
+softmax and a top-p in plain Python, an enumeration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.inference.engine import engine as engine_module
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.models import Decoder
+from tests.inference.helpers import make_decoder, make_engine, make_request
+from tests.inference.test_contract import hf_model
+
+V, LENGTH, SAMPLES = 5, 3, 20_000
+PROMPT = (1, 3)
+SURE = 1e-4
+"""A right engine fails one seed in ten thousand; the seed is fixed."""
+
+Sequence3 = tuple[int, ...]
+
+
+@cache
+def policy() -> Decoder:
+    return make_decoder(vocab_size=V, max_position_embeddings=64)
+
+
+@cache
+def next_logits() -> dict[Sequence3, list[float]]:
+    """Logits after the prompt and each sequence of up to two tokens."""
+    model = hf_model(policy()).double()
+    found: dict[Sequence3, list[float]] = {}
+    for length in range(LENGTH):
+        written = list(product(range(V), repeat=length))
+        ids = torch.tensor([[*PROMPT, *tokens] for tokens in written])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[:, -1]
+        found.update(zip(written, logits.tolist(), strict=True))
+    return found
+
+
+def law(logits: Sequence[float], top_p: float) -> list[float]:
+    """Softmax, then the fewest of the likeliest tokens that reach `top_p` together."""
+    weights = [math.exp(x - max(logits)) for x in logits]
+    probs = [w / sum(weights) for w in weights]
+    kept, mass = set[int](), 0.0
+    for token in sorted(range(V), key=lambda t: -probs[t]):
+        if mass >= top_p:
+            break
+        kept.add(token)
+        mass += probs[token]
+    return [p / mass if t in kept else 0.0 for t, p in enumerate(probs)]
+
+
+def exact(top_p: float) -> dict[Sequence3, float]:
+    """The probability of each sequence of `LENGTH` tokens."""
+    return {
+        tokens: math.prod(
+            law(next_logits()[tokens[:i]], top_p)[token] for i, token in enumerate(tokens)
+        )
+        for tokens in product(range(V), repeat=LENGTH)
+    }
+
+
+class Guesser:
+    """Drafts the likeliest sequence after what was written, and now and then something else."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[int]] = {}
+        self.rng = Random(0)
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        self.written[request_id] = list(context[len(prompt) :])
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        return batch.chains([self.guess(self.written[name], plan) for name in batch.request_ids])
+
+    def guess(self, written: Sequence[int], plan: DraftPlan) -> list[int]:
+        drafts: list[int] = []
+        while len(drafts) < plan.steps and len(written) + len(drafts) < LENGTH:
+            logits = next_logits()[(*written, *drafts)]
+            likeliest = max(range(V), key=lambda t: logits[t])
+            drafts.append(self.rng.randrange(V) if self.rng.random() < 0.2 else likeliest)
+        return drafts
+
+    def observe(self, request_id: str, tokens: Sequence[int], features_PD: Tensor | None) -> None:
+        self.written[request_id] += tokens
+
+    def end(self, request_id: str) -> None:
+        self.written.pop(request_id, None)
+
+
+def sampled(top_p: float, *, drafts: int, samples: int = SAMPLES) -> Counter[Sequence3]:
+    """How often each sequence was sampled, every sample with a key of its own."""
+    plan = DraftPlan.chain(drafts)
+    engine = make_engine(policy(), proposer=Guesser() if drafts else None, plan=plan)
+    requests = [
+        make_request(f"s{i}", PROMPT, max_tokens=LENGTH, top_p=top_p, ignore_eos=True, seed=7)
+        for i in range(samples)
+    ]
+    done = engine.run(requests)
+    if plan != OFF:
+        stats = engine.stats()
+        assert 0.3 < stats.accepted_tokens / stats.draft_tokens < 0.9
+    return Counter(tuple(g.token_ids) for g in done)
+
+
+def p_value(counts: Counter[Sequence3], probs: dict[Sequence3, float]) -> float:
+    """Of Pearson's chi-square; sequences expected fewer than five times are counted together."""
+    samples = counts.total()
+    cells: list[tuple[float, float]] = []
+    rare_seen = rare_expected = 0.0
+    for tokens, p in probs.items():
+        if p == 0:
+            assert counts[tokens] == 0, f"{tokens} is outside the law"
+        elif samples * p < 5:
+            rare_seen, rare_expected = rare_seen + counts[tokens], rare_expected + samples * p
+        else:
+            cells.append((counts[tokens], samples * p))
+    if rare_expected:
+        cells.append((rare_seen, rare_expected))
+    chi = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(chi / 2, dtype=torch.float64)))
+
+
+def test_the_tail_of_chi_square_is_that_of_tables() -> None:
+    probs = {(0,): 0.5, (1,): 0.5}
+    # One degree of freedom, chi-square 2 * 31^2 / 500 = 3.844; tables have 5 % at 3.841.
+    assert p_value(Counter({(0,): 531, (1,): 469}), probs) == pytest.approx(0.05, abs=1e-4)
+    # Three: 5 % at 7.815.
+    four = {(token,): 0.25 for token in range(4)}
+    counts = Counter({(0,): 1000 + 62, (1,): 1000 - 62, (2,): 1000 + 7, (3,): 1000 - 7})
+    assert p_value(counts, four) == pytest.approx(0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_probabilities_add_up(top_p: float) -> None:
+    probs = exact(top_p)
+    assert sum(probs.values()) == pytest.approx(1, abs=1e-12)
+    assert (min(probs.values()) == 0) is (top_p < 1)
+    # Neither flat nor sharp, or the test could not tell laws apart.
+    assert 0.01 < max(probs.values()) < 0.5
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_sequences_come_as_often_as_they_should(top_p: float, drafts: int) -> None:
+    assert p_value(sampled(top_p, drafts=drafts), exact(top_p)) > SURE
+
+
+def test_a_biased_acceptance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted_path = engine_module.accepted_path
+    rng = Random(0)
+
+    def lenient(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+        """One chain in five is accepted without a look."""
+        if rng.random() < 0.2:
+            return list(range(len(tokens)))
+        return accepted_path(tokens, parents, chosen)
+
+    monkeypatch.setattr(engine_module, "accepted_path", lenient)
+    assert p_value(sampled(1.0, drafts=2), exact(1.0)) < SURE
