@@ -192,6 +192,7 @@ def _startup(args: argparse.Namespace) -> list[Row]:
 def _lossless(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import lossless
     from slipstream.bench.targets import random_target, trained_target
+    from slipstream.bench.waves import PROPOSERS, LosslessBench
     from slipstream.errors import ConfigError
 
     dtype = _settle_torch(args)
@@ -206,9 +207,8 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
     for name, make in makers.items():
         print(f"{name}: making the policy and its draft head", file=sys.stderr)
         share = args.tokens * weights[name] / sum(weights.values())
-        bench = lossless.LosslessBench(
-            target=make(), tokens=math.ceil(share / len(lossless.PROPOSERS)), dtype=dtype
-        )
+        tokens = math.ceil(share / len(PROPOSERS))
+        bench = LosslessBench(target=make(), tokens=tokens, dtype=dtype)
         measured = lossless.run(bench, lambda line: print(line, file=sys.stderr, flush=True))
         _print(f"speculation against plain decoding, {name}", measured)
         rows += measured

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream import cli
-from slipstream.bench import drafters, lossless
-from slipstream.bench.lossless import LosslessBench, different, total
+from slipstream.bench import drafters, lossless, waves
+from slipstream.bench.lossless import different, total
 from slipstream.bench.record import Row
 from slipstream.bench.targets import Target, brief_head, own_texts, random_target
+from slipstream.bench.waves import LosslessBench
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.speculation.eagle import EagleProposer
@@ -50,7 +51,7 @@ def value(row: Row, name: str) -> float:
 def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     lines: list[str] = []
     rows = lossless.run(bench(800 if dtype == torch.float32 else 1, dtype), lines.append)
-    assert [row.contender for row in rows] == list(lossless.PROPOSERS)
+    assert [row.contender for row in rows] == list(waves.PROPOSERS)
     assert different(rows) == 0
     for row in rows:
         assert value(row, "tokens") >= (800 if dtype == torch.float32 else 400)
@@ -196,17 +197,17 @@ def test_random_policies_are_as_sharp_as_asked() -> None:
 def test_the_command_prints_and_writes_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = lossless.LosslessBench
+    small = LosslessBench
 
     def smaller(*, target: Target, tokens: int, dtype: torch.dtype) -> LosslessBench:
         return small(target=target, tokens=tokens, dtype=dtype, batch=4, mean_tokens=8)
 
-    monkeypatch.setattr(lossless, "LosslessBench", smaller)
+    monkeypatch.setattr(waves, "LosslessBench", smaller)
     file = tmp_path / "rows.json"
     line = ["bench", "lossless", "--shape", "tiny", "--tokens", "9", "--json", str(file)]
     assert cli.main(line) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["contender"] for row in rows] == list(lossless.PROPOSERS)
+    assert [row["contender"] for row in rows] == list(waves.PROPOSERS)
     assert all(row["values"]["tokens"] == row["values"]["identical"] > 0 for row in rows)
     assert "0 differ in id or log-probs" in capsys.readouterr().out
     monkeypatch.setattr(lossless, "identical_tokens", lambda left, right: 0)
