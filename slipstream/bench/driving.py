@@ -41,22 +41,20 @@ def make_engine(bench: LosslessBench, limit: int, proposer: Proposer | None = No
     return Engine(deepcopy(bench.target.decoder), settings, proposer=proposer, plan=plan)
 
 
-def drive(
-    engine: Engine, requests: Sequence[GenerateRequest], rng: Random, events: Counter[str]
-) -> dict[str, Written]:
-    """Generate `requests` while plans switch and requests are preempted, aborted and resumed."""
-    done: dict[str, Written] = {r.request_id: ([], [], []) for r in requests}
-    open_requests = {r.request_id: r for r in requests}
-    for request in requests:
+def drive(engine: Engine, wave: Wave, rng: Random, events: Counter[str]) -> dict[str, Written]:
+    """Generate a wave while plans switch and requests are preempted, aborted and resumed."""
+    done: dict[str, Written] = {r.request_id: ([], [], []) for r in wave.requests}
+    open_requests = {r.request_id: r for r in wave.requests}
+    for request in wave.requests:
         engine.add(request)
     while engine.has_work():
         _switch(engine, rng, events)
         for generation in engine.step():
             _append(done, generation)
             del open_requests[generation.request_id]
-        if open_requests and rng.random() < 0.2:
+        if open_requests and rng.random() < 0.2 * wave.unrest:
             engine.preempt(rng.choices(list(open_requests), k=2))
-        if open_requests and rng.random() < 0.1:
+        if open_requests and rng.random() < 0.1 * wave.unrest:
             for part in engine.abort([rng.choice(list(open_requests))]):
                 _append(done, part)
                 request = _rest(open_requests[part.request_id], part)

@@ -98,7 +98,7 @@ def _check(
     engine = make_engine(bench, wave.limit, proposer)
     rng = Random(f"{wave.name} {wave.requests[0].request_id} {name}")
     if wave.updates is None:
-        done = drive(engine, wave.requests, rng, tally.events)
+        done = drive(engine, wave, rng, tally.events)
         expected = plain
     else:
         policies = versions_of(bench.target.decoder)

@@ -28,6 +28,9 @@ class Wave:
     name: str
     requests: Sequence[GenerateRequest]
     limit: int
+    unrest: float = 1.0
+    """How often requests are preempted or aborted, against the usual: less where each costs much to
+    compute again."""
     updates: KVPolicy | None = None
     """Where weights are updated twice under way: what becomes of keys and values."""
 
@@ -75,10 +78,11 @@ def waves(bench: LosslessBench) -> Iterator[Wave]:
     yield Wave(name="cut laws", requests=make(2 * few, cut), limit=few)
     for policy in KVPolicy:
         name = f"weight updates, {policy.value}"
-        yield Wave(name=name, requests=make(few, common), limit=few, updates=policy)
+        # Plain runs of these are of one or two requests each, so there are few of them.
+        yield Wave(name=name, requests=make(4, common), limit=4, updates=policy)
     if bench.long_contexts_fit:
         requests = make(4, [*common[:3], {"top_k": 20}], length=bench.long_context)
-        yield Wave(name="long contexts", requests=requests, limit=4)
+        yield Wave(name="long contexts", requests=requests, limit=4, unrest=0.2)
     while True:
         for limit in (bench.batch, max(1, bench.batch // 2), max(1, bench.batch // 9)):
             requests = make(min(bench.batch, 3 * limit), common)
