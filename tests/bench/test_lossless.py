@@ -138,7 +138,7 @@ def periodic() -> tuple[Decoder, Sequence[Sequence[int]]]:
 
 def test_stale_keys_of_the_draft_head_cost_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, texts = periodic()
-    head = brief_head(decoder, texts, steps=600, lr=3e-3)
+    head = brief_head(decoder, texts, steps=500, lr=3e-3)
     requests = [
         make_request(f"s{i}", texts[i][:12], seed=1, max_tokens=60, ignore_eos=True)
         for i in range(16)
