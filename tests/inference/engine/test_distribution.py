@@ -76,7 +76,7 @@ def exact(top_p: float) -> dict[Tokens, float]:
 
 
 class Guesser:
-    """Drafts what the whole law would give with the noise of the position, and lies now and then."""
+    """Drafts what the whole law would give with the position's noise, and lies now and then."""
 
     def __init__(self) -> None:
         self.written: dict[str, list[int]] = {}
