@@ -126,8 +126,8 @@ def sampled(top_p: float, *, drafts: int, samples: int = SAMPLES) -> Counter[Tok
     # A few at a time: a queue of all of them is slow.
     parts = [engine.run(requests[i : i + 500]) for i in range(0, samples, 500)]
     if plan != OFF:
-        stats = engine.stats()
-        assert 0.5 < stats.accepted_tokens / stats.draft_tokens < 0.9
+        # Of the two drafts after a sample's first token one can save a step.
+        assert 0.6 < engine.stats().accepted_tokens / samples < 0.95
     return Counter(tuple(g.token_ids) for part in parts for g in part)
 
 
