@@ -260,4 +260,4 @@ def _print(title: str, rows: Sequence[Row]) -> None:
 def _shown(value: float | Spread) -> str:
     if isinstance(value, Spread):
         return f"{value.median:.4g} [{value.min:.4g} .. {value.max:.4g}]"
-    return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
