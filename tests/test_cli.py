@@ -231,11 +231,11 @@ def test_export_and_quickstart_pass_their_flags_on(calls: Calls, tmp_path: Path)
     assert cli.main(line) == 0
     assert cli.main(["quickstart"]) == 0
     line = ["quickstart", "--output", "o", "--seed", "4", "--recipe", "quickstart_small"]
-    assert cli.main([*line, "--sft-control", "--no-bf16"]) == 0
+    assert cli.main([*line, "--sft-control", "--no-bf16", "--no-speculation"]) == 0
     assert calls == [
         ("export", tmp_path, Path("model"), "bfloat16"),
-        ("quickstart", Path("runs/quickstart"), 1, "auto", False, True),
-        ("quickstart", Path("o"), 4, "quickstart_small", True, False),
+        ("quickstart", Path("runs/quickstart"), 1, "auto", False, True, True),
+        ("quickstart", Path("o"), 4, "quickstart_small", True, False, False),
     ]
 
 
@@ -287,9 +287,14 @@ def test_launchers_take_the_same_path(
     assert ("speculative.enable=false (there true)" in notes[2]) is (entry is main_fastrl.main)
 
 
-def test_main_fastrl_refuses_speculation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_fastrl.main(["--config-name", "tiny", "speculative.enable=True"]) == 2
-    assert "set speculative.enable=false" in capsys.readouterr().err
+def test_main_fastrl_takes_drafts_from_a_head_or_from_history(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--config-name", "tiny", "speculative.enable=True"]
+    assert main_fastrl.main(line) == 2
+    assert "needs a draft model; train one with `slipstream draft`" in capsys.readouterr().err
+    assert main_fastrl.main([*line, "speculative.spec_strategy=history"]) == 0
+    assert calls[0][1].speculative.spec_strategy == "history"
 
 
 IMPORTS = """

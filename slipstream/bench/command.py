@@ -185,7 +185,7 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
         choices=_SHAPES,
         nargs="*",
         default=_SHAPES[:2],
-        help="models with random weights (default: quickstart d512x12); none: --shape without any",
+        help="models with random weights (default: quickstart d512x12); may be empty",
     )
     lossless.add_argument(
         "--policy", metavar="DIR", type=Path, help="also a trained model, a Hugging Face folder"
@@ -339,6 +339,7 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
 def _lossless(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import lossless
     from slipstream.bench.targets import random_target, trained_target
+    from slipstream.bench.waves import PROPOSERS, LosslessBench
     from slipstream.errors import ConfigError
 
     dtype = _settle_torch(args)
@@ -353,9 +354,8 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
     for name, make in makers.items():
         print(f"{name}: making the policy and its draft head", file=sys.stderr)
         share = args.tokens * weights[name] / sum(weights.values())
-        bench = lossless.LosslessBench(
-            target=make(), tokens=math.ceil(share / len(lossless.PROPOSERS)), dtype=dtype
-        )
+        tokens = math.ceil(share / len(PROPOSERS))
+        bench = LosslessBench(target=make(), tokens=tokens, dtype=dtype)
         measured = lossless.run(bench, lambda line: print(line, file=sys.stderr, flush=True))
         _print(f"speculation against plain decoding, {name}", measured)
         rows += measured
@@ -366,11 +366,12 @@ def _report_differences(rows: Sequence[Row]) -> int:
     """Print the sum over all rows; how many tokens differ."""
     from slipstream.bench.lossless import different, total
 
+    found = different(rows)
     print(
-        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them "
-        f"accepted drafts: {different(rows):,} differ in id or log-probs"
+        f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them from "
+        f"accepted drafts; {found:,} differ in id or log-probs"
     )
-    return different(rows)
+    return found
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:
@@ -413,4 +414,4 @@ def _print_values(values: Mapping[str, float | Spread]) -> None:
 def _shown(value: float | Spread) -> str:
     if isinstance(value, Spread):
         return f"{value.median:.4g} [{value.min:.4g} .. {value.max:.4g}]"
-    return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

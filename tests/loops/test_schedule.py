@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import anyio
 import pytest
 
 from slipstream.cli import main
+from slipstream.inference import embedded
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import EngineStats
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.loops import build
 from slipstream.types import GenerateRequest, Generation
 from tests.loops.helpers import (
@@ -138,4 +143,15 @@ def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
     ]
     result, stats = run(monkeypatch, tmp_path / "run", reward, settings)
     assert stats.kv_bytes > 0
+    assert_same_result(result, usual)
+
+
+def test_drafts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
+) -> None:
+    # Not through settings: what is tested is that a whole run is the same, bit for bit.
+    drafting = partial(Engine, proposer=HistoryProposer(match=1), plan=DraftPlan.chain(3))
+    monkeypatch.setattr(embedded, "Engine", drafting)
+    result, stats = run(monkeypatch, tmp_path / "run", reward, [])
+    assert stats.draft_tokens > stats.accepted_tokens > 0
     assert_same_result(result, usual)

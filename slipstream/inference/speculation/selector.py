@@ -117,6 +117,9 @@ class AcceptanceCurve:
 _SAMPLES = 4
 """Steps that a plan is measured for at a time."""
 
+_FIRST_LOOK = 25
+"""Steps after which a plan that nearly pays is measured a second time; then four times as many."""
+
 
 @dataclass(slots=True)
 class _Cell:
@@ -125,6 +128,7 @@ class _Cell:
     samples: list[float] = field(default_factory=list)
     base: float = 0.0
     seen_at: int = 0
+    looks: int = 0
 
     @property
     def known(self) -> bool:
@@ -205,7 +209,10 @@ class CostModelSelector:
         if bucket.measuring == step.plan:
             cell.samples.append(step.seconds / bucket.scale)
             if len(cell.samples) == _SAMPLES:
-                cell.base = median(cell.samples)
+                # Few samples mislead: the first measurements count together.
+                weight = min(cell.looks, 2)
+                cell.base = (weight * cell.base + median(cell.samples)) / (weight + 1)
+                cell.looks += 1
                 cell.samples.clear()
                 bucket.measuring = None
         elif cell.known:
@@ -269,19 +276,22 @@ class CostModelSelector:
             return OFF
         rates = {plan: self._rate(size, plan) for plan in self.plans}
         best = max(rate for plan, rate in rates.items() if bucket.cells[plan].known)
-        long_ago = bucket.steps - self._refresh
         # While nothing is drafted nothing is learned of acceptance either: look again.
-        blind = all(c.seen_at < long_ago for p, c in bucket.cells.items() if p != OFF)
+        blind = all(self._stale(bucket, c) for p, c in bucket.cells.items() if p != OFF)
         for plan in sorted(self.plans, key=rates.__getitem__, reverse=True):
             cell = bucket.cells[plan]
             margin = 0.0
             if not cell.known:
                 margin = 1.25
-            elif cell.seen_at < long_ago:
+            elif self._stale(bucket, cell):
                 margin = 2.0 if blind else 1.15
             if margin * rates[plan] > best:
                 return plan
         return None
+
+    def _stale(self, bucket: _Bucket, cell: _Cell) -> bool:
+        patience = min(self._refresh, _FIRST_LOOK * 4 ** max(cell.looks - 1, 0))
+        return bucket.steps - cell.seen_at > patience
 
     def _nearest_choice(self, size: int) -> DraftPlan:
         near = [(abs(other - size), b.current) for other, b in self._buckets.items()]
