@@ -34,6 +34,7 @@ from slipstream.models.attention import (
 )
 from slipstream.models.config import ModelConfig
 from slipstream.models.linear import PackedLinear, PackedPair
+from slipstream.models.numerics import ROW_MULTIPLE
 
 
 class KVCache(Protocol):
@@ -242,6 +243,15 @@ class PackedDecoder:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
+    @property
+    def row_multiple(self) -> int:
+        """How many tokens the products need at a time to be exact: any number where all weights are
+        laid out (`linear`)."""
+        weights = [self.lm_head]
+        for layer in self.layers:
+            weights += [layer.qkv, layer.out, layer.gate_up.joined, layer.down]
+        return 1 if all(weight.prepared is not None for weight in weights) else ROW_MULTIPLE
+
     def forward(
         self,
         ids_BT: Tensor,
@@ -255,7 +265,7 @@ class PackedDecoder:
 
         Without a cache the sequences stand alone: positions must be 0 .. T-1; pad on the right, the
         causal mask keeps padding unseen. With a cache, keys and values are stored in it and earlier
-        ones are attended to. In exact mode B * T must be a multiple of 4 (`numerics.pad_rows`).
+        ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
         """
         shared = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)

@@ -322,7 +322,8 @@ class Engine:
         trees = self._draft(running, plan, positions_N, noise_WNV)
         width = max(map(len, trees))
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
-        padding = round_up(count, ROW_MULTIPLE // gcd(width, ROW_MULTIPLE)) - count
+        multiple = self._runner.row_multiple
+        padding = round_up(count, multiple // gcd(width, multiple)) - count
         ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
         firsts = torch.tensor(lengths + [1] * padding, device=device) - 1

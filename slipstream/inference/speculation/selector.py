@@ -290,7 +290,7 @@ class CostModelSelector:
         return None
 
     def _stale(self, bucket: _Bucket, cell: _Cell) -> bool:
-        patience = min(self._refresh, _FIRST_LOOK * 4 ** max(cell.looks - 1, 0))
+        patience = min(self._refresh, _FIRST_LOOK << 2 * max(cell.looks - 1, 0))
         return bucket.steps - cell.seen_at > patience
 
     def _nearest_choice(self, size: int) -> DraftPlan:

@@ -125,9 +125,9 @@ def test_follows_a_policy_that_drifts() -> None:
         return 0.85 if step < 1500 or step >= 3000 else 0.02
 
     _, _, plans = simulate(selector, [2] * 4500, acceptance=acceptance)
-    assert all(plan.steps >= 4 for plan in plans[1300:1500])
+    assert sum(plan.steps >= 4 for plan in plans[1300:1500]) > 180
     assert sum(plan == OFF for plan in plans[2000:3000]) > 950
-    assert all(plan.steps >= 4 for plan in plans[4200:])
+    assert sum(plan.steps >= 4 for plan in plans[4200:]) > 270
 
 
 def test_a_choice_is_kept_where_little_would_be_gained() -> None:
@@ -137,7 +137,7 @@ def test_a_choice_is_kept_where_little_would_be_gained() -> None:
     selector = CostModelSelector(PLANS)
     _, _, plans = simulate(selector, [3] * 2000, cost=flat, noise=0.02)
     switches = sum(a != b for a, b in pairwise(plans[200:]))
-    assert switches < 40
+    assert switches < 80  # looking again takes two each time
 
 
 def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_before() -> None:
