@@ -31,6 +31,7 @@ from slipstream.bench.timing import Times
 from slipstream.errors import ConfigError, EngineError
 from slipstream.models import attention, decoder
 from slipstream.models.attention import as_context, attend
+from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.training.compute_thread import ComputeThread
 
 TOY = DecodeBench(
@@ -176,12 +177,11 @@ def test_inexact_functions_are_put_back(kind: str) -> None:
     def seen() -> tuple[object, object]:
         return vars(decoder)["attend"], vars(attention)["ROW_MULTIPLE"]
 
-    kept = seen()
     with suppress(KeyError), inexact(kind):
         swapped = seen()
         raise KeyError
-    assert swapped == (sdpa, 1 if kind == "unpadded" else kept[1])
-    assert seen() == kept
+    assert swapped == (sdpa, 1 if kind == "unpadded" else ROW_MULTIPLE)
+    assert seen() == (attend, ROW_MULTIPLE)
 
 
 def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
