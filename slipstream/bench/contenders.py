@@ -119,7 +119,7 @@ def contender(
                 threads=torch.get_num_threads(),
             )
     elif name in VLLM:
-        with _vllm(name, model, max_positions, temperature) as peer:
+        with _vllm(name, model, max_positions, temperature, compute) as peer:
             yield peer
     else:
         cache = name.partition("-")[2]
@@ -209,7 +209,11 @@ def _transformers(
 
 @contextmanager
 def _vllm(
-    name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
+    name: str,
+    model: Callable[[], Decoder],
+    max_positions: int,
+    temperature: float,
+    compute: ComputeThread,
 ) -> Iterator[Contender]:
     settings = VLLM[name]
     threads = settings.threads or torch.get_num_threads()
@@ -220,7 +224,8 @@ def _vllm(
     )
     with PeerProcess(name, command) as process:
         with TemporaryDirectory() as parent:
-            decoder = model()
+            # Made on this thread it would leave OpenMP threads behind that slow ours down.
+            decoder = compute.run(model)
             c = decoder.config
             folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
             save_checkpoint(decoder, folder)
