@@ -186,9 +186,9 @@ def _row(
         whole = [a for a in measured.answers if len(a["token_ids"][0]) == bench.new_tokens]
         shares = [answer["busiest_cpu_seconds"] / answer["seconds"] for answer in whole]
         values["cores_busy_in_one_process"] = Spread.of(shares[-bench.rounds :])
-        # Together: CPU time comes in ticks of 10 ms, and turns may follow at once.
+        # Together: CPU time comes in ticks of 10 ms, and a contender's turns may follow at once.
         idle, idle_cpu = (
-            sum(answer[key] for answer in measured.answers[1:])
+            sum(answer[key] for answer in measured.answers)
             for key in ("idle_seconds", "idle_cpu_seconds")
         )
         values[_IDLE] = idle_cpu / idle
