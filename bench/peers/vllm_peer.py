@@ -9,10 +9,11 @@ starts it (`slipstream/bench/peer_process.py`). It computes only between a comma
         speculative: vLLM's `speculative_config`, or null
     -> {"ok": true, "seconds": .., "versions": {..}}
     {"op": "generate", "prompts": [[ids]], "lengths": [n], "temperature": 1.0}
-    -> {"ok": true, "seconds": .., "cpu_seconds": .., "busiest_cpu_seconds": .., "idle_cores": ..,
-        "token_ids": [[ids]], "speculation": {counter: ..}}
+    -> {"ok": true, "seconds": .., "cpu_seconds": .., "busiest_cpu_seconds": ..,
+        "idle_seconds": .., "idle_cpu_seconds": .., "token_ids": [[ids]],
+        "speculation": {counter: ..}}
         cpu_seconds are those of all its processes, busiest_cpu_seconds those of one of them;
-        idle_cores what they used since the last answer
+        idle_.. is since the last answer
     {"op": "quit"}
 
 An answer to a command that failed is {"ok": false, "error": ".."}. End-of-sequence tokens are
@@ -95,7 +96,6 @@ class Peer:
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         wall, cpu = time.perf_counter(), self._cpu()
         last_wall, last_cpu = self._answered
-        idle = (sum(cpu.values()) - sum(last_cpu.values())) / max(wall - last_wall, 1e-9)
         counted = self._counters()
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         self._answered = time.perf_counter(), self._cpu()
@@ -104,7 +104,8 @@ class Peer:
             "seconds": self._answered[0] - wall,
             "cpu_seconds": sum(used.values()),
             "busiest_cpu_seconds": max(used.values()),
-            "idle_cores": idle,
+            "idle_seconds": wall - last_wall,
+            "idle_cpu_seconds": sum(cpu.values()) - sum(last_cpu.values()),
             "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
             "speculation": {k: v - counted[k] for k, v in self._counters().items()},
         }

@@ -120,7 +120,7 @@ def contender(
                 threads=torch.get_num_threads(),
             )
     elif name in VLLM:
-        with _vllm(name, model, max_positions, temperature) as peer:
+        with _vllm(name, model, max_positions, temperature, compute) as peer:
             yield peer
     else:
         cache = name.partition("-")[2]
@@ -210,11 +210,16 @@ def _transformers(
 
 @contextmanager
 def _vllm(
-    name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
+    name: str,
+    model: Callable[[], Decoder],
+    max_positions: int,
+    temperature: float,
+    compute: ComputeThread,
 ) -> Iterator[Contender]:
     """vLLM on the weights of `model`, which are written to a folder for it."""
     with TemporaryDirectory() as parent:
-        decoder = model()
+        # Made on this thread it would leave OpenMP threads behind that slow ours down.
+        decoder = compute.run(model)
         c = decoder.config
         folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
         save_checkpoint(decoder, folder)

@@ -186,8 +186,12 @@ def _row(
         whole = [a for a in measured.answers if len(a["token_ids"][0]) == bench.new_tokens]
         shares = [answer["busiest_cpu_seconds"] / answer["seconds"] for answer in whole]
         values["cores_busy_in_one_process"] = Spread.of(shares[-bench.rounds :])
-        idle = [answer["idle_cores"] for answer in measured.answers]
-        values[_IDLE] = Spread.of(idle[1:])
+        # Together: CPU time comes in ticks of 10 ms, and a contender's turns may follow at once.
+        idle, idle_cpu = (
+            sum(answer[key] for answer in measured.answers)
+            for key in ("idle_seconds", "idle_cpu_seconds")
+        )
+        values[_IDLE] = idle_cpu / idle
     return Row(
         benchmark="decode",
         case=f"batch {batch}",
@@ -282,7 +286,7 @@ def summary(bench: DecodeBench, rows: Sequence[Row]) -> str:
         if row.contender in INEXACT
     ]
     lines.append(f"    exact mode takes {', '.join(costs)}")
-    idle = [_spread(row, _IDLE).max for row in rows if _IDLE in row.values]
+    idle = [value for row in rows if isinstance(value := row.values.get(_IDLE), float)]
     if idle:
         lines.append(f"    other processes while they waited: at most {max(idle):.2f} cores each")
     return "\n".join(lines)

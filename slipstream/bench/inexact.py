@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.inference.engine import engine, kv_cache, runner
+from slipstream.inference.engine import kv_cache, runner
 from slipstream.models import attention, decoder
 from slipstream.models.attention import Context
 
@@ -29,8 +29,8 @@ def inexact(kind: str) -> Iterator[None]:
     """What runs within it, on whichever thread, does without the rules of `KINDS`."""
     swaps: list[tuple[ModuleType, str, object]] = [(decoder, "attend", sdpa)]
     if kind == "unpadded":
-        swaps += [(module, "ROW_MULTIPLE", 1) for module in (engine, kv_cache, runner, attention)]
-        swaps.append((runner, "pad_rows", lambda x: x))
+        swaps += [(module, "ROW_MULTIPLE", 1) for module in (decoder, kv_cache, runner, attention)]
+        swaps.append((runner, "pad_rows", lambda x, multiple: x))
     kept = [(module, name, getattr(module, name)) for module, name, _ in swaps]
     try:
         for module, name, value in swaps:

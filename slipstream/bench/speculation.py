@@ -44,7 +44,7 @@ from slipstream.loops.snapshot import policy_folder
 PLAIN = "plain"
 SELECTOR = "selector"
 
-DEPTHS = (1, 2, 3, 4, 6)
+DEPTHS = (1, 2, 3, 4, 5, 7)
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
@@ -83,14 +83,23 @@ def plans() -> list[DraftPlan]:
 class _Generator:
     """An engine and what it did in each round."""
 
-    def __init__(self, engine: Engine, batches: Sequence[Responses]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Sequence[Responses],
+        history: HistoryProposer | None = None,
+    ) -> None:
+        """`history` forgets before each round: it would know the responses of the last one."""
         self.engine = engine
         self.batches = batches
+        self.history = history
         self.tokens: list[list[int]] = []
         self.before: list[EngineStats] = []
         self.after: list[EngineStats] = []
 
     def __call__(self) -> None:
+        if self.history is not None:
+            self.history.forget()
         self.before.append(self.engine.stats())
         self.tokens = [
             g.token_ids for batch in self.batches for g in self.engine.run(batch.requests)
@@ -125,16 +134,17 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     chosen = long_tailed(natural, bench.batch)
-    proposers: dict[str, Proposer] = {
-        "eagle": _eagle(trained, bench.dtype),
-        "history": HistoryProposer(),
-        "union": UnionProposer(_eagle(trained, bench.dtype), HistoryProposer()),
+    alone, beside = HistoryProposer(), HistoryProposer()
+    proposers: dict[str, tuple[Proposer, HistoryProposer | None]] = {
+        "eagle": (_eagle(trained, bench.dtype), None),
+        "history": (alone, alone),
+        "union": (UnionProposer(_eagle(trained, bench.dtype), beside), beside),
     }
     generators = {PLAIN: _Generator(make_engine(trained, bench.dtype), [chosen])}
-    for name, proposer in proposers.items():
+    for name, (proposer, history) in proposers.items():
         selector = CostModelSelector(plans())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
-        generators[name] = _Generator(engine, [chosen])
+        generators[name] = _Generator(engine, [chosen], history)
     calls: dict[str, Callable[[], object]] = dict(generators)
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}

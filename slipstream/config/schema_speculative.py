@@ -23,7 +23,7 @@ class EagleConfig:
 
     spec_model_path: str | None = None
     """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it."""
-    spec_steps: PositiveInt = 6
+    spec_steps: PositiveInt = 7
     """Tokens drafted one after another, at most; how many is chosen by `tune_algorithm`."""
     spec_topk: PositiveInt = 1
     """Branches per drafted token; only 1, chains, in this version."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream import cli
 from slipstream.bench import contenders, decode
-from slipstream.bench.contenders import OURS, PEERS, VLLM, contender
+from slipstream.bench.contenders import OURS, PEERS, VLLM, Contender, contender
 from slipstream.bench.decode import (
     INEXACT,
     DecodeBench,
@@ -31,6 +33,8 @@ from slipstream.bench.timing import Times
 from slipstream.errors import ConfigError, EngineError
 from slipstream.models import attention, decoder
 from slipstream.models.attention import as_context, attend
+from slipstream.models.decoder import Decoder
+from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.training.compute_thread import ComputeThread
 
 TOY = DecodeBench(
@@ -99,6 +103,35 @@ def test_one_row_per_batch_size_and_contender(rows: list[Row]) -> None:
 
 def test_greedy_contenders_write_the_same_tokens(rows: list[Row]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0] * len(rows)
+
+
+def test_cores_of_processes_leave_out_the_warm_up_and_first_tokens() -> None:
+    def answer(tokens: int, seconds: float, busiest: float, idle: float) -> dict[str, Any]:
+        return {
+            "token_ids": [[0] * tokens],
+            "seconds": seconds,
+            "busiest_cpu_seconds": busiest,
+            "idle_seconds": 2.0,
+            "idle_cpu_seconds": idle,
+        }
+
+    peer = Contender(
+        generate=lambda _: [],
+        dtype="float32",
+        threads=1,
+        answers=[
+            answer(1, 1.0, 9.0, 0.5),
+            answer(5, 1.0, 9.0, 0.0),
+            answer(5, 2.0, 3.0, 1.0),
+            answer(1, 1.0, 9.0, 0.5),
+        ],
+    )
+    times = {OURS: Times([1.0], [1.0]), "p": Times([1.0], [1.0])}
+    row = decode._row(replace(TOY, temperature=1.0), 1, "p", peer, times, {}, times["p"])
+    assert row.values["cores_busy_in_one_process"] == Spread.of([1.5])
+    assert row.values["cores_busy_when_idle"] == 0.25
+    text = summary(replace(TOY, peers=()), [replace(row, contender=OURS), row])
+    assert "while they waited: at most 0.25 cores" in text
 
 
 def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[Row]) -> None:
@@ -176,12 +209,11 @@ def test_inexact_functions_are_put_back(kind: str) -> None:
     def seen() -> tuple[object, object]:
         return vars(decoder)["attend"], vars(attention)["ROW_MULTIPLE"]
 
-    kept = seen()
     with suppress(KeyError), inexact(kind):
         swapped = seen()
         raise KeyError
-    assert swapped == (sdpa, 1 if kind == "unpadded" else kept[1])
-    assert seen() == kept
+    assert swapped == (sdpa, 1 if kind == "unpadded" else ROW_MULTIPLE)
+    assert seen() == (attend, ROW_MULTIPLE)
 
 
 def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +248,13 @@ def test_vllm_is_asked_for_what_the_contender_says(
     )
     command = sys.executable, str(script)
     monkeypatch.setattr(contenders, "peer_command", lambda *_, **__: command)
+    makers = set()
+
+    def make(*args: Any, **kwargs: Any) -> Decoder:
+        makers.add(threading.current_thread())
+        return make_decoder(*args, **kwargs)
+
+    monkeypatch.setattr(contenders, "make_decoder", make)
     workload, compute = make_workload(TOY, 2, 3), ComputeThread()
 
     def run(name: str) -> tuple[dict[str, object], dict[str, object]]:
@@ -247,6 +286,7 @@ def test_vllm_is_asked_for_what_the_contender_says(
     assert (asked["lengths"], asked["temperature"]) == ([3, 3], 0.5)
     assert run("vllm-float32-one-thread")[0]["threads"] == 1
     assert run("vllm-float32-defaults")[0]["threads"] is None
+    assert makers == {compute.run(threading.current_thread)}
     compute.close()
 
 

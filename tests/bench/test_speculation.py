@@ -60,9 +60,9 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=6, least_responses=2
     )
     rows = run_grid(bench, print)
-    names = [PLAIN, "1_1_2", "2_1_3", "3_1_4", "4_1_5", "6_1_7", SELECTOR]
+    names = [PLAIN, "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
     assert [row.contender for row in rows] == 2 * names
-    assert [row.case for row in rows] == ["batch 1"] * 7 + ["batch 2"] * 7
+    assert [row.case for row in rows] == ["batch 1"] * 8 + ["batch 2"] * 8
     assert {row.settings["tokens"] for row in rows} == {12}
     lines = grid_table(rows).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]

@@ -202,7 +202,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_verify_tokens=4",
-            "a chain of speculative.eagle.spec_steps=6 drafts is verified in 7 rows",
+            "a chain of speculative.eagle.spec_steps=7 drafts is verified in 8 rows",
             "speculative.eagle.spec_verify_tokens=null",
         ),
         (

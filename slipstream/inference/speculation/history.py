@@ -120,6 +120,11 @@ class HistoryProposer:
             _, oldest = self._past.popitem(last=False)
             self._kept -= oldest.tokens
 
+    def forget(self) -> None:
+        """Forget all finished responses."""
+        self._past.clear()
+        self._kept = 0
+
     def drafts(self, request_id: str, count: int) -> list[int]:
         """At most `count` tokens for one running request."""
         return self.suggest(request_id, count)[0]

@@ -66,5 +66,14 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
         assert bool(drafts(proposer, name)) == (prompt >= 6)
 
 
+def test_finished_responses_can_be_forgotten() -> None:
+    proposer = HistoryProposer()
+    finished(proposer, "a", [20, 21, 22, 23, 24])
+    proposer.forget()
+    assert proposer.kept_tokens == 0
+    proposer.begin("b", PROMPT, [*PROMPT, 20, 21, 22])
+    assert drafts(proposer, "b") == []
+
+
 def test_unknown_requests_may_end() -> None:
     HistoryProposer().end("nobody")
