@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
-from statistics import median
 from typing import Protocol
 
 from slipstream.errors import ConfigError
@@ -98,8 +97,15 @@ class AcceptanceCurve:
         self._right = [keep * x for x in self._right]
         self._tried = [keep * x for x in self._tried]
 
+    def share(self, depth: int, guess: float, weight: float) -> float:
+        """Share of right drafts at `depth` (from 0) after right ones, where `guess` counts like
+        `weight` trials."""
+        if depth >= len(self._tried):
+            return guess
+        return (self._right[depth] + weight * guess) / (self._tried[depth] + weight)
+
     def rate(self, depth: int) -> float:
-        """Share of right drafts at `depth` (from 0) after right ones."""
+        """`share`, a depth that was tried less often taking after the one before it."""
         guess = self._guess
         for right, tried in zip(self._right[: depth + 1], self._tried, strict=False):
             guess = (right + self._weight * guess) / (tried + self._weight)
@@ -116,6 +122,9 @@ class AcceptanceCurve:
 
 _SAMPLES = 4
 """Steps that a plan is measured for at a time."""
+
+_TRUST = 30.0
+"""Trials at one batch size that count as much as what is known of all."""
 
 _FIRST_LOOK = 25
 """Steps after which a plan that nearly pays is measured a second time; then four times as many."""
@@ -141,6 +150,7 @@ class _Bucket:
     machine is busy."""
 
     cells: dict[DraftPlan, _Cell]
+    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     scale: float = 1.0
     steps: int = 0
     current: DraftPlan = OFF
@@ -150,9 +160,10 @@ class _Bucket:
 class CostModelSelector:
     """Tokens per second of each plan, from measured seconds and the acceptance curve.
 
-    Acceptance is one curve for all plans and batch sizes, so a plan need not be tried to know what
-    it would accept; seconds are measured per batch size (exactly up to 4, coarser beyond), for the
-    plans that may pay. Switches only where the gain is more than `hysteresis`.
+    Acceptance is one curve for all plans, so a plan need not be tried to know what it would accept;
+    batch sizes differ from it as far as they have been seen to, for what runs last is the long and
+    difficult. Seconds are measured per batch size (exactly up to 4, coarser beyond), for the plans
+    that may pay. Switches only where the gain is more than `hysteresis`.
     """
 
     def __init__(
@@ -201,6 +212,8 @@ class CostModelSelector:
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
         bucket = self._buckets.get(bucket_of(step.running))
+        if bucket is not None and step.drafted:
+            bucket.curve.record(step.drafted, step.accepted)
         if not step.steady or bucket is None or step.plan not in bucket.cells:
             return
         bucket.steps += 1
@@ -209,9 +222,10 @@ class CostModelSelector:
         if bucket.measuring == step.plan:
             cell.samples.append(step.seconds / bucket.scale)
             if len(cell.samples) == _SAMPLES:
-                # Few samples mislead: the first measurements count together.
+                # What disturbs a step makes it slower, never faster. Few samples mislead all the
+                # same: the first measurements count together.
                 weight = min(cell.looks, 2)
-                cell.base = (weight * cell.base + median(cell.samples)) / (weight + 1)
+                cell.base = (weight * cell.base + sorted(cell.samples)[1]) / (weight + 1)
                 cell.looks += 1
                 cell.samples.clear()
                 bucket.measuring = None
@@ -223,6 +237,8 @@ class CostModelSelector:
     def changed(self) -> None:
         """See `StrategySelector`."""
         self.curve.forget(0.5)
+        for bucket in self._buckets.values():
+            bucket.curve.forget(0.5)
 
     def best_speedup(self) -> float | None:
         """Tokens per second of the best plan over plain decoding, at the batch size where that is
@@ -245,7 +261,15 @@ class CostModelSelector:
 
     def _rate(self, size: int, plan: DraftPlan) -> float:
         """Tokens per second and request."""
-        return (1 + self.curve.expected(plan.steps)) / self._seconds(size, plan)
+        return (1 + self._accepted(size, plan.steps)) / self._seconds(size, plan)
+
+    def _accepted(self, size: int, drafts: int) -> float:
+        """Accepted tokens of a chain of `drafts` at a batch size, on average."""
+        own, total, reach = self._buckets[size].curve, 0.0, 1.0
+        for depth in range(drafts):
+            reach *= own.share(depth, self.curve.rate(depth), _TRUST)
+            total += reach
+        return total
 
     def _seconds(self, size: int, plan: DraftPlan) -> float:
         bucket = self._buckets[size]
@@ -282,16 +306,17 @@ class CostModelSelector:
             cell = bucket.cells[plan]
             margin = 0.0
             if not cell.known:
-                margin = 1.25
+                margin = 1.4
             elif self._stale(bucket, cell):
-                margin = 2.0 if blind else 1.15
+                # The longer ago, the less what was seen then is believed.
+                margin = 2.0 if blind else 1.6 if self._stale(bucket, cell, 4) else 1.15
             if margin * rates[plan] > best:
                 return plan
         return None
 
-    def _stale(self, bucket: _Bucket, cell: _Cell) -> bool:
+    def _stale(self, bucket: _Bucket, cell: _Cell, times: int = 1) -> bool:
         patience = min(self._refresh, _FIRST_LOOK << 2 * max(cell.looks - 1, 0))
-        return bucket.steps - cell.seen_at > patience
+        return bucket.steps - cell.seen_at > times * patience
 
     def _nearest_choice(self, size: int) -> DraftPlan:
         near = [(abs(other - size), b.current) for other, b in self._buckets.items()]
