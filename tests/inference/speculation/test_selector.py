@@ -110,7 +110,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
         )
         # Few steps of each size: the first rollout pays for all of the measuring.
         assert seconds < (1.05 if seed else 1.12) * oracle
-        assert plain / seconds > 1.2
+        assert plain / seconds > 1.15
     assert set(plans[:20]) == {OFF}
     assert OFF not in plans[-150:]
     # With nothing to gain, exploring costs little.
