@@ -109,7 +109,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
             n / best_rate(n, 0.7) * made(n, plan) for n, plan in zip(sizes, plans, strict=True)
         )
         # Few steps of each size: the first rollout pays for all of the measuring.
-        assert seconds < (1.05 if seed else 1.12) * oracle
+        assert seconds < (1.05 if seed else 1.08) * oracle
         assert plain / seconds > 1.15
     assert set(plans[:20]) == {OFF}
     assert OFF not in plans[-150:]
