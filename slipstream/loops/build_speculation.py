@@ -76,12 +76,6 @@ def make_speculation(
         if speculative.spec_strategy == "union":
             proposer = UnionProposer(proposer, history)
     selector = make_selector(config)
-    trace = None
-    if speculative.trace:
-        # Lines are written as they come; the file is closed with the process.
-        folder = Path(config.trainer.default_local_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        trace = (folder / TRACE_FILE).open("a", encoding="utf-8")
     what = "history" if head is None else f"draft head {head}"
     if speculative.spec_strategy == "union":
         what += " and history"
@@ -89,9 +83,24 @@ def make_speculation(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
     )
     reported = ReportedSelector(
-        selector, notify=notify, head=None if head is None else str(head), trace=trace
+        selector, notify=notify, head=None if head is None else str(head), trace=_trace(config)
     )
     return Speculation(proposer=proposer, selector=reported)
+
+
+def _trace(config: Config) -> Callable[[str], object] | None:
+    """Appends lines to the trace of the run; None where none is asked for."""
+    if not config.speculative.trace:
+        return None
+    path = Path(config.trainer.default_local_dir) / TRACE_FILE
+
+    def write(line: str) -> None:
+        # Opened for each line: engines end in many ways, and none of them may lose the last steps.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    return write
 
 
 def check_speculation(config: Config, policy: ModelConfig) -> None:

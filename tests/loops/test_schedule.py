@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,9 @@ import anyio
 import pytest
 
 from slipstream.cli import main
-from slipstream.inference import embedded
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.embedded import EmbeddedEngine
-from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import EngineStats
-from slipstream.inference.speculation.history import HistoryProposer
-from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.loops import build
 from slipstream.types import GenerateRequest, Generation
 from tests.loops.helpers import (
@@ -146,12 +142,25 @@ def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
     assert_same_result(result, usual)
 
 
+@pytest.mark.parametrize("tune", ["PREDEFINED", "COST"])
 def test_drafts_change_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    reward: Path,
+    usual: dict[str, Any],
+    tune: str,
 ) -> None:
-    # Not through settings: what is tested is that a whole run is the same, bit for bit.
-    drafting = partial(Engine, proposer=HistoryProposer(match=1), plan=DraftPlan.chain(3))
-    monkeypatch.setattr(embedded, "Engine", drafting)
-    result, stats = run(monkeypatch, tmp_path / "run", reward, [])
+    settings = [
+        "speculative.enable=true",
+        "speculative.spec_strategy=history",
+        "speculative.history.match_tokens=1",
+        f"speculative.eagle.tune_algorithm={tune}",
+        "speculative.eagle.spec_steps=3",
+        "speculative.trace=true",
+    ]
+    result, stats = run(monkeypatch, tmp_path / "run", reward, settings)
+    trace = (tmp_path / "run" / "speculation.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in trace]
+    assert sum(not event.get("changed") for event in events) == stats.decode_steps
     assert stats.draft_tokens > stats.accepted_tokens > 0
     assert_same_result(result, usual)

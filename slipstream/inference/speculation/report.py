@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from typing import Any
 
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
@@ -37,9 +37,9 @@ class ReportedSelector:
         *,
         notify: Callable[[str], None],
         head: str | None = None,
-        trace: TextIO | None = None,
+        trace: Callable[[str], object] | None = None,
     ) -> None:
-        """`head` names the draft head, where there is one; `trace` is written to line by line."""
+        """`head` names the draft head, where there is one; `trace` takes line after line."""
         self._selector = selector
         self._notify = notify
         self._head = head
@@ -70,14 +70,13 @@ class ReportedSelector:
                 "accepted": list(step.accepted),
                 "steady": step.steady,
             }
-            self._trace.write(json.dumps(line) + "\n")
+            self._trace(json.dumps(line) + "\n")
 
     def changed(self) -> None:
         """See `StrategySelector`."""
         self._selector.changed()
         if self._trace is not None:
-            self._trace.write(json.dumps({"changed": True}) + "\n")
-            self._trace.flush()
+            self._trace(json.dumps({"changed": True}) + "\n")
 
     def _check_head(self, head: str) -> None:
         length = 1 + self._accepted / self._verifications

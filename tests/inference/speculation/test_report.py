@@ -72,7 +72,7 @@ def test_that_nothing_is_gained_is_said_once() -> None:
 
 def test_a_trace_replays_to_the_same_decisions() -> None:
     trace = io.StringIO()
-    reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace)
+    reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace.write)
     for number in range(400):
         if number == 200:
             reported.changed()
@@ -103,7 +103,7 @@ def test_an_engine_reports_what_it_does() -> None:
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)
     trace = io.StringIO()
-    reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace)
+    reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace.write)
     engine = make_engine(
         proposer=EagleProposer(head, dtype=torch.float32), selector=reported, max_num_seqs=2
     )
