@@ -12,6 +12,7 @@ from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.schema_speculative import EagleConfig
 from slipstream.errors import did_you_mean
 
 GROUP_RELATIVE = frozenset(
@@ -420,6 +421,14 @@ def _speculation(config: Config) -> Iterator[str]:
             f"{key}.tune_algorithm={eagle.tune_algorithm} is not in this version; set "
             f"{key}.tune_algorithm=COST"
         )
+    else:
+        usual = EagleConfig()
+        for option in ("mab_configs", "mab_bs_threshold"):
+            if getattr(eagle, option) != getattr(usual, option):
+                yield (
+                    f"{key}.{option} has no effect with {key}.tune_algorithm={eagle.tune_algorithm}, "
+                    f"which is no bandit; leave it out, or set speculative.enable=false"
+                )
 
 
 def _drafter(config: Config) -> Iterator[str]:

@@ -69,9 +69,11 @@ def make_speculation(
     else:
         assert speculative.eagle.spec_model_path is not None, "validated"
         head = head_folder(Path(speculative.eagle.spec_model_path))
-        # One layer beside the policy's: the same number of bytes holds far more of its contexts.
+        # One layer beside the policy's: its share holds as many contexts as theirs do.
         proposer = EagleProposer(
-            load_draft_head(head, policy).to(device), dtype=dtype, kv_budget_bytes=kv_budget_bytes
+            load_draft_head(head, policy).to(device),
+            dtype=dtype,
+            kv_budget_bytes=kv_budget_bytes // policy.num_layers,
         )
         if speculative.spec_strategy == "union":
             proposer = UnionProposer(proposer, history)

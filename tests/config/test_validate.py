@@ -212,6 +212,12 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.eagle.tune_algorithm=COST",
         ),
         (
+            "speculative.enable=true speculative.spec_strategy=history "
+            "speculative.eagle.mab_configs=['4_1_5']",
+            "mab_configs has no effect with speculative.eagle.tune_algorithm=COST",
+            "speculative.enable=false",
+        ),
+        (
             "speculative.train.enable_drafter_training=true",
             "trains no draft model",
             "speculative.train.enable_drafter_training=false",
