@@ -426,8 +426,9 @@ def _speculation(config: Config) -> Iterator[str]:
         for option in ("mab_configs", "mab_bs_threshold"):
             if getattr(eagle, option) != getattr(usual, option):
                 yield (
-                    f"{key}.{option} has no effect with {key}.tune_algorithm={eagle.tune_algorithm}, "
-                    f"which is no bandit; leave it out, or set speculative.enable=false"
+                    f"{key}.{option} has no effect with {key}.tune_algorithm="
+                    f"{eagle.tune_algorithm}, which is no bandit; leave it out, or set "
+                    "speculative.enable=false"
                 )
 
 
