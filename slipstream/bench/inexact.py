@@ -1,8 +1,8 @@
 """The engine without the rules of exact mode, to see what they cost: the benchmark swaps functions
 of the model for others, the engine itself knows nothing of it.
 
-    sdpa       attention by torch's `scaled_dot_product_attention`
-    unpadded   also, rows of a decode step and of attention are not filled up to the row multiple
+    torch      matrix products, norms and gates by torch's operations, as libraries order their sums
+               and without rows of padding; attention by torch's `scaled_dot_product_attention`
 
 Tokens then depend on the batch. Used by `decode`.
 """
@@ -11,34 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.inference.engine import kv_cache, runner
-from slipstream.models import attention, decoder
+from slipstream.models import attention, decoder, functional
 from slipstream.models.attention import Context
+from slipstream.models.linear import PackedLinear
 
-KINDS = ("sdpa", "unpadded")
+KINDS = ("torch",)
 
 
 @contextmanager
 def inexact(kind: str) -> Iterator[None]:
     """What runs within it, on whichever thread, does without the rules of `KINDS`."""
-    swaps: list[tuple[ModuleType, str, object]] = [(decoder, "attend", sdpa)]
-    if kind == "unpadded":
-        swaps += [(module, "ROW_MULTIPLE", 1) for module in (decoder, kv_cache, runner, attention)]
-        swaps.append((runner, "pad_rows", lambda x, multiple: x))
-    kept = [(module, name, getattr(module, name)) for module, name, _ in swaps]
+    assert kind in KINDS
+    swaps: list[tuple[object, str, object]] = [
+        (attention, "attend", sdpa),
+        (PackedLinear, "__call__", _product),
+        (runner, "pad_rows", lambda x, multiple: x),
+    ]
+    swaps += [(module, "has_kernels", lambda *_: False) for module in (decoder, functional)]
+    swaps += [(module, "ROW_MULTIPLE", 1) for module in (decoder, kv_cache, runner, attention)]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:
-        for module, name, value in swaps:
-            setattr(module, name, value)
+        for owner, name, value in swaps:
+            setattr(owner, name, value)
         yield
     finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+def _product(linear: PackedLinear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight, linear.bias)
 
 
 def sdpa(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = False) -> Tensor:

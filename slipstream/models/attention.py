@@ -1,4 +1,5 @@
-"""Causal attention with grouped query heads, in exact mode.
+"""Causal attention with grouped query heads, in exact mode, by torch's operations (`cpu_attention`
+is the other form).
 
 Row i of the result depends on query i and on keys at positions <= i, bit for bit, and on nothing
 else: not on the batch, not on how many queries are asked at once, not on padding. Three rules do
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from slipstream.models.config import ModelConfig
+from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.numerics import (
     KEY_CHUNK,
     ROW_MULTIPLE,
@@ -94,6 +98,75 @@ class Context(NamedTuple):
 def as_context(k_NSK: Tensor, v_NSK: Tensor) -> Context:
     """Views of keys and values; S must obey the rule of keys."""
     return Context(k_NSK.transpose(1, 2), torch.split(v_NSK, KEY_CHUNK[v_NSK.dtype], dim=1))
+
+
+class KVCache(Protocol):
+    """Where an engine keeps keys and values; positions are slots (contiguous)."""
+
+    @property
+    def num_keys(self) -> int:
+        """Key slots that `extend` returns: what `padded_keys` gives."""
+        ...
+
+    @property
+    def num_seen(self) -> int:
+        """Key slots from 0 on that every query of this pass sees; a multiple of 16."""
+        ...
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
+        """Store new keys and values of one layer; return all of them."""
+        ...
+
+
+class TorchAttention:
+    """`decoder.Attention` of one forward pass, by torch's operations: any device and dtype."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        eps: Tensor,
+        positions_BT: Tensor,
+        dtype: torch.dtype,
+        kv_cache: KVCache | None = None,
+        hidden_BTX: Tensor | None = None,
+    ) -> None:
+        """Of queries at `positions_BT`, which see keys up to their positions, or all but
+        `hidden_BTX` of the last X keys."""
+        self._c, self._eps, self._kv_cache = config, eps, kv_cache
+        H, G = config.num_kv_heads, config.group_size
+        if kv_cache is None:
+            num_keys, seen = padded_keys(positions_BT.shape[1], dtype, positions_BT.device), 0
+        else:
+            num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
+        self._num_keys = num_keys
+        if hidden_BTX is None:
+            self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
+        else:
+            self._mask_NRX = additive_mask(hidden_BTX, H, G)
+        self._cos, self._sin = rope_at(positions_BT, config, dtype)
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        """(M, (Q + 2H) * K) -> (M, Q * K)."""
+        c = self._c
+        B, T = self._cos.shape[:2]
+        Q, H = c.num_heads, c.num_kv_heads
+        qk, v = qkv.view(B, T, Q + 2 * H, c.head_dim).split_with_sizes([Q + H, H], 2)
+        if norms is not None:
+            qk = rms_norm(qk, norms, self._eps)
+        q, k = rotate(qk, self._cos, self._sin).split_with_sizes([Q, H], 2)
+        if self._kv_cache is None:
+            context = as_context(_pad_keys(k, self._num_keys), _pad_keys(v, self._num_keys))
+        else:
+            context = self._kv_cache.extend(index, k, v)
+        attended = attend(fold_queries(q, H), context, self._mask_NRX, bounded)
+        return unfold_queries(attended, T, H, c.group_size)
+
+
+def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
+    """(B, T, H, K) -> (B * H, S, K), zeros beyond T (their weights are exactly zero)."""
+    x = x_BTHK.transpose(1, 2)
+    missing = num_keys - x.shape[2]
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).flatten(0, 1)
 
 
 def attend(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = False) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -22,36 +21,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from slipstream.models.attention import (
-    SCORE_BOUND,
-    Context,
-    as_context,
-    attend,
-    causal_mask,
-    fold_queries,
-    padded_keys,
-    unfold_queries,
-)
+from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
-from slipstream.models.linear import PackedLinear, PackedPair
-from slipstream.models.numerics import ROW_MULTIPLE
+from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
+from slipstream.models.functional import add_norm, gated
+from slipstream.models.linear import PackedLinear
+from slipstream.models.numerics import ROW_MULTIPLE, has_kernels
 
 
-class KVCache(Protocol):
-    """Where an engine keeps keys and values; positions are slots (contiguous)."""
+class PlacedKVCache(KVCache, Protocol):
+    """A cache that compiled kernels can write to, too."""
 
-    @property
-    def num_keys(self) -> int:
-        """Key slots that `extend` returns: what `attention.padded_keys` gives."""
+    def places(self) -> KeyPlaces:
+        """Where keys and values of this pass's rows lie."""
         ...
 
-    @property
-    def num_seen(self) -> int:
-        """Key slots from 0 on that every query of this pass sees; a multiple of 16."""
-        ...
 
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
-        """Store new keys and values of one layer; return all of them."""
+class Attention(Protocol):
+    """Attention of one forward pass, all layers."""
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        """From the joined projections (M, (Q + 2H) * K) of layer `index` to the mixed values
+        (M, Q * K). `norms` and `bounded`: `PackedLayer.qk_norm`, `.bounded_scores`."""
         ...
 
 
@@ -80,7 +71,7 @@ class PackedLayer:
     """Whether the norms keep every attention score within `attention.SCORE_BOUND`."""
     out: PackedLinear
     post_norm: Tensor
-    gate_up: PackedPair
+    gate_up: PackedLinear
     down: PackedLinear
 
 
@@ -149,7 +140,7 @@ class Layer(nn.Module):
             bounded_scores=bounded,
             out=PackedLinear.of(a.o_proj.weight.to(dtype)),
             post_norm=self.post_attention_layernorm.weight.to(dtype),
-            gate_up=PackedPair.of(m.gate_proj.weight.to(dtype), m.up_proj.weight.to(dtype)),
+            gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
 
@@ -245,19 +236,15 @@ class PackedDecoder:
 
     @property
     def row_multiple(self) -> int:
-        """How many tokens the products need at a time to be exact: any number where all weights are
-        laid out (`linear`)."""
-        weights = [self.lm_head]
-        for layer in self.layers:
-            weights += [layer.qkv, layer.out, layer.gate_up.joined, layer.down]
-        return 1 if all(weight.prepared is not None for weight in weights) else ROW_MULTIPLE
+        """How many tokens the products need at a time to be exact."""
+        return 1 if has_kernels(self.dtype, self.embedding.device) else ROW_MULTIPLE
 
     def forward(
         self,
         ids_BT: Tensor,
         positions_BT: Tensor,
         *,
-        kv_cache: KVCache | None = None,
+        kv_cache: PlacedKVCache | None = None,
         taps: Collection[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
@@ -268,32 +255,22 @@ class PackedDecoder:
         ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
         """
-        shared = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)
+        attention = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
         x = F.embedding(ids_BT.flatten(), self.embedding)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
+            given = (layer, index, x, delta, attention, self.eps)
             if recompute:
-                x = checkpoint(layer_forward, layer, index, x, shared, use_reentrant=False)
+                x, delta = checkpoint(layer_forward, *given, use_reentrant=False)
             else:
-                x = layer_forward(layer, index, x, shared)
+                x, delta = layer_forward(*given)
             if index in taps:
-                kept[index] = x.view(B, T, -1)
-        return HiddenStates(rms_norm(x, self.norm, self.eps).view(B, T, -1), kept)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What the layers of one forward pass share: `start_pass` makes it."""
-
-    config: ModelConfig
-    eps: Tensor
-    cos: Tensor
-    sin: Tensor
-    num_keys: int
-    mask_NRX: Tensor
-    kv_cache: KVCache | None
+                kept[index] = (x + delta).view(B, T, -1)
+        _, final = add_norm(x, delta, self.norm, self.eps)
+        return HiddenStates(final.view(B, T, -1), kept)
 
 
 def start_pass(
@@ -301,80 +278,29 @@ def start_pass(
     config: ModelConfig,
     dtype: torch.dtype,
     eps: Tensor,
-    kv_cache: KVCache | None = None,
-) -> Pass:
-    """Rotations and mask for queries at `positions_BT`; see `PackedDecoder.forward`."""
-    if kv_cache is None:
-        num_keys, seen = padded_keys(positions_BT.shape[1], dtype, positions_BT.device), 0
-    else:
-        num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
-    mask = causal_mask(positions_BT, num_keys, config.num_kv_heads, config.group_size, seen)
-    cos, sin = rope_tables(positions_BT, config, dtype)
-    return Pass(config, eps, cos, sin, num_keys, mask, kv_cache)
+    kv_cache: PlacedKVCache | None = None,
+) -> Attention:
+    """Attention for queries at `positions_BT`; see `PackedDecoder.forward`."""
+    if has_kernels(dtype, positions_BT.device):
+        places = None if kv_cache is None else kv_cache.places()
+        return CpuAttention(config, eps, positions_BT, places)
+    return TorchAttention(config, eps, positions_BT, dtype, kv_cache)
 
 
-def layer_forward(w: PackedLayer, index: int, x_MD: Tensor, shared: Pass) -> Tensor:
-    """One layer over rows (M, D); `index` is its place in the cache."""
-    c, eps = shared.config, shared.eps
-    B, T = shared.cos.shape[:2]
-    Q, H = c.num_heads, c.num_kv_heads
-    normed = x_MD if w.input_norm is None else rms_norm(x_MD, w.input_norm, eps)
-    qk, v = w.qkv(normed).view(B, T, Q + 2 * H, c.head_dim).split_with_sizes([Q + H, H], 2)
-    if w.qk_norm is not None:
-        qk = rms_norm(qk, w.qk_norm, eps)
-    q, k = rotate(qk, shared.cos, shared.sin).split_with_sizes([Q, H], 2)
-    if shared.kv_cache is None:
-        context = as_context(_pad_keys(k, shared.num_keys), _pad_keys(v, shared.num_keys))
-    else:
-        context = shared.kv_cache.extend(index, k, v)
-    attended = attend(fold_queries(q, H), context, shared.mask_NRX, w.bounded_scores)
-    x_MD = w.out.added_to(x_MD, unfold_queries(attended, T, H, c.group_size))
-    gate, up = w.gate_up(rms_norm(x_MD, w.post_norm, eps))
-    return w.down.added_to(x_MD, F.silu(gate) * up)
-
-
-def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
-    """(B, T, H, K) -> (B * H, S, K), zeros beyond T (their weights are exactly zero)."""
-    x = x_BTHK.transpose(1, 2)
-    missing = num_keys - x.shape[2]
-    return (F.pad(x, (0, 0, 0, missing)) if missing else x).flatten(0, 1)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019).
-
-    `eps` a scalar in fp32 on the device of `x`: made once, for it would cost as much as the sum.
-    """
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    normed = wide * scale
-    return (normed if x is wide else normed.to(x.dtype)) * weight
-
-
-def rope_tables(positions_BT: Tensor, c: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin (B, T, 1, K) of rotary embeddings (Su et al. 2021), the sign of the rotation in
-    the sine: x * cos + roll(x, K/2) * sin."""
-    cos, sin = _rope_table(
-        c.rope_theta, c.head_dim, c.max_position_embeddings, dtype, positions_BT.device
-    )
-    return cos[positions_BT][:, :, None], sin[positions_BT][:, :, None]
-
-
-@cache
-@torch.inference_mode(False)
-def _rope_table(
-    theta: float, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+def layer_forward(
+    w: PackedLayer,
+    index: int,
+    x_MD: Tensor,
+    delta_MD: Tensor | None,
+    attention: Attention,
+    eps: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # One table for all callers: sines computed in buffers of other sizes may differ in a bit. An
-    # ordinary tensor even when an engine asks first: the trainer's backward pass needs it, too.
-    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
-    # Times the reciprocal, as transformers does: far positions are sensitive to the last bit.
-    angles = torch.arange(positions, device=device).float()[:, None] * (1.0 / theta**exponents)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
-
-
-def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, H, K)."""
-    return torch.addcmul(x_BTHK * cos, x_BTHK.roll(x_BTHK.shape[-1] // 2, -1), sin)
+    """One layer over rows (M, D); `index` is its place in the cache. Takes and returns the residual
+    stream as two summands: the next norm adds them."""
+    if w.input_norm is None:
+        x_MD = normed = x_MD if delta_MD is None else x_MD + delta_MD
+    else:
+        x_MD, normed = add_norm(x_MD, delta_MD, w.input_norm, eps)
+    mixed = attention(index, w.qkv(normed), w.qk_norm, w.bounded_scores)
+    x_MD, normed = add_norm(x_MD, w.out(mixed), w.post_norm, eps)
+    return x_MD, w.down(gated(w.gate_up(normed)))

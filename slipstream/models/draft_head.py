@@ -21,16 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.models.attention import Context, additive_mask, as_context, padded_keys
+from slipstream.models.attention import Context, TorchAttention, as_context, padded_keys
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import (
-    KVCache,
     Layer,
     PackedLayer,
-    Pass,
+    PlacedKVCache,
     init_parameters,
     layer_forward,
-    rope_tables,
     start_pass,
 )
 from slipstream.models.linear import PackedLinear
@@ -85,7 +83,7 @@ class PackedDraftHead:
         positions_BT: Tensor,
         embedding_VD: Tensor,
         *,
-        kv_cache: KVCache | None = None,
+        kv_cache: PlacedKVCache | None = None,
     ) -> Tensor:
         """Predicted features (B, T, D) of `next_ids_BT`, each from the feature before it.
 
@@ -96,8 +94,9 @@ class PackedDraftHead:
         B, T = next_ids_BT.shape
         embedded = F.embedding(next_ids_BT.flatten(), embedding_VD)
         x = self.fc(torch.cat([embedded, features_BTD.reshape(B * T, -1)], dim=-1))
-        shared = start_pass(positions_BT, self.config, x.dtype, self.eps, kv_cache)
-        return layer_forward(self.layer, 0, x, shared).view(B, T, -1)
+        attention = start_pass(positions_BT, self.config, x.dtype, self.eps, kv_cache)
+        x, delta = layer_forward(self.layer, 0, x, None, attention, self.eps)
+        return (x + delta).view(B, T, -1)
 
     def unroll(
         self, next_ids_BT: Tensor, features_BTD: Tensor, embedding_VD: Tensor, steps: int
@@ -119,13 +118,12 @@ class PackedDraftHead:
             if step:
                 ids = F.pad(ids[:, 1:], (0, 1))
             places = (positions + step).clamp(max=limit).expand(B, -1)
-            cos, sin = rope_tables(places, c, x_BTD.dtype)
-            hidden = chains.hidden(step)
-            mask = additive_mask(hidden.expand(B, -1, -1), c.num_kv_heads, c.group_size)
-            shared = Pass(c, self.eps, cos, sin, hidden.shape[-1], mask, chains)
+            hidden = chains.hidden(step).expand(B, -1, -1)
+            attention = TorchAttention(c, self.eps, places, x_BTD.dtype, chains, hidden)
             embedded = F.embedding(ids.flatten(), embedding_VD)
             x = self.fc(torch.cat([embedded, x_BTD.reshape(B * T, -1)], dim=-1))
-            x_BTD = layer_forward(self.layer, 0, x, shared).view(B, T, -1)
+            x, delta = layer_forward(self.layer, 0, x, None, attention, self.eps)
+            x_BTD = (x + delta).view(B, T, -1)
             yield x_BTD
 
 

@@ -1,24 +1,26 @@
-"""Linear layers over weights that are laid out for the product once.
+"""Linear layers over weights in compute form.
 
-A library product of few rows spends most of its time rearranging the weights. On x86 CPUs, large
-fp32 weights are therefore kept in oneDNN's blocked layout (`python bench/linear.py`). Its rows do
-not depend on how many are computed at once, nor on the thread count, so it obeys exact mode
-(`tests/models/test_linear.py`). Trainer and engine decide by the weights alone and so use the same
-kernel. Called by `decoder`.
+fp32 on a CPU: the weight is packed once, and compiled kernels multiply (`kernels.product`); they
+beat the libraries that torch calls at any number of rows (`python bench/linear.py`). A row of them
+does not depend on how many are computed at once, nor on the thread count. Elsewhere torch's product
+is used, whose rows come in fours (`numerics`). Trainer and engine decide alike. Called by
+`decoder`.
 """
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-PREPARED_FROM = 1 << 18
-"""Elements from which on a weight is laid out: below, the extra call costs more than it saves."""
+from slipstream.models.kernels import product
+from slipstream.models.kernels.tile import PANEL
+from slipstream.models.numerics import has_kernels, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,92 +29,73 @@ class PackedLinear:
 
     weight: Tensor
     bias: Tensor | None
-    prepared: Tensor | None
-    """`weight` in oneDNN's layout, opaque to everything but its product."""
-    transposed: Tensor
-    """A view of `weight`, made once."""
+    panels: Tensor | None
+    """`weight` as the kernels take it; None where torch multiplies."""
+    start: Tensor | None
+    """What a kernel's sums begin with: the bias, or zeros."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Lay out `weight` where that pays."""
-        prepared = None
-        if worth_preparing(weight):
-            prepared = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        return cls(weight, bias, prepared, weight.t())
+        """Pack `weight` where there are kernels for it."""
+        if not has_kernels(weight.dtype, weight.device):
+            return cls(weight, bias, None, None)
+        outs, ins = weight.shape
+        rounded = round_up(outs, PANEL)
+        source = weight.detach().contiguous()
+        panels = source.new_empty(rounded * ins)
+        product.pack(source.data_ptr(), panels.data_ptr(), outs, ins)
+        if bias is None:
+            return cls(weight, None, panels, _zeros(rounded))
+        return cls(weight, bias, panels, F.pad(bias.detach(), (0, rounded - outs)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(M, in) -> (M, out)."""
-        if self.prepared is not None:
-            return _prepared_product(x, self.weight, self.bias, self.prepared)
-        if self.bias is not None:
-            return torch.addmm(self.bias, x, self.transposed)
-        return torch.mm(x, self.transposed)
+        """(..., in) -> (..., out)."""
+        if self.panels is None or self.start is None:
+            return F.linear(x, self.weight, self.bias)
+        if torch.is_grad_enabled():
+            out: Tensor = _Product.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+            return out
+        return self.product(x)
 
-    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` (M, out) + x W^T."""
-        # Not in bf16: one rounding in place of two would be another model than transformers'.
-        if self.prepared is None and self.bias is None and self.weight.dtype == torch.float32:
-            return torch.addmm(residual, x, self.transposed)
-        return residual + self(x)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedPair:
-    """Two products of the same rows with weights of one shape, without bias."""
-
-    joined: PackedLinear
-    """Both as one product, (2 * out, in)."""
-    halves: Tensor
-    """Its weight as (2, in, out)."""
-
-    @classmethod
-    def of(cls, first: Tensor, second: Tensor) -> PackedPair:
-        """Lay out both, (out, in) each, where that pays."""
-        joined = PackedLinear.of(torch.cat([first, second]))
-        return cls(joined, joined.weight.view(2, *first.shape).transpose(1, 2))
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(M, in) -> two of (M, out)."""
-        if self.joined.prepared is None:
-            # A batch of two occupies two threads; the library hardly shares out one small product.
-            first, second = torch.bmm(x.expand(2, -1, -1), self.halves).unbind()
-        else:
-            first, second = self.joined(x).chunk(2, dim=-1)
-        return first, second
+    def product(self, x: Tensor) -> Tensor:
+        """The kernel's product, without gradients. Raises ValueError for rows of another width or
+        dtype: a kernel would read past their end."""
+        assert self.panels is not None
+        assert self.start is not None
+        outs, ins = self.weight.shape
+        if x.shape[-1] != ins or x.dtype != torch.float32:
+            raise ValueError(f"rows of {x.shape[-1]} {x.dtype}; the weight takes {ins} of float32")
+        x = x.contiguous()
+        rows, width = x.numel() // ins, len(self.start)
+        out = x.new_empty(*x.shape[:-1], width)
+        product.product(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            self.start.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            ins,
+        )
+        # What is computed over the vocabulary takes dense rows.
+        return out if width == outs else out[..., :outs].contiguous()
 
 
-def worth_preparing(weight: Tensor) -> bool:
-    """Whether the blocked layout is known to be exact and faster for `weight`."""
-    return (
-        weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and weight.numel() >= PREPARED_FROM
-        and platform.machine() in ("x86_64", "AMD64")
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    )
+@cache
+@torch.inference_mode(False)
+def _zeros(count: int) -> Tensor:
+    return torch.zeros(count)
 
 
-def _prepared_product(x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        out: Tensor = _Prepared.apply(x, weight, bias, prepared)  # type: ignore[no-untyped-call]
-        return out
-    return _product(x, prepared, bias)
-
-
-def _product(x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, prepared, bias, "none", [], "")
-    return out
-
-
-class _Prepared(torch.autograd.Function):
-    """The product forwards; backwards the same formulas as a plain linear layer."""
+class _Product(torch.autograd.Function):
+    """The kernel's product forwards; backwards the formulas of a linear layer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, prepared: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: PackedLinear
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, prepared, bias)
+        return linear.product(x)
 
     @staticmethod
     @once_differentiable

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.models.kernels.team import cpu_has_fma
 
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
@@ -43,6 +44,12 @@ def check_widths(**widths: int) -> None:
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
                 "choose another size, or roll out with actor_rollout_ref.rollout.name=hf"
             )
+
+
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the compiled kernels (`kernels`) are for tensors of this kind: what they compute is
+    exact for any number of rows."""
+    return dtype == torch.float32 and device.type == "cpu" and cpu_has_fma()
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:

@@ -19,6 +19,7 @@ from slipstream.models.attention import (
     padded_keys,
     unfold_queries,
 )
+from slipstream.models.functional import add_norm
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
 from tests.models.helpers import config, logits, make_decoder, random_ids
@@ -62,14 +63,13 @@ def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
 
 
 def test_taps_are_layer_outputs() -> None:
-    from slipstream.models.decoder import rms_norm
-
     decoder = make_decoder("llama")
     packed = decoder.pack(torch.float32)
     with torch.no_grad():
         out = packed.forward(random_ids(1, 8), torch.arange(8)[None], taps=(0, 2))
     assert sorted(out.taps) == [0, 2]
-    assert torch.equal(rms_norm(out.taps[2], packed.norm, packed.eps), out.final)
+    normed = add_norm(out.taps[2][0], None, packed.norm, packed.eps)[1]
+    assert torch.equal(normed, out.final[0])
     assert not torch.equal(out.taps[0], out.taps[2])
 
 

@@ -1,20 +1,14 @@
-"""Prepared linear layers: the rows of exact mode, and gradients of a plain layer."""
+"""Linear layers in compute form: rows that do not depend on their company, and gradients."""
 
 from __future__ import annotations
 
 import math
-import platform
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.models.linear import PREPARED_FROM, PackedLinear, PackedPair, worth_preparing
-from slipstream.models.numerics import ROW_MULTIPLE
-
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="prepared on x86 only"
-)
+from slipstream.models.linear import PackedLinear
 
 
 def weights(outs: int, ins: int) -> torch.Tensor:
@@ -22,17 +16,17 @@ def weights(outs: int, ins: int) -> torch.Tensor:
     return torch.randn(outs, ins, generator=generator) * (1 / math.sqrt(ins))
 
 
-def test_only_large_fp32_weights_on_cpu_are_prepared() -> None:
-    assert worth_preparing(weights(512, PREPARED_FROM // 512))
-    assert not worth_preparing(weights(511, PREPARED_FROM // 512))
-    assert not worth_preparing(weights(1024, 512).bfloat16())
-    assert PackedLinear.of(weights(16, 16)).prepared is None
+def test_only_fp32_weights_are_packed_for_kernels() -> None:
+    assert PackedLinear.of(weights(16, 16)).panels is not None
+    assert PackedLinear.of(weights(16, 16).bfloat16()).panels is None
+    assert PackedLinear.of(weights(16, 16).double()).panels is None
 
 
-@pytest.mark.parametrize(("outs", "ins"), [(1408, 192), (512, 512), (3072, 512), (512, 1536)])
+@pytest.mark.parametrize(
+    ("outs", "ins"), [(1408, 192), (512, 512), (3072, 512), (512, 1536), (101, 48), (7, 5), (1, 1)]
+)
 def test_a_row_does_not_depend_on_its_company(outs: int, ins: int) -> None:
     linear = PackedLinear.of(weights(outs, ins), weights(1, outs)[0])
-    assert linear.prepared is not None
     x = torch.randn(1200, ins, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         together = linear(x)
@@ -41,7 +35,7 @@ def test_a_row_does_not_depend_on_its_company(outs: int, ins: int) -> None:
         try:
             for count in (1, threads):
                 torch.set_num_threads(count)
-                for rows in (1, 2, 3, 4, 7, 12, 32, 33, 100, 500):
+                for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 32, 33, 97, 100, 500):
                     start = 5 * rows % 600
                     assert torch.equal(linear(x[start : start + rows]), together[start:][:rows])
         finally:
@@ -50,12 +44,27 @@ def test_a_row_does_not_depend_on_its_company(outs: int, ins: int) -> None:
     assert torch.equal(linear(x), together)
 
 
-@pytest.mark.parametrize("outs", [1040, 640])
+def test_every_output_is_a_sum_in_the_order_of_the_inputs() -> None:
+    weight, x = torch.ones(16, 3), torch.tensor([[1e8, 1.0, -1e8]])
+    assert torch.equal(PackedLinear.of(weight)(x), torch.zeros(1, 16))
+    assert torch.equal(PackedLinear.of(weight)(x[:, [0, 2, 1]]), torch.ones(1, 16))
+
+
+def test_weights_that_are_not_finite_are_seen() -> None:
+    weight = weights(32, 16)
+    weight[3, 4] = math.nan
+    weight[20, 5] = math.inf
+    out = PackedLinear.of(weight)(torch.ones(5, 16))
+    assert bool(out[:, 3].isnan().all())
+    assert bool(out[:, 20].isinf().all())
+    assert int(out.isfinite().sum()) == 5 * 30
+
+
+@pytest.mark.parametrize("outs", [1040, 640, 33])
 def test_gradients_are_those_of_a_plain_layer(outs: int) -> None:
     x = torch.randn(40, 256, requires_grad=True)
     weight, bias = weights(outs, 256).requires_grad_(), torch.randn(outs, requires_grad=True)
     linear = PackedLinear.of(weight, bias)
-    assert (linear.prepared is not None) == (outs == 1040)
     upstream = torch.randn(40, outs)
     inputs = (x, weight, bias)
     ours = torch.autograd.grad((linear(x) * upstream).sum(), inputs)
@@ -64,45 +73,11 @@ def test_gradients_are_those_of_a_plain_layer(outs: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("outs", [688, 128])
-def test_a_pair_is_two_plain_layers_and_their_gradients(outs: int) -> None:
-    x = torch.randn(40, 192, requires_grad=True)
-    first, second = weights(outs, 192).requires_grad_(), (-weights(outs, 192)).requires_grad_()
-    pair = PackedPair.of(first, second)
-    assert (pair.joined.prepared is not None) == (outs == 688)
-    inputs = (x, first, second)
-    for got, want in zip(pair(x), (F.linear(x, first), F.linear(x, second)), strict=True):
-        torch.testing.assert_close(got, want)
-    products = [a.tanh() * b for a, b in (pair(x), (F.linear(x, first), F.linear(x, second)))]
-    ours, theirs = (torch.autograd.grad(product.sum(), inputs) for product in products)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_of_a_small_pair_do_not_depend_on_their_company() -> None:
-    pair = PackedPair.of(weights(512, 192), weights(512, 192).flip(0))
-    assert pair.joined.prepared is None
-    x = torch.randn(1200, 192, generator=torch.Generator().manual_seed(1))
-    first, second = pair(x)
-    for rows in (ROW_MULTIPLE, 12, 32, 100, 500):
-        a, b = pair(x[40 : 40 + rows])
-        assert torch.equal(a, first[40 : 40 + rows])
-        assert torch.equal(b, second[40 : 40 + rows])
-
-
-def test_a_product_added_to_a_residual() -> None:
-    x, residual, weight = torch.randn(8, 192), torch.randn(8, 64), weights(64, 192)
-    linear = PackedLinear.of(weight)
-    torch.testing.assert_close(linear.added_to(residual, x), residual + x @ weight.T)
-    short = PackedLinear.of(weight.bfloat16())
-    left, right = residual.bfloat16(), x.bfloat16()
-    assert torch.equal(short.added_to(left, right), left + short(right))
-
-
-def test_frozen_inputs_get_no_gradient() -> None:
-    weight = weights(1040, 256).requires_grad_()
-    PackedLinear.of(weight)(torch.randn(4, 256)).sum().backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    x = torch.randn(4, 256, requires_grad=True)
-    PackedLinear.of(weight.detach())(x).sum().backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
+def test_rows_in_any_number_of_dimensions_and_of_no_other_width() -> None:
+    linear = PackedLinear.of(weights(32, 16))
+    x = torch.randn(3, 5, 16)
+    assert torch.equal(linear(x), linear(x.view(15, 16)).view(3, 5, 32))
+    assert linear(x[:0]).shape == (0, 5, 32)
+    for wrong in (torch.randn(4, 15), torch.randn(4, 16).double()):
+        with pytest.raises(ValueError, match="the weight takes 16 of float32"):
+            linear(wrong)

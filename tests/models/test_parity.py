@@ -39,7 +39,7 @@ def test_our_folder_in_transformers(family: str, tied: bool, tmp_path: Path) -> 
     ids = random_ids(3, 150)
     ours, theirs = logits(decoder, ids), their_logits(model, ids)
     assert 0.3 < float(ours.std()) < 5
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     assert_same_weights(load_checkpoint(tmp_path), decoder)
 
 
@@ -143,18 +143,18 @@ def test_rope_theta_is_read_from_both_spellings(family: str, tmp_path: Path) -> 
 
 
 def test_far_positions_rotate_by_the_same_bits(tmp_path: Path) -> None:
-    from slipstream.models.decoder import rope_tables
+    from slipstream.models.functional import rope_table
 
     c = config("llama", max_position_embeddings=4096)
     save_checkpoint(Decoder(c), tmp_path)
     positions = torch.arange(4096)[None]
     cos, sin = load_theirs(tmp_path).model.rotary_emb(torch.ones(1), positions)
-    our_cos, our_sin = rope_tables(positions, c, torch.float32)
-    assert torch.equal(our_cos[:, :, 0], cos)
+    our_cos, our_sin = rope_table(c, torch.float32, positions.device)
+    assert torch.equal(our_cos, cos[0])
     # Ours carries the sign of the rotation.
     half = c.head_dim // 2
-    assert torch.equal(our_sin[:, :, 0, half:], sin[:, :, half:])
-    assert torch.equal(our_sin[:, :, 0, :half], -sin[:, :, :half])
+    assert torch.equal(our_sin[:, half:], sin[0, :, half:])
+    assert torch.equal(our_sin[:, :half], -sin[0, :, :half])
 
 
 def test_end_of_sequence_ids_come_from_the_generation_config(tmp_path: Path) -> None:

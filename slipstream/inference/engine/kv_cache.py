@@ -9,12 +9,15 @@ Shapes: L layers, N rows, H key-value heads, S slots, K head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from slipstream.models.attention import Context, as_context, padded_keys
 from slipstream.models.config import ModelConfig
+from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.numerics import (
     KEY_CHUNK,
     ROW_MULTIPLE,
@@ -130,14 +133,18 @@ class KVStore:
 class PrefillView:
     """`KVCache` of a prefill: new contexts only, each written to every row that shares it.
 
-    `rows` (M,) are the rows to fill and `sources` (M,) the index of the context for each.
+    `rows` are the rows to fill and `sources` the index of the context for each; every context has a
+    row, and with `places` the other rows get it from there in `finish`.
     """
 
-    def __init__(self, store: KVStore, rows: Tensor, sources: Tensor, length: int) -> None:
+    def __init__(
+        self, store: KVStore, rows: Sequence[int], sources: Sequence[int], length: int
+    ) -> None:
         self._store = store
-        self._rows = rows
-        self._sources = sources
+        self._rows = torch.tensor(rows, device=store.data.device)
+        self._sources = torch.tensor(sources, device=store.data.device)
         self._length = length
+        self._copies: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_keys(self) -> int:
@@ -156,6 +163,26 @@ class PrefillView:
         padded = torch.nn.functional.pad(fresh, (0, 0, 0, missing)) if missing else fresh
         keys, values = padded.flatten(1, 2)
         return as_context(keys, values)
+
+    def places(self) -> KeyPlaces:
+        rows, sources = self._rows.tolist(), self._sources.tolist()
+        row_of = dict(zip(reversed(sources), reversed(rows), strict=True))
+        copied = [
+            (row, row_of[i]) for row, i in zip(rows, sources, strict=True) if row != row_of[i]
+        ]
+        if copied:
+            self._copies = torch.tensor(copied).unbind(1)  # type: ignore[assignment]
+        own = torch.tensor([row_of[i] for i in range(len(row_of))])
+        slots = torch.arange(self._length).repeat(len(own))
+        row_M = own.repeat_interleave(self._length)
+        return KeyPlaces.of(self._store.data, row_M, slots, self._length)
+
+    def finish(self) -> None:
+        """After the pass: fill the rows that are still to be filled."""
+        if self._copies is not None:
+            to, source = self._copies
+            data = self._store.data[:, :, :, :, : self._length]
+            data[:, :, to] = data[:, :, source]
 
 
 class ExtendView:
@@ -176,29 +203,40 @@ class ExtendView:
         device = store.data.device
         self._store = store
         self._num_seen = min(starts) - min(starts) % WIDTH_MULTIPLE
-        longest = max(start + count for start, count in zip(starts, counts, strict=True))
-        self._num_keys = padded_keys(longest, store.data.dtype, device)
+        self._longest = max(start + count for start, count in zip(starts, counts, strict=True))
         self._rows = torch.tensor(rows, device=device)
-        column = torch.arange(width, device=device)
-        self._new_UW = column < torch.tensor(counts, device=device)[:, None]
-        source_M, offset_M = self._new_UW.nonzero().unbind(1)
-        self._row_M = self._rows[source_M]
-        self._slot_M = torch.tensor(starts, device=device)[source_M] + offset_M
+        self._starts = torch.tensor(starts, device=device)
+        self._columns = torch.arange(width, device=device)
+        self._new_UW = self._columns < torch.tensor(counts, device=device)[:, None]
 
     @property
     def num_keys(self) -> int:
-        return self._num_keys
+        return padded_keys(self._longest, self._store.data.dtype, self._store.data.device)
 
     @property
     def num_seen(self) -> int:
         return self._num_seen
 
+    @cached_property
+    def _targets(self) -> tuple[Tensor, Tensor]:
+        """Row and slot of each token that is stored."""
+        source_M, offset_M = self._new_UW.nonzero().unbind(1)
+        return self._rows[source_M], self._starts[source_M] + offset_M
+
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
         block = self._store.data[layer]
         fresh = torch.stack([k_BTHK[self._new_UW], v_BTHK[self._new_UW]], dim=1)
-        block.permute(1, 3, 0, 2, 4)[self._row_M, self._slot_M] = fresh
-        keys, values = block[:, self._rows, :, : self._num_keys].flatten(1, 2)
+        row_M, slot_M = self._targets
+        block.permute(1, 3, 0, 2, 4)[row_M, slot_M] = fresh
+        keys, values = block[:, self._rows, :, : self.num_keys].flatten(1, 2)
         return as_context(keys, values)
+
+    def places(self) -> KeyPlaces:
+        # Padding looks at the first slot, and is not stored.
+        slots_UW = (self._starts[:, None] + self._columns).where(self._new_UW, 0)
+        rows_UW = self._rows[:, None].expand_as(slots_UW)
+        found = KeyPlaces.of(self._store.data, rows_UW.flatten(), slots_UW.flatten(), self._longest)
+        return replace(found, own_M=found.own_M.where(self._new_UW.flatten(), -1))
 
 
 class DecodeView:
@@ -209,35 +247,53 @@ class DecodeView:
     """
 
     def __init__(self, store: KVStore, slots_NW: Tensor, length: int, shortest: int) -> None:
-        layers, _, rows, heads, slots, width = store.data.shape
-        n = slots_NW.shape[0]
-        self._num_keys = padded_keys(length, store.data.dtype, store.data.device)
-        self._num_seen = shortest - shortest % WIDTH_MULTIPLE
-        # Views of all layers at once: one by one they would cost as much as the small operations.
-        matrices = store.data.view(layers, 2, rows * heads, slots, width)
-        keys, values = matrices[:, :, : n * heads, : self._num_keys].unbind(1)
-        chunks = (c.unbind() for c in torch.split(values, KEY_CHUNK[values.dtype], dim=2))
-        self._contexts = list(
-            map(Context, keys.transpose(2, 3).unbind(), zip(*chunks, strict=True))
-        )
-        self._lines = store.data.view(layers, -1, width).unbind()
-        # Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K), in the
-        # order of new keys: row, token, head.
-        line = torch.arange(n, device=slots_NW.device)[:, None, None] * heads
-        line = (line + torch.arange(heads, device=slots_NW.device)) * slots
-        first = (line + slots_NW[:, :, None]).reshape(-1)
-        self._index = torch.cat([first, first + rows * heads * slots])
-        self._width = width
+        self._store = store
+        self._slots_NW = slots_NW
+        self._length = length
+        self._shortest = shortest
 
     @property
     def num_keys(self) -> int:
-        return self._num_keys
+        return padded_keys(self._length, self._store.data.dtype, self._store.data.device)
 
     @property
     def num_seen(self) -> int:
-        return self._num_seen
+        return self._shortest - self._shortest % WIDTH_MULTIPLE
+
+    @cached_property
+    def _contexts(self) -> list[Context]:
+        # Views of all layers at once: one by one they would cost as much as the small operations.
+        layers, _, rows, heads, slots, width = self._store.data.shape
+        matrices = self._store.data.view(layers, 2, rows * heads, slots, width)
+        n = len(self._slots_NW)
+        keys, values = matrices[:, :, : n * heads, : self.num_keys].unbind(1)
+        chunks = (c.unbind() for c in torch.split(values, KEY_CHUNK[values.dtype], dim=2))
+        return list(map(Context, keys.transpose(2, 3).unbind(), zip(*chunks, strict=True)))
+
+    @cached_property
+    def _lines(self) -> tuple[Tensor, ...]:
+        data = self._store.data
+        return data.view(len(data), -1, data.shape[-1]).unbind()
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K), in the
+        order of new keys: row, token, head."""
+        _, _, rows, heads, slots, _ = self._store.data.shape
+        device = self._slots_NW.device
+        line = torch.arange(len(self._slots_NW), device=device)[:, None, None] * heads
+        line = (line + torch.arange(heads, device=device)) * slots
+        first = (line + self._slots_NW[:, :, None]).reshape(-1)
+        return torch.cat([first, first + rows * heads * slots])
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
-        fresh = torch.cat([k_BTHK, v_BTHK]).view(-1, self._width)
+        fresh = torch.cat([k_BTHK, v_BTHK]).view(-1, k_BTHK.shape[-1])
         self._lines[layer].index_copy_(0, self._index, fresh)
         return self._contexts[layer]
+
+    def places(self) -> KeyPlaces:
+        n, width = self._slots_NW.shape
+        rows_M = torch.arange(n * width)
+        if width > 1:
+            rows_M //= width
+        return KeyPlaces.of(self._store.data, rows_M, self._slots_NW.flatten(), self._length)

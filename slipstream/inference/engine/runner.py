@@ -62,10 +62,10 @@ class Runner:
         ids, width = self._padded(contexts)
         positions = self._positions(torch.arange(width, device=self.device))
         positions = positions.expand(len(contexts), -1)
-        sources_M = torch.tensor(sources, device=self.device)
-        rows_M = torch.tensor(rows, device=self.device)
-        view = PrefillView(store, rows_M, sources_M, width)
-        return self.packed.forward(ids, positions, kv_cache=view).final
+        view = PrefillView(store, rows, sources, width)
+        hidden = self.packed.forward(ids, positions, kv_cache=view).final
+        view.finish()
+        return hidden
 
     def extend(
         self,

@@ -1,0 +1,231 @@
+"""Causal attention by compiled kernels: fp32 on a CPU. Exact mode's other form is `attention`.
+
+Every row is computed by itself, over its own keys in the order of positions, so nothing is padded
+and nothing depends on the batch. Differentiable where keys and values are not cached. Shapes as in
+`attention`; M = B * T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.functional import rope_table
+from slipstream.models.kernels import attend
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlaces:
+    """Where the keys and values of M rows lie: in elements from the start of a layer's keys, and
+    likewise of its values."""
+
+    first_M: Tensor
+    """Slot 0 of the row's sequence, first head."""
+    own_M: Tensor
+    """The slot that the row's own key is written to; -1 where it is not kept."""
+    seen_M: Tensor
+    """How many slots the row sees, its own among them."""
+    head_stride: int
+    longest: int
+    """The largest of `seen_M`."""
+    layers: Sequence[tuple[int, int]]
+    """Addresses of keys and of values."""
+
+    @classmethod
+    def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
+        """Rows of `data` (L, 2, N, H, S, K), contiguous: row m has its key in slot `slots_M[m]` of
+        row `rows_M[m]` and sees all slots up to there."""
+        layers, _, rows, heads, slots, width = data.shape
+        size = rows * heads * slots * width * data.itemsize
+        start = data.data_ptr()
+        first = (rows_M * (heads * slots * width)).contiguous()
+        return cls(
+            first_M=first,
+            own_M=first + slots_M * width,
+            seen_M=slots_M + 1,
+            head_stride=slots * width,
+            longest=longest,
+            layers=[(start + 2 * i * size, start + (2 * i + 1) * size) for i in range(layers)],
+        )
+
+    def columns(self, part: slice) -> KeyPlaces:
+        """Of places (N, C), those of some columns."""
+        return replace(
+            self,
+            first_M=self.first_M[:, part].contiguous(),
+            own_M=self.own_M[:, part].contiguous(),
+            seen_M=self.seen_M[:, part].contiguous(),
+        )
+
+
+class CpuAttention:
+    """`decoder.Attention` of one forward pass."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        eps: Tensor,
+        positions_BT: Tensor,
+        places: KeyPlaces | None = None,
+    ) -> None:
+        """With `places`, keys and values are written and read there; without, each sequence stands
+        alone and positions are 0 .. T-1."""
+        self._c, self._eps = config, eps
+        self._table = rope_table(config, eps.dtype, positions_BT.device)
+        self._positions_M = positions_BT.reshape(-1).contiguous()
+        self._cached = places
+        self._shape = positions_BT.shape
+        self._alone: KeyPlaces | None = None
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        """(M, (Q + 2H) * K) -> (M, Q * K)."""
+        if self._cached is not None:
+            out, _ = self._run(qkv, norms, self._cached, *self._cached.layers[index], logs=None)
+            return out
+        if torch.is_grad_enabled():
+            attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
+            return attended
+        kv = self.own_keys(qkv)
+        return self.over(qkv, norms, kv, logs=None)[0]
+
+    def own_keys(self, qkv: Tensor) -> Tensor:
+        """Room for this pass's keys and values, (2, B, H, T, K)."""
+        B, T = self._shape
+        return qkv.new_empty(2, B, self._c.num_kv_heads, T, self._c.head_dim)
+
+    def over(
+        self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over `own_keys`, which are written; also the queries."""
+        if self._alone is None:
+            B, T = self._shape
+            rows = torch.arange(B).repeat_interleave(T)
+            self._alone = KeyPlaces.of(kv[None], rows, torch.arange(T).repeat(B), T)
+        return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
+
+    def _run(
+        self,
+        qkv: Tensor,
+        norms: Tensor | None,
+        places: KeyPlaces,
+        keys: int,
+        values: int,
+        logs: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        c = self._c
+        M, Q, H, K = qkv.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
+        q, out = qkv.new_empty(M, Q * K), qkv.new_empty(M, Q * K)
+        cos, sin = self._table
+        q_at, stride = q.data_ptr(), places.head_stride
+        attend.place(
+            qkv.data_ptr(),
+            0 if norms is None else norms.data_ptr(),
+            self._eps.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._positions_M.data_ptr(),
+            q_at,
+            keys,
+            values,
+            places.own_M.data_ptr(),
+            stride,
+            M,
+            Q,
+            H,
+            K,
+        )
+        attend.attend(
+            q_at,
+            keys,
+            values,
+            places.first_M.data_ptr(),
+            places.seen_M.data_ptr(),
+            stride,
+            places.longest,
+            out.data_ptr(),
+            0 if logs is None else logs.data_ptr(),
+            M,
+            Q,
+            H,
+            K,
+        )
+        return out, q
+
+    def backward(
+        self, qkv: Tensor, norms: Tensor | None, dq: Tensor, dk: Tensor, dqkv: Tensor
+    ) -> Tensor | None:
+        """Gradients of `qkv`'s queries and keys into `dqkv`, given those of the rotated and scaled
+        ones (M, Q, K) and (M, H, K); returns that of `norms`."""
+        c = self._c
+        Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
+        dnorms = None if norms is None else qkv.new_zeros(torch.get_num_threads(), Q + H, K)
+        cos, sin = self._table
+        attend.place_backward(
+            qkv.data_ptr(),
+            0 if norms is None else norms.data_ptr(),
+            self._eps.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._positions_M.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dqkv.data_ptr(),
+            0 if dnorms is None else dnorms.data_ptr(),
+            qkv.shape[0],
+            Q,
+            H,
+            K,
+        )
+        return None if dnorms is None else dnorms.sum(0)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention over a pass's own keys. Backwards the weights are computed anew from the logarithms
+    of the denominators (Dao et al. 2022, FlashAttention), as matrix products of whole heads."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, norms: Tensor | None, shared: CpuAttention) -> Tensor:
+        c = shared._c
+        kv = shared.own_keys(qkv)
+        logs = qkv.new_empty(qkv.shape[0], c.num_heads)
+        out, q = shared.over(qkv, norms, kv, logs)
+        ctx.save_for_backward(qkv, norms, q, kv, out, logs)
+        ctx.shared = shared
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        qkv, norms, q, kv, out, logs = ctx.saved_tensors
+        shared: CpuAttention = ctx.shared
+        _, B, H, T, K = kv.shape
+        Q = q.shape[1] // K
+        G = Q // H
+
+        def by_head(x: Tensor) -> Tensor:
+            # (M, Q * X) -> (B * H, G * T, X)
+            return x.reshape(B, T, H, G, -1).permute(0, 2, 3, 1, 4).reshape(B * H, G * T, -1)
+
+        def by_row(x: Tensor) -> Tensor:
+            return x.view(B, H, G, T, K).permute(0, 3, 1, 2, 4).contiguous()
+
+        queries, grads = by_head(q), by_head(grad)
+        keys, values = kv.flatten(1, 2)
+        weights = torch.bmm(queries, keys.transpose(1, 2))
+        future = torch.full((T, T), float("-inf")).triu_(1)
+        weights.view(B * H, G, T, T).add_(future)
+        weights.sub_(by_head(logs)).exp_()
+        dv = torch.bmm(weights.transpose(1, 2), grads)
+        along = (grads * by_head(out)).sum(-1, keepdim=True)
+        dscores = torch.bmm(grads, values.transpose(1, 2)).sub_(along).mul_(weights)
+        dq = by_row(torch.bmm(dscores, keys))
+        dk = torch.bmm(dscores.transpose(1, 2), queries).view(B, H, T, K).transpose(1, 2)
+        dqkv = torch.empty_like(qkv)
+        dqkv.view(B, T, Q + 2 * H, K)[:, :, Q + H :] = dv.view(B, H, T, K).transpose(1, 2)
+        return dqkv, shared.backward(qkv, norms, dq, dk.contiguous(), dqkv), None

@@ -1,0 +1,169 @@
+"""What a layer does between its matrix products: norms, rotation, gate.
+
+In fp32 on a CPU by compiled kernels (`kernels`), elsewhere by torch's operations; both up to
+rounding the same, and either in exact mode. Differentiable. M rows, D hidden width, I inner width,
+K head width.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.kernels import rows
+from slipstream.models.numerics import has_kernels
+
+
+def add_norm(
+    x_MD: Tensor, delta_MD: Tensor | None, weight: Tensor, eps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and its `rms_norm`; without a delta the sum is `x` itself."""
+    if not has_kernels(x_MD.dtype, x_MD.device):
+        total = x_MD if delta_MD is None else x_MD + delta_MD
+        return total, rms_norm(total, weight, eps)
+    if torch.is_grad_enabled():
+        total, normed = _AddNorm.apply(x_MD, delta_MD, weight, eps)  # type: ignore[no-untyped-call]
+        return total, normed
+    return _add_norm(x_MD, delta_MD, weight, eps)
+
+
+def gated(both: Tensor) -> Tensor:
+    """silu(gate) * up, (M, I), of rows (M, 2I) that hold gates first."""
+    if not has_kernels(both.dtype, both.device):
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+    if torch.is_grad_enabled():
+        out: Tensor = _Gated.apply(both)  # type: ignore[no-untyped-call]
+        return out
+    return _gated(both)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019).
+
+    `eps` a scalar in fp32 on the device of `x`: made once, for it would cost as much as the sum.
+    """
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    normed = wide * scale
+    return (normed if x is wide else normed.to(x.dtype)) * weight
+
+
+def rope_table(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin (positions, K) of rotary embeddings (Su et al. 2021), the sign of the rotation in
+    the sine: x * cos + roll(x, K/2) * sin."""
+    c = config
+    return _rope_table(c.rope_theta, c.head_dim, c.max_position_embeddings, dtype, device)
+
+
+@cache
+@torch.inference_mode(False)
+def _rope_table(
+    theta: float, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    # One table for all callers: sines computed in buffers of other sizes may differ in a bit. An
+    # ordinary tensor even when an engine asks first: the trainer's backward pass needs it, too.
+    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    # Times the reciprocal, as transformers does: far positions are sensitive to the last bit.
+    angles = torch.arange(positions, device=device).float()[:, None] * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+
+def rope_at(positions_BT: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of `rope_table` at some positions, (B, T, 1, K), as `rotate` takes them."""
+    cos, sin = rope_table(config, dtype, positions_BT.device)
+    return cos[positions_BT][:, :, None], sin[positions_BT][:, :, None]
+
+
+def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of queries or keys (B, T, H, K)."""
+    return torch.addcmul(x_BTHK * cos, x_BTHK.roll(x_BTHK.shape[-1] // 2, -1), sin)
+
+
+def _add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: Tensor
+) -> tuple[Tensor, Tensor]:
+    M, D = x.shape
+    total = x if delta is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    rows.add_norm(
+        x.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        eps.data_ptr(),
+        total.data_ptr(),
+        normed.data_ptr(),
+        M,
+        D,
+    )
+    return total, normed
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        total, normed = _add_norm(x, None if delta is None else delta.contiguous(), weight, eps)
+        ctx.save_for_backward(total, weight, eps)
+        ctx.has_delta = delta is not None
+        # Autograd must not take an input for an output of this function.
+        return total.view_as(total) if delta is None else total, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_total: Tensor | None, grad_normed: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        total, weight, eps = ctx.saved_tensors
+        M, D = total.shape
+        grad = grad_normed.contiguous()
+        more = None if grad_total is None else grad_total.contiguous()
+        dx = torch.empty_like(total)
+        dw = total.new_zeros(torch.get_num_threads(), D)
+        rows.norm_backward(
+            total.data_ptr(),
+            weight.data_ptr(),
+            eps.data_ptr(),
+            grad.data_ptr(),
+            0 if more is None else more.data_ptr(),
+            dx.data_ptr(),
+            dw.data_ptr(),
+            M,
+            D,
+        )
+        return dx, dx if ctx.has_delta else None, dw.sum(0), None
+
+
+def _gated(both: Tensor) -> Tensor:
+    M, inner = len(both), both.shape[1] // 2
+    out = both.new_empty(M, inner)
+    rows.gate(both.data_ptr(), out.data_ptr(), M, inner)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        return _gated(both)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        grad, out = grad.contiguous(), torch.empty_like(both)
+        M, inner = grad.shape
+        rows.gate_backward(both.data_ptr(), grad.data_ptr(), out.data_ptr(), M, inner)
+        return out

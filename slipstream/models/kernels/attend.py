@@ -1,0 +1,254 @@
+"""Rotation and causal attention: kernels over the joined projections of query, key and value.
+
+Every argument is an address, a size or an offset in elements; fp32. M rows (tokens), Q query heads,
+H key-value heads, K head width. Keys of a head lie one after another in slots of K numbers; a row's
+keys begin `first[m]` elements from the start of the keys, its own key goes to `own[m]` (-1: it is
+not kept), other heads follow `head_stride` elements apart; values likewise. Row m sees `seen[m]`
+slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from slipstream.models.kernels.compiling import kernel
+from slipstream.models.kernels.memory import floats_at, ints_at
+from slipstream.models.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
+from slipstream.models.kernels.team import for_team, part_count, part_number, run
+from slipstream.models.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+
+
+@kernel
+def place_part(
+    qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
+):
+    at = carray(ints_at(positions), (M,))
+    place = carray(ints_at(own), (M,))
+    tiny = carray(floats_at(eps), (1,))[0]
+    half = K // 2
+    root = ONE / np.sqrt(F(K))
+    for m in range(M * part // parts, M * (part + 1) // parts):
+        c = carray(floats_at(cos + at[m] * K * 4), (K,))
+        s = carray(floats_at(sin + at[m] * K * 4), (K,))
+        row = qkv + m * (Q + 2 * H) * K * 4
+        kept = place[m] >= 0
+        for h in range(Q + H):
+            x = carray(floats_at(row + h * K * 4), (K,))
+            times = root
+            target = q + (m * Q + h) * K * 4
+            if h >= Q:
+                if not kept:
+                    break
+                times = ONE
+                target = keys + (place[m] + (h - Q) * head_stride) * 4
+            out = carray(floats_at(target), (K,))
+            if norms:
+                scale = ONE / np.sqrt(squares(row + h * K * 4, K) / F(K) + tiny)
+                w = carray(floats_at(norms + h * K * 4), (K,))
+                for i in range(half):
+                    a = x[i] * scale * w[i]
+                    b = x[i + half] * scale * w[i + half]
+                    out[i] = (a * c[i] + b * s[i]) * times
+                    out[i + half] = (b * c[i + half] + a * s[i + half]) * times
+            else:
+                for i in range(half):
+                    a = x[i]
+                    b = x[i + half]
+                    out[i] = (a * c[i] + b * s[i]) * times
+                    out[i + half] = (b * c[i + half] + a * s[i + half]) * times
+        if kept:
+            for h in range(H):
+                x = carray(floats_at(row + (Q + H + h) * K * 4), (K,))
+                out = carray(floats_at(values + (place[m] + h * head_stride) * 4), (K,))
+                for i in range(K):
+                    out[i] = x[i]
+
+
+@for_team
+def _place_shared(p):
+    place_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
+
+
+def place(
+    qkv: int,
+    norms: int,
+    eps: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    q: int,
+    keys: int,
+    values: int,
+    own: int,
+    head_stride: int,
+    M: int,
+    Q: int,
+    H: int,
+    K: int,
+) -> None:
+    """Norm (unless `norms`, (Q + H, K), is 0), rotation by row `positions[m]` of the tables, and
+    scaling of the queries by 1 / sqrt(K), from `qkv` (M, Q + 2H, K) to `q` (M, Q, K), to the keys
+    and to the values."""
+    arguments = (
+        qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K
+    )  # fmt: skip
+    run(place_part, _place_shared, arguments, M * (Q + 2 * H) * K)
+
+
+@kernel
+def _place_backward(
+    qkv, norms, eps, cos, sin, positions, dq, dk, dqkv, dnorms, M, Q, H, K, part, parts
+):
+    at = carray(ints_at(positions), (M,))
+    tiny = carray(floats_at(eps), (1,))[0]
+    half = K // 2
+    root = ONE / np.sqrt(F(K))
+    d = np.empty(K, np.float32)
+    if norms:
+        sums = carray(floats_at(dnorms + part * (Q + H) * K * 4), ((Q + H) * K,))
+        for i in range((Q + H) * K):
+            sums[i] = ZERO
+    for m in range(M * part // parts, M * (part + 1) // parts):
+        c = carray(floats_at(cos + at[m] * K * 4), (K,))
+        s = carray(floats_at(sin + at[m] * K * 4), (K,))
+        row = m * (Q + 2 * H) * K * 4
+        for h in range(Q + H):
+            times = root
+            source = dq + (m * Q + h) * K * 4
+            if h >= Q:
+                times = ONE
+                source = dk + (m * H + h - Q) * K * 4
+            g = carray(floats_at(source), (K,))
+            out = carray(floats_at(dqkv + row + h * K * 4), (K,))
+            for i in range(half):
+                a = g[i] * times
+                b = g[i + half] * times
+                d[i] = a * c[i] + b * s[i + half]
+                d[i + half] = b * c[i + half] + a * s[i]
+            if norms:
+                x = carray(floats_at(qkv + row + h * K * 4), (K,))
+                w = carray(floats_at(norms + h * K * 4), (K,))
+                dw = carray(floats_at(dnorms + (part * (Q + H) + h) * K * 4), (K,))
+                along = triple(d.ctypes.data, norms + h * K * 4, qkv + row + h * K * 4, K)
+                scale = ONE / np.sqrt(squares(qkv + row + h * K * 4, K) / F(K) + tiny)
+                back = along * scale * scale * scale / F(K)
+                for i in range(K):
+                    out[i] = d[i] * w[i] * scale - x[i] * back
+                    dw[i] += d[i] * x[i] * scale
+            else:
+                for i in range(K):
+                    out[i] = d[i]
+
+
+@for_team
+def _place_backward_shared(p):
+    _place_backward(*to_fixed_tuple(carray(p, (14,)), 14), part_number(), part_count())
+
+
+def place_backward(
+    qkv: int,
+    norms: int,
+    eps: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    dq: int,
+    dk: int,
+    dqkv: int,
+    dnorms: int,
+    M: int,
+    Q: int,
+    H: int,
+    K: int,
+) -> None:
+    """From the gradients of `place`'s queries (M, Q, K) and keys (M, H, K), those of the first
+    Q + H heads of `qkv` and of the norms: `dnorms` has (Q + H, K) for each thread that torch has,
+    zeroed."""
+    arguments = (
+        qkv, norms, eps, cos, sin, positions, dq, dk, dqkv, dnorms, M, Q, H, K
+    )  # fmt: skip
+    run(_place_backward, _place_backward_shared, arguments, 3 * M * (Q + H) * K)
+
+
+@kernel
+def attend_part(
+    q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
+):
+    row = carray(ints_at(first), (M,))
+    count = carray(ints_at(seen), (M,))
+    G = Q // H
+    scores = np.empty(G * longest, np.float32)
+    start = scores.ctypes.data
+    nothing = np.zeros(2 * PANEL, np.float32)
+    zeros = nothing.ctypes.data
+    # Every task is one key-value head of one row; neighbours go to different threads, for later
+    # rows see more keys.
+    for task in range(part, M * H, parts):
+        m, h = task // H, task % H
+        n = count[m]
+        k_start = keys + (row[m] + h * head_stride) * 4
+        v_start = values + (row[m] + h * head_stride) * 4
+        for g in range(G):
+            weights = start + g * n * 4
+            dots(q + (m * Q + h * G + g) * K * 4, k_start, K, n, weights)
+            p = carray(floats_at(weights), (n,))
+            top = p[0]
+            for j in range(n):
+                top = max(top, p[j])
+            for j in range(n):
+                p[j] = exp(p[j] - top)
+            mass = total(weights, n)
+            for j in range(n):
+                p[j] = p[j] / mass
+            if logs:
+                carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = top + np.log(mass)
+        o = out + (m * Q + h * G) * K * 4
+        i = 0
+        # Two panels at a time where rows are few: more chains of additions run side by side.
+        while G <= 2 and i + 2 * PANEL <= K:
+            if G == 1:
+                tile_1x2(start, 0, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4)
+            else:
+                tile_2x2(
+                    start, n * 4, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4
+                )
+            i += 2 * PANEL
+        while i + PANEL <= K:
+            tiles(start, n * 4, v_start + i * 4, K * 4, n, zeros, o + i * 4, K * 4, G)
+            i += PANEL
+        for i in range(K - K % PANEL, K):
+            v = carray(floats_at(v_start), (n * K,))
+            for g in range(G):
+                p = carray(floats_at(start + g * n * 4), (n,))
+                s = ZERO
+                for j in range(n):
+                    s += p[j] * v[j * K + i]
+                carray(floats_at(o + g * K * 4), (K,))[i] = s
+
+
+@for_team
+def _attend_shared(p):
+    attend_part(*to_fixed_tuple(carray(p, (13,)), 13), part_number(), part_count())
+
+
+def attend(
+    q: int,
+    keys: int,
+    values: int,
+    first: int,
+    seen: int,
+    head_stride: int,
+    longest: int,
+    out: int,
+    logs: int,
+    M: int,
+    Q: int,
+    H: int,
+    K: int,
+) -> None:
+    """softmax(q k^T) v to `out` (M, Q * K), and to `logs` (M, Q), unless 0, the logarithms of the
+    denominators. No row sees more than `longest` slots."""
+    arguments = (q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K)
+    run(attend_part, _attend_shared, arguments, M * Q * longest * K // 4)

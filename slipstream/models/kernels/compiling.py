@@ -1,0 +1,70 @@
+"""How the functions of this folder are compiled, and where the results are kept.
+
+Compiling all of them takes seconds, so machine code is cached on disk. Numba looks only at the file
+in which a function stands to see whether the cached code is of today; these functions are built
+into one another across files, so the cache lies in a folder named after the contents of them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import cfunc, config, njit, types
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function over integers, at its first call. Products and sums may become fused
+    multiply-adds; nothing is reordered."""
+    return _compile(function, {"contract"})
+
+
+def lanes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that sums: over as many lanes at a time as the processor has."""
+    return _compile(function, {"reassoc", "contract", "nsz"})
+
+
+def callback(function: Callable[..., None]) -> Any:
+    """Compile a function over one address, now, as C would call it."""
+    with _cached():
+        return cfunc(types.void(types.CPointer(types.int64)), cache=True)(function)
+
+
+def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
+    with _cached():
+        options = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        compiled: Callable[..., Any] = njit(**options)(function)
+    return compiled
+
+
+@contextmanager
+def _cached() -> Iterator[None]:
+    # Numba asks for the folder when a function is decorated.
+    before, config.CACHE_DIR = config.CACHE_DIR, _folder()
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def _folder() -> str:
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in sorted(here.glob("*.py")):
+        digest.update(path.read_bytes())
+    name = f"numba-{digest.hexdigest()[:16]}"
+    for parent in (here / "__pycache__", Path.home() / ".cache" / "slipstream"):
+        try:
+            (parent / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(parent / name, os.W_OK):
+            return str(parent / name)
+    # Numba's own choice.
+    return ""

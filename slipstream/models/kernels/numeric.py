@@ -1,0 +1,104 @@
+"""Exponential and sums in fp32, which compile to vector instructions.
+
+Only the sums may be split into lanes; everywhere else numbers are combined as they are written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from slipstream.models.kernels.compiling import kernel, lanes
+from slipstream.models.kernels.memory import floats_at, power_of_two
+
+F = np.float32
+ZERO, HALF, ONE = F(0), F(0.5), F(1)
+
+_LOG2_E = F(1.4426950408889634)
+# log(2) in two parts: the first has few bits, so that its multiples are exact.
+_LN2_HIGH, _LN2_LOW = F(0.693359375), F(-2.12194440e-4)
+# Minimax polynomial of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2 (Cephes, expf).
+_C0, _C1, _C2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
+_C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
+_LOWEST, _HIGHEST = F(-87.0), F(88.0)
+
+
+@kernel
+def exp(x: F) -> F:
+    """e ** x to 2 units in the last place; below -87 as at -87 (1.6e-38), above 88 as at 88. NaN
+    stays NaN."""
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    n: F = np.floor(x * _LOG2_E + HALF)
+    r = x - n * _LN2_HIGH
+    r = r - n * _LN2_LOW
+    y = _C0
+    y = y * r + _C1
+    y = y * r + _C2
+    y = y * r + _C3
+    y = y * r + _C4
+    y = y * r + _C5
+    y = y * (r * r) + r + ONE
+    scaled: F = y * power_of_two(n)
+    return scaled
+
+
+@lanes
+def squares(x: int, n: int) -> F:
+    """Sum of the squares of `n` numbers at an address."""
+    a = carray(floats_at(x), (n,))
+    s = ZERO
+    for i in range(n):
+        s += a[i] * a[i]
+    return s
+
+
+@lanes
+def total(x: int, n: int) -> F:
+    """Sum of `n` numbers at an address."""
+    a = carray(floats_at(x), (n,))
+    s = ZERO
+    for i in range(n):
+        s += a[i]
+    return s
+
+
+@lanes
+def dots(x: int, y: int, n: int, count: int, out: int) -> None:
+    """Sums of products of one vector of `n` with `count` that lie one after another at `y`."""
+    a, step = carray(floats_at(x), (n,)), 4 * n
+    o = carray(floats_at(out), (count,))
+    j = 0
+    while j + 4 <= count:
+        at = y + j * step
+        b0, b1 = carray(floats_at(at), (n,)), carray(floats_at(at + step), (n,))
+        b2, b3 = carray(floats_at(at + 2 * step), (n,)), carray(floats_at(at + 3 * step), (n,))
+        s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
+        for i in range(n):
+            s0 += a[i] * b0[i]
+            s1 += a[i] * b1[i]
+            s2 += a[i] * b2[i]
+            s3 += a[i] * b3[i]
+        o[j] = s0
+        o[j + 1] = s1
+        o[j + 2] = s2
+        o[j + 3] = s3
+        j += 4
+    while j < count:
+        b0 = carray(floats_at(y + j * step), (n,))
+        s0 = ZERO
+        for i in range(n):
+            s0 += a[i] * b0[i]
+        o[j] = s0
+        j += 1
+
+
+@lanes
+def triple(x: int, y: int, z: int, n: int) -> F:
+    """Sum of products of three."""
+    a, b = carray(floats_at(x), (n,)), carray(floats_at(y), (n,))
+    c = carray(floats_at(z), (n,))
+    s = ZERO
+    for i in range(n):
+        s += a[i] * b[i] * c[i]
+    return s

@@ -1,0 +1,79 @@
+"""Sharing a kernel out among the threads that torch's own operations run on.
+
+A kernel's last two arguments are its part and the number of parts: each part does its share, and
+shares do not overlap. A second pool of threads would fight with torch's for the cores (figures:
+`docs/log.md`), so the OpenMP team that torch has already made is asked. Where it can not be found
+(a torch without libgomp), kernels run on the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from llvmlite import binding
+from numba import types
+from numba.core.types.functions import ExternalFunction
+
+from slipstream.models.kernels.compiling import callback
+
+
+@cache
+def cpu_has_fma() -> bool:
+    """Whether this CPU multiplies and adds in one instruction: kernels are written for that (x86
+    since 2013, every Arm of 64 bits)."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    return bool(binding.get_host_cpu_features().get("fma", False))
+
+
+SHARED_FROM = 1 << 14
+"""Elements of work, each about a nanosecond, that outweigh waking the team."""
+
+
+def _libgomp() -> ctypes.CDLL | None:
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        return ctypes.CDLL(str(path))
+    return None
+
+
+_gomp = _libgomp()
+if _gomp is not None:
+    for _name in ("omp_get_thread_num", "omp_get_num_threads"):
+        _address = ctypes.cast(getattr(_gomp, _name), ctypes.c_void_p).value
+        assert _address is not None
+        binding.add_symbol(_name, _address)
+
+_count = types.int32()
+part_number = ExternalFunction("omp_get_thread_num", _count)
+"""In a function that the team runs: which of its threads this is."""
+
+part_count = ExternalFunction("omp_get_num_threads", _count)
+"""In a function that the team runs: how many threads it has."""
+
+
+def for_team(function: Callable[..., None]) -> int | None:
+    """Compile a function over the address of packed arguments; its own address, or None where
+    there is no team."""
+    if _gomp is None:
+        return None
+    address: int = callback(function).address
+    return address
+
+
+def run(
+    whole: Callable[..., None], shared: int | None, arguments: tuple[int, ...], work: int
+) -> None:
+    """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
+    else `whole` here."""
+    if work >= SHARED_FROM and shared is not None and _gomp is not None:
+        threads = torch.get_num_threads()
+        if threads > 1:
+            packed = (ctypes.c_int64 * len(arguments))(*arguments)
+            _gomp.GOMP_parallel(ctypes.c_void_p(shared), packed, threads, 0)
+            return
+    whole(*arguments, 0, 1)

@@ -1,0 +1,176 @@
+"""Tiles: a few rows times a few vectors of weights, in registers while they run over the inputs.
+
+Every output is one chain of fused multiply-adds over the inputs in order, whatever the number of
+rows of its tile. Called by `product` and `attend`.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from slipstream.models.kernels.compiling import kernel
+
+PANEL = 16
+"""Outputs that a tile computes for each row: two vectors of eight."""
+
+_LANES = 8
+
+
+class _Emitter:
+    """Instructions of a tile: addresses are integers, numbers fp32, vectors of eight."""
+
+    number = ir.FloatType()
+    vector = ir.VectorType(number, _LANES)
+    i64 = ir.IntType(64)
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        self._fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+
+    def plus(self, address: Any, nbytes: int) -> Any:
+        return self.builder.add(address, ir.Constant(self.i64, nbytes))
+
+    def series(self, start: Any, step: Any, count: int) -> list[Any]:
+        """start, start + step, ..."""
+        found = [start]
+        while len(found) < count:
+            found.append(self.builder.add(found[-1], step))
+        return found
+
+    def vectors(self, address: Any, count: int) -> list[Any]:
+        """Load `count` vectors that lie one after another."""
+        return [
+            self.builder.load(self._at(self.plus(address, 32 * i), self.vector), align=4)
+            for i in range(count)
+        ]
+
+    def spread(self, address: Any) -> Any:
+        """Load one number into all places of a vector."""
+        b, undefined = self.builder, ir.Constant(self.vector, ir.Undefined)
+        one = b.insert_element(
+            undefined, b.load(self._at(address, self.number)), ir.Constant(ir.IntType(32), 0)
+        )
+        places = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+        return b.shuffle_vector(one, undefined, places)
+
+    def add_products(self, factor: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
+        pairs = zip(weights, sums, strict=True)
+        return [self.builder.call(self._fma, [factor, w, s]) for w, s in pairs]
+
+    def store(self, vectors: list[Any], address: Any) -> None:
+        for i, vector in enumerate(vectors):
+            self.builder.store(vector, self._at(self.plus(address, 32 * i), self.vector), align=4)
+
+    def phis(self, kind: Any, values: list[Any], block: Any) -> list[Any]:
+        """What is `values` when `block` was before."""
+        found = [self.builder.phi(kind) for _ in values]
+        for phi, value in zip(found, values, strict=True):
+            phi.add_incoming(value, block)
+        return found
+
+    def _at(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+
+def _tile(rows: int, panels: int) -> Any:
+    """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
+    weights, bytes between weights of one input and the next, bytes between panels, number of
+    inputs, at least 1, numbers to begin with, out, bytes between rows of out)."""
+    per_panel = PANEL // _LANES
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, x_step, weights, input_step, panel_step, count, start, out, out_step = args
+        emit = _Emitter(builder)
+        begin = emit.vectors(start, panels * per_panel)
+        before = builder.basic_block
+        loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("done")
+        places = [
+            ir.Constant(emit.i64, 0),
+            *emit.series(weights, panel_step, panels),
+            *emit.series(x, x_step, rows),
+        ]
+        steps = [ir.Constant(emit.i64, 1), *[input_step] * panels]
+        steps += [ir.Constant(emit.i64, 4)] * rows
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        here = emit.phis(emit.i64, places, before)
+        sums = [emit.phis(emit.vector, begin, before) for _ in range(rows)]
+        loaded = [w for p in range(panels) for w in emit.vectors(here[1 + p], per_panel)]
+        done = [
+            emit.add_products(emit.spread(address), loaded, row)
+            for address, row in zip(here[1 + panels :], sums, strict=True)
+        ]
+        following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
+        for phi, value in zip([*here, *chain(*sums)], [*following, *chain(*done)], strict=True):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following[0], count), loop, after)
+        builder.position_at_end(after)
+        for row, address in zip(done, emit.series(out, out_step, rows), strict=True):
+            emit.store(row, address)
+        return context.get_dummy_value()
+
+    def tile(
+        typingctx: Any,
+        x: Any,
+        x_step: Any,
+        weights: Any,
+        input_step: Any,
+        panel_step: Any,
+        count: Any,
+        start: Any,
+        out: Any,
+        out_step: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 9), generate
+
+    return intrinsic(tile)
+
+
+tile_1x2, tile_2x2 = _tile(1, 2), _tile(2, 2)
+tile_1, tile_2, tile_3 = _tile(1, 1), _tile(2, 1), _tile(3, 1)
+tile_4, tile_5, tile_6 = _tile(4, 1), _tile(5, 1), _tile(6, 1)
+"""Rows x panels. Six rows of two vectors are what fits into sixteen registers."""
+
+
+@kernel
+def tiles(
+    x: int,
+    x_step: int,
+    weights: int,
+    input_step: int,
+    count: int,
+    start: int,
+    out: int,
+    out_step: int,
+    rows: int,
+) -> None:
+    """One panel for any number of rows; arguments as those of a tile."""
+    m = 0
+    while m < rows:
+        xm, om, left = x + m * x_step, out + m * out_step, rows - m
+        # Four and four rather than six and two.
+        if left >= 6 and left != 8:
+            tile_6(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 6
+        elif left == 8 or left == 4:
+            tile_4(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 4
+        elif left == 5:
+            tile_5(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 5
+        elif left == 3:
+            tile_3(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 3
+        elif left == 2:
+            tile_2(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 2
+        else:
+            tile_1(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            m += 1
