@@ -7,7 +7,6 @@ and nothing depends on the batch. Differentiable where keys and values are not c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,14 +33,17 @@ class KeyPlaces:
     head_stride: int
     longest: int
     """The largest of `seen_M`."""
-    layers: Sequence[tuple[int, int]]
-    """Addresses of keys and of values."""
+    keys: int
+    """Address of the keys of layer 0."""
+    values: int
+    layer_step: int
+    """Bytes from a layer to the next."""
 
     @classmethod
     def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
         """Rows of `data` (L, 2, N, H, S, K), contiguous: row m has its key in slot `slots_M[m]` of
         row `rows_M[m]` and sees all slots up to there."""
-        layers, _, rows, heads, slots, width = data.shape
+        _, _, rows, heads, slots, width = data.shape
         size = rows * heads * slots * width * data.itemsize
         start = data.data_ptr()
         first = (rows_M * (heads * slots * width)).contiguous()
@@ -51,8 +53,17 @@ class KeyPlaces:
             seen_M=slots_M + 1,
             head_stride=slots * width,
             longest=longest,
-            layers=[(start + 2 * i * size, start + (2 * i + 1) * size) for i in range(layers)],
+            keys=start,
+            values=start + size,
+            layer_step=2 * size,
         )
+
+    @classmethod
+    def alone(cls, kv: Tensor, batch: int, length: int) -> KeyPlaces:
+        """Of sequences by themselves, in `kv` (2, B, H, T, K): every layer writes over it."""
+        rows_M = torch.arange(batch).repeat_interleave(length)
+        slots_M = torch.arange(length).repeat(batch)
+        return replace(cls.of(kv[None], rows_M, slots_M, length), layer_step=0)
 
     def columns(self, part: slice) -> KeyPlaces:
         """Of places (N, C), those of some columns."""
@@ -85,14 +96,14 @@ class CpuAttention:
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
         """(M, (Q + 2H) * K) -> (M, Q * K)."""
-        if self._cached is not None:
-            out, _ = self._run(qkv, norms, self._cached, *self._cached.layers[index], logs=None)
-            return out
+        places = self._cached
+        if places is not None:
+            step = index * places.layer_step
+            return self._run(qkv, norms, places, places.keys + step, places.values + step, 0)[0]
         if torch.is_grad_enabled():
             attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
             return attended
-        kv = self.own_keys(qkv)
-        return self.over(qkv, norms, kv, logs=None)[0]
+        return self.over(qkv, norms, self.own_keys(qkv), logs=0)[0]
 
     def own_keys(self, qkv: Tensor) -> Tensor:
         """Room for this pass's keys and values, (2, B, H, T, K)."""
@@ -100,13 +111,11 @@ class CpuAttention:
         return qkv.new_empty(2, B, self._c.num_kv_heads, T, self._c.head_dim)
 
     def over(
-        self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: Tensor | None
+        self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: int
     ) -> tuple[Tensor, Tensor]:
         """Attention over `own_keys`, which are written; also the queries."""
         if self._alone is None:
-            B, T = self._shape
-            rows = torch.arange(B).repeat_interleave(T)
-            self._alone = KeyPlaces.of(kv[None], rows, torch.arange(T).repeat(B), T)
+            self._alone = KeyPlaces.alone(kv, *self._shape)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
     def _run(
@@ -116,7 +125,7 @@ class CpuAttention:
         places: KeyPlaces,
         keys: int,
         values: int,
-        logs: Tensor | None,
+        logs: int,
     ) -> tuple[Tensor, Tensor]:
         c = self._c
         M, Q, H, K = qkv.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
@@ -149,7 +158,7 @@ class CpuAttention:
             stride,
             places.longest,
             out.data_ptr(),
-            0 if logs is None else logs.data_ptr(),
+            logs,
             M,
             Q,
             H,
@@ -194,7 +203,7 @@ class _Attention(torch.autograd.Function):
         c = shared._c
         kv = shared.own_keys(qkv)
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
-        out, q = shared.over(qkv, norms, kv, logs)
+        out, q = shared.over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
         ctx.shared = shared
         return out

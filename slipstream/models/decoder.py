@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
+from slipstream.models.cpu_layers import CpuLayers
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import ROW_MULTIPLE, has_kernels
@@ -208,12 +209,18 @@ class Decoder(nn.Module):
         for layer in layers:
             assert isinstance(layer, Layer)
             packed.append(layer.pack(self.config, dtype))
+        norm = self.model.norm.weight.to(dtype)
+        eps = torch.full((), self.config.rms_norm_eps, device=self.device)
+        together = None
+        if has_kernels(dtype, self.device):
+            together = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
             embedding=self.model.embed_tokens.weight.to(dtype),
             layers=packed,
-            norm=self.model.norm.weight.to(dtype),
-            eps=torch.full((), self.config.rms_norm_eps, device=self.device),
+            norm=norm,
+            eps=eps,
+            together=together,
             lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
 
@@ -228,6 +235,8 @@ class PackedDecoder:
     norm: Tensor
     eps: Tensor
     """Of every norm, a scalar in fp32."""
+    together: CpuLayers | None
+    """All layers and the norm in one call, without gradients."""
     lm_head: PackedLinear
 
     @property
@@ -255,6 +264,10 @@ class PackedDecoder:
         ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
         """
+        if self.together is not None and not taps and not torch.is_grad_enabled():
+            places = None if kv_cache is None else kv_cache.places()
+            x = F.embedding(ids_BT.flatten(), self.embedding)
+            return HiddenStates(self.together(x, positions_BT, places).view(*ids_BT.shape, -1), {})
         attention = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape

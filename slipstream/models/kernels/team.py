@@ -19,7 +19,7 @@ from llvmlite import binding
 from numba import types
 from numba.core.types.functions import ExternalFunction
 
-from slipstream.models.kernels.compiling import callback
+from slipstream.models.kernels.compiling import callback, kernel
 
 
 @cache
@@ -43,10 +43,13 @@ def _libgomp() -> ctypes.CDLL | None:
 
 _gomp = _libgomp()
 if _gomp is not None:
-    for _name in ("omp_get_thread_num", "omp_get_num_threads"):
+    for _name in ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"):
         _address = ctypes.cast(getattr(_gomp, _name), ctypes.c_void_p).value
         assert _address is not None
         binding.add_symbol(_name, _address)
+else:
+    # Never called: kernels run on one thread.
+    binding.add_symbol("GOMP_barrier", 0)
 
 _count = types.int32()
 part_number = ExternalFunction("omp_get_thread_num", _count)
@@ -54,6 +57,16 @@ part_number = ExternalFunction("omp_get_thread_num", _count)
 
 part_count = ExternalFunction("omp_get_num_threads", _count)
 """In a function that the team runs: how many threads it has."""
+
+
+_barrier = ExternalFunction("GOMP_barrier", types.void())
+
+
+@kernel
+def wait(parts):
+    """In a kernel: until all parts have come this far."""
+    if parts > 1:
+        _barrier()
 
 
 def for_team(function: Callable[..., None]) -> int | None:

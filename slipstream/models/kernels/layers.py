@@ -1,0 +1,84 @@
+"""All layers of a forward pass in one call: what a step of few rows would otherwise spend on calls.
+
+The parts of the other files in a row; threads wait for each other between them. The same numbers
+come out as one by one.
+"""
+
+from __future__ import annotations
+
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from slipstream.models.kernels.attend import attend_part, place_part
+from slipstream.models.kernels.compiling import kernel
+from slipstream.models.kernels.memory import ints_at
+from slipstream.models.kernels.product import product_part
+from slipstream.models.kernels.rows import add_norm_part, gate_part
+from slipstream.models.kernels.team import for_team, part_count, part_number, run, wait
+
+WEIGHTS = 10
+"""Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
+begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
+packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
+
+
+@kernel
+def _layers(
+    weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+    cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
+    M, D, Q, H, K, W, part, parts,
+):  # fmt: skip
+    table = carray(ints_at(weights), (layers * WEIGHTS,))
+    now, other, added = x, spare, 0
+    for layer in range(layers):
+        t = layer * WEIGHTS
+        rows = now
+        if table[t]:
+            rows = normed
+            add_norm_part(now, added, table[t], eps, other, normed, M, D, part, parts)
+            if added:
+                now, other = other, now
+            wait(parts)
+        product_part(rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, D, part, parts)
+        wait(parts)
+        k, v = keys + layer * layer_step, values + layer * layer_step
+        place_part(
+            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K,
+            part, parts,
+        )  # fmt: skip
+        wait(parts)
+        attend_part(
+            q, k, v, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
+        )  # fmt: skip
+        wait(parts)
+        product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, part, parts)
+        wait(parts)
+        add_norm_part(now, delta, table[t + 6], eps, other, normed, M, D, part, parts)
+        now, other = other, now
+        wait(parts)
+        product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, part, parts)
+        wait(parts)
+        gate_part(gates, gated, M, W, part, parts)
+        wait(parts)
+        product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
+        added = delta
+        wait(parts)
+    add_norm_part(now, added, final_norm, eps, other, normed, M, D, part, parts)
+
+
+@for_team
+def _layers_shared(p):
+    _layers(*to_fixed_tuple(carray(p, (30,)), 30), part_number(), part_count())
+
+
+def layers(*arguments: int, work: int) -> None:
+    """Run `layers` layers over M rows. In this order:
+
+    weights: the address of `WEIGHTS` addresses per layer; layers; final_norm; eps;
+    buffers: x (M, D), written over; spare, delta, normed (M, D each); qkv (M, (Q + 2H) K);
+    q, mixed (M, Q K); gates (M, 2W); gated (M, W). At the end `normed` is the normed sum.
+    cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
+    keys, values: those of layer 0, `layer_step` bytes from layer to layer;
+    M, D, Q, H, K, W.
+    """
+    run(_layers, _layers_shared, arguments, work)
