@@ -22,7 +22,7 @@ def step_shares(
 ) -> dict[str, Spread]:
     """Shares of the wall time of decode steps, one value per round, after one to warm up.
 
-    `share_outside` is what neither part takes: scheduling, drawing noise, bookkeeping in Python.
+    `share_outside` is what neither part takes: scheduling, bookkeeping in Python.
     `outside_ms_per_step` is the same in milliseconds. Steps that prefill are not counted.
     """
     clocks = dict.fromkeys((*PARTS, "step"), 0.0)

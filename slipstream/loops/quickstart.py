@@ -51,6 +51,9 @@ from slipstream.models.numerics import cpu_has_bf16_units
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Sample
 
+SPECULATION = ["speculative.enable=true", "speculative.bs_threshold=null"]
+"""Settings of the rollouts' drafts."""
+
 PROBLEMS = 1024
 """Held-out problems of the final comparison."""
 
@@ -130,8 +133,7 @@ def main(
     if speculation:
         # The policy of SFT writes, the head learns from it, and RL's rollouts draft with it.
         overrides += [
-            "speculative.enable=true",
-            "speculative.bs_threshold=null",
+            *SPECULATION,
             f"speculative.eagle.spec_model_path={output / DRAFT}",
         ]
     config = load_config(overrides, recipe=chosen)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.kernels import attend
 from slipstream.models.config import ModelConfig
 from slipstream.models.functional import rope_table
-from slipstream.models.kernels import attend
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from slipstream.kernels import layers as kernels
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.functional import rope_table
-from slipstream.models.kernels import layers as kernels
 from slipstream.models.linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class CpuLayers:
-    """Some layers and the norm after them."""
+    """Some layers, and the norm after them if there is one."""
 
     def __init__(
         self,
         layers: Sequence[PackedLayer],
         config: ModelConfig,
         eps: Tensor,
-        final_norm: Tensor,
+        final_norm: Tensor | None,
     ) -> None:
         # Held: the table is of addresses.
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
@@ -60,7 +60,7 @@ class CpuLayers:
         kernels.layers(
             self._table.data_ptr(),
             len(self._layers),
-            self._final_norm.data_ptr(),
+            0 if self._final_norm is None else self._final_norm.data_ptr(),
             self._eps.data_ptr(),
             x_MD.data_ptr(),
             spare,
@@ -94,9 +94,7 @@ def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
 
 
 def _addresses(layer: PackedLayer) -> list[int]:
-    qkv, out, gate_up, down = (
-        _both(product.panels, product.start) for product in _products(layer)
-    )
+    qkv, out, gate_up, down = (_both(product.panels, product.start) for product in _products(layer))
     return [
         0 if layer.input_norm is None else layer.input_norm.data_ptr(),
         *qkv,

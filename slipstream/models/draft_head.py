@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from slipstream.models.attention import Context, TorchAttention, as_context, padded_keys
 from slipstream.models.config import ModelConfig
+from slipstream.models.cpu_layers import CpuLayers
 from slipstream.models.decoder import (
     Layer,
     PackedLayer,
@@ -32,6 +33,7 @@ from slipstream.models.decoder import (
     start_pass,
 )
 from slipstream.models.linear import PackedLinear
+from slipstream.models.numerics import has_kernels
 
 
 class DraftHead(nn.Module):
@@ -59,11 +61,18 @@ class DraftHead(nn.Module):
         """Weights as the forward pass uses them. Differentiable."""
         (layer,) = self.layers
         assert isinstance(layer, Layer)
+        packed = layer.pack(self.config, dtype)
+        device = self.fc.weight.device
+        eps = torch.full((), self.config.rms_norm_eps, device=device)
+        together = None
+        if has_kernels(dtype, device):
+            together = CpuLayers([packed], self.config, eps, None)
         return PackedDraftHead(
             config=self.config,
             fc=PackedLinear.of(self.fc.weight.to(dtype)),
-            layer=layer.pack(self.config, dtype),
-            eps=torch.full((), self.config.rms_norm_eps, device=self.fc.weight.device),
+            layer=packed,
+            eps=eps,
+            together=together,
         )
 
 
@@ -75,6 +84,8 @@ class PackedDraftHead:
     fc: PackedLinear
     layer: PackedLayer
     eps: Tensor
+    together: CpuLayers | None
+    """The layer in one call, without gradients."""
 
     def forward(
         self,

@@ -11,18 +11,15 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
-from slipstream.models.decoder import Attention, layer_forward
+from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.decoder import layer_forward
 from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.functional import rms_norm, rope_at, rotate
-from slipstream.models.numerics import has_kernels
 
 
 class DraftPass:
@@ -41,30 +38,32 @@ class DraftPass:
         """
         self._head, self._embedding = head, embedding_VD
         positions = slots_NC.clamp(max=head.config.max_position_embeddings - 1)
-        self._attention: Callable[[slice], Attention]
-        if has_kernels(kv.dtype, kv.device):
-            places = KeyPlaces.of(
-                kv[None],
-                torch.arange(len(slots_NC))[:, None].expand_as(slots_NC),
-                slots_NC,
-                num_keys,
-            )
-            self._attention = lambda columns: CpuAttention(
-                head.config, head.eps, positions[:, columns], places.columns(columns)
-            )
+        self._positions = positions
+        self._places: KeyPlaces | None = None
+        self._columns: _Columns | None = None
+        if head.together is not None:
+            rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
+            self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
-            shared = _Columns(head.config, head.eps, kv, slots_NC, positions, num_keys)
-            self._attention = lambda columns: _ColumnAttention(shared, columns)
+            self._columns = _Columns(head.config, head.eps, kv, slots_NC, positions, num_keys)
 
     def run(self, start: int, ids_NT: Tensor, features_NTD: Tensor) -> Tensor:
         """Predicted features (N, T, D) of `ids_NT`, which stand in the columns from `start` on,
         each from the feature before it."""
+        head = self._head
         n, T = ids_NT.shape
+        columns = slice(start, start + T)
         embedded = F.embedding(ids_NT, self._embedding)
-        x = self._head.fc(torch.cat([embedded, features_NTD], -1).view(n * T, -1))
-        attention = self._attention(slice(start, start + T))
-        x, delta = layer_forward(self._head.layer, 0, x, None, attention, self._head.eps)
-        return x.add_(delta).view(n, T, -1)
+        x = head.fc(torch.cat([embedded, features_NTD], -1).view(n * T, -1))
+        if head.together is not None and self._places is not None:
+            places = self._places.columns(columns)
+            out = head.together(x, self._positions[:, columns], places)
+        else:
+            assert self._columns is not None
+            attention = _ColumnAttention(self._columns, columns)
+            x, delta = layer_forward(head.layer, 0, x, None, attention, head.eps)
+            out = x.add_(delta)
+        return out.view(n, T, -1)
 
 
 class _Columns:

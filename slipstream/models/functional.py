@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from slipstream.kernels import rows
 from slipstream.models.config import ModelConfig
-from slipstream.models.kernels import rows
 from slipstream.models.numerics import has_kernels
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from slipstream.models.kernels import product
-from slipstream.models.kernels.tile import PANEL
+from slipstream.kernels import product
+from slipstream.kernels.tile import PANEL
 from slipstream.models.numerics import has_kernels, round_up
 
 

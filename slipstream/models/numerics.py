@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.models.kernels.team import cpu_has_fma
+from slipstream.kernels.team import cpu_has_fma
 
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slipstream.kernels import draw as kernel
 from slipstream.sampling.noise import gumbel_noise
 from slipstream.sampling.truncate import truncate
 
@@ -102,22 +103,16 @@ class Choice:
     sampling_log_probs: Tensor
 
 
-def choose(
-    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, noise_NV: Tensor | None = None
-) -> Choice:
-    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions.
-
-    `noise_NV`, where it is at hand, is the `gumbel_noise` of the rows; it is not written to.
-    """
+def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
     count, vocab_size = logits_NV.shape
     at_once = max(1, ELEMENTS_AT_ONCE // vocab_size)
     if count <= at_once or logits_NV.is_cuda:
-        return _choose(logits_NV, positions_N, rows, noise_NV)
+        return _choose(logits_NV, positions_N, rows)
     parts = []
     for start in range(0, count, at_once):
         b = slice(start, start + at_once)
-        noise = None if noise_NV is None else noise_NV[b]
-        parts.append(_choose(logits_NV[b], positions_N[b], rows.part(b), noise))
+        parts.append(_choose(logits_NV[b], positions_N[b], rows.part(b)))
     return Choice(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.log_probs for part in parts]),
@@ -125,39 +120,69 @@ def choose(
     )
 
 
-def _choose(
-    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, noise_NV: Tensor | None
-) -> Choice:
-    greedy_N = rows.temperature_N == 0
+def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+    greedy_N1 = (rows.temperature_N == 0)[:, None] if rows.any_greedy else None
     if rows.any_tempered:
-        logits_NV = logits_NV / torch.where(greedy_N, 1.0, rows.temperature_N)[:, None]
+        heat_N1 = rows.temperature_N[:, None]
+        if greedy_N1 is not None:
+            heat_N1 = torch.where(greedy_N1, 1.0, heat_N1)
+        logits_NV = logits_NV / heat_N1
     log_probs = torch.log_softmax(logits_NV, dim=-1)
     support = None
     if rows.cuts:
-        # Greedy rows are left whole: what is most likely by its logit need not be first among
-        # log-probs that rounding made equal.
         support = truncate(log_probs, rows.top_k_N, rows.top_p_N, rows.min_p_N)
-        support |= greedy_N[:, None]
+        if greedy_N1 is not None:
+            # Greedy rows are left whole: what is most likely by its logit need not be first among
+            # log-probs that rounding made equal.
+            support |= greedy_N1
     scores = log_probs
-    if rows.any_greedy:
+    if greedy_N1 is not None:
         # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
-        scores = torch.where(greedy_N[:, None], logits_NV, log_probs)
-    if rows.any_sampled:
-        if noise_NV is None:
-            noise = gumbel_noise(rows.keys_N2, positions_N, logits_NV.shape[1])
-        else:
-            noise = noise_NV.clone()
-        if rows.any_greedy:
-            noise = noise.masked_fill_(greedy_N[:, None], 0.0)
-        scores = noise.add_(scores)
-    else:
-        scores = scores.to(torch.float64)
-    if support is not None:
-        scores = scores.masked_fill(~support, float("-inf"))
-    # A NaN equals nothing, itself included: then no index is found.
-    tokens = first_argmax(scores).clamp(max=logits_NV.shape[1] - 1)
+        scores = torch.where(greedy_N1, logits_NV, log_probs)
+    tokens = draw(scores, positions_N, rows, support)
     chosen = log_probs.gather(1, tokens[:, None])[:, 0]
-    return Choice(tokens, chosen, _law(log_probs, chosen, support, greedy_N, rows))
+    law = chosen
+    if support is not None:
+        law = _cut_law(log_probs, chosen, support)
+    if greedy_N1 is not None:
+        law = torch.where(greedy_N1[:, 0], 0.0, law)
+    return Choice(tokens, chosen, law)
+
+
+def draw(
+    scores_NV: Tensor, positions_N: Tensor, rows: SamplingRows, support_NV: Tensor | None = None
+) -> Tensor:
+    """argmax of scores + G over the tokens in `support_NV`, the lowest id among equals, (N,) int64;
+    of the scores alone for greedy rows. A row whose largest score is not finite gets some id.
+
+    `scores_NV` float32: log-probs, or logits over the temperature, which differ by a constant.
+    """
+    N, V = scores_NV.shape
+    if scores_NV.device.type == "cpu" and scores_NV.dtype == torch.float32:
+        scores, positions = scores_NV.contiguous(), positions_N.contiguous()
+        tokens = positions.new_empty(N)
+        kernel.draw(
+            scores.data_ptr(),
+            V,
+            rows.keys_N2.data_ptr(),
+            positions.data_ptr(),
+            rows.temperature_N.data_ptr(),
+            0 if support_NV is None else support_NV.data_ptr(),
+            tokens.data_ptr(),
+            N,
+            V,
+        )
+        return tokens
+    wide = scores_NV.to(torch.float64)
+    if rows.any_sampled:
+        noise = gumbel_noise(rows.keys_N2, positions_N, V)
+        if rows.any_greedy:
+            noise = noise.masked_fill_((rows.temperature_N == 0)[:, None], 0.0)
+        wide = noise.add_(wide)
+    if support_NV is not None:
+        wide = wide.masked_fill(~support_NV, float("-inf"))
+    # A NaN equals nothing, itself included: then no index is found.
+    return first_argmax(wide).clamp(max=V - 1)
 
 
 def first_argmax(scores_NV: Tensor) -> Tensor:
@@ -171,13 +196,9 @@ def first_argmax(scores_NV: Tensor) -> Tensor:
     return ids.expand_as(others).masked_fill(others, scores_NV.shape[1]).amin(-1).long()
 
 
-def _law(
-    log_probs: Tensor, chosen: Tensor, support: Tensor | None, greedy_N: Tensor, rows: SamplingRows
-) -> Tensor:
-    if support is not None:
-        kept = log_probs.to(torch.float64).masked_fill(~support, float("-inf"))
-        cut = (chosen.to(torch.float64) - torch.logsumexp(kept, -1)).to(torch.float32)
-        # Rounding leaves the whole law's mass off 1 by a bit: a row that nothing cuts must not
-        # show whether another row of its batch is cut.
-        chosen = torch.where(support.all(-1), chosen, cut)
-    return torch.where(greedy_N, 0.0, chosen) if rows.any_greedy else chosen
+def _cut_law(log_probs: Tensor, chosen: Tensor, support: Tensor) -> Tensor:
+    kept = log_probs.to(torch.float64).masked_fill(~support, float("-inf"))
+    cut = (chosen.to(torch.float64) - torch.logsumexp(kept, -1)).to(torch.float32)
+    # Rounding leaves the whole law's mass off 1 by a bit: a row that nothing cuts must not show
+    # whether another row of its batch is cut.
+    return torch.where(support.all(-1), chosen, cut)

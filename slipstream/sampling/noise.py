@@ -7,9 +7,9 @@ that is sampled depends on nothing else: not on batch, schedule, preemption or s
     u = (k + 1/2) / 2^32                       in float64: in float32 u can round to 1
     G = -log(-log u)                           Gumbel(0, 1)
 
-The integer hash gives the same k on every device. It is two rounds of a 32-bit mixer (xor-shift and
-multiply, constants of Wellons' `lowbias32`), each keyed with one word of a 64-bit per-token key;
-`tests/sampling/test_noise.py` holds the statistical checks.
+The integer hash gives the same k on every device (`kernels.draw` has it, too). It is two rounds of
+a 32-bit mixer (xor-shift and multiply, constants of Wellons' `lowbias32`), each keyed with one word
+of a 64-bit per-token key; `tests/sampling/test_noise.py` holds the statistical checks.
 """
 
 from __future__ import annotations
@@ -58,55 +58,6 @@ def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tenso
     k = words.bitwise_xor_(-(1 << 31)).to(torch.float64)
     u = k.add_(2.0**31 + 0.5).mul_(2.0**-32)
     return u.log_().neg_().log_().neg_()
-
-
-def noise_from(keys_N2: Tensor, positions_N: Tensor, count: int, vocab_size: int) -> Tensor:
-    """`gumbel_noise` at `positions_N` and the `count` - 1 positions after each, (count, N, V)."""
-    steps = torch.arange(count, device=positions_N.device)[:, None]
-    flat, keys = (positions_N + steps).flatten(), keys_N2.repeat(count, 1)
-    return gumbel_noise(keys, flat, vocab_size).view(count, len(positions_N), vocab_size)
-
-
-NUMBERS_AHEAD = 1 << 15
-"""Up to how many numbers of noise are computed ahead: fewer cost as much as these."""
-
-NUMBERS_KEPT = 1 << 20
-"""Up to how many are kept to be used twice."""
-
-
-class NoiseAhead:
-    """Noise of a batch whose rows move on, a position with every call or several.
-
-    Over a small vocabulary the noise of one position is all overhead, so that of later positions is
-    computed with it. How far ahead doubles from call to call, lest a batch that soon changes has
-    computed much in vain. Other positions than the expected ones are right, too, only slower.
-    """
-
-    def __init__(self, keys_N2: Tensor, vocab_size: int) -> None:
-        self._keys = keys_N2
-        self._vocab_size = vocab_size
-        on_cpu = keys_N2.device.type == "cpu"  # elsewhere the comparison below would wait
-        self._most = NUMBERS_AHEAD // (len(keys_N2) * vocab_size) if on_cpu else 0
-        self._first = keys_N2[:, 0]
-        self._noise = keys_N2.new_empty(0)
-        self._used = 0
-
-    def at(self, positions_N: Tensor, count: int = 1) -> Tensor | None:
-        """`noise_from` for `count` positions, not to be written to; None where there is so much
-        that it is better computed where it is used."""
-        if count > 1:
-            if count * len(positions_N) * self._vocab_size > NUMBERS_KEPT:
-                return None
-            return noise_from(self._keys, positions_N, count, self._vocab_size)
-        if self._most < 2:
-            return None
-        ended = self._used == len(self._noise)
-        if ended or not torch.equal(self._first + self._used, positions_N):
-            ahead = min(2 * len(self._noise) or 1, self._most) if ended else 1
-            self._noise = noise_from(self._keys, positions_N, ahead, self._vocab_size)
-            self._first, self._used = positions_N, 0
-        self._used += 1
-        return self._noise[self._used - 1 : self._used]
 
 
 def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:

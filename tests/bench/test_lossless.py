@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from slipstream.bench.targets import Target, brief_head, own_texts, random_targe
 from slipstream.bench.waves import LosslessBench
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
+from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.runner import Runner
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
-from slipstream.sampling.noise import NoiseAhead
+from slipstream.sampling.choose import Choice, SamplingRows
 from tests.inference.helpers import DTYPES, make_decoder, make_engine, make_request
 
 PERIOD = 5
@@ -88,12 +91,20 @@ def test_accepting_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_noise_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = NoiseAhead.at
+    # Verification of drafts, and that alone, looks up the noise of one position further on.
+    choose, decode = Runner.choose, Runner.decode
+    width = 1
 
-    def shifted(self: NoiseAhead, positions_N: Tensor, count: int = 1) -> Tensor | None:
-        return at(self, positions_N + (count > 1), count)
+    def watched(self: Runner, store: KVStore, ids_NW: Tensor, *rest: Any) -> Tensor:
+        nonlocal width
+        width = ids_NW.shape[1]
+        return decode(self, store, ids_NW, *rest)
 
-    monkeypatch.setattr(NoiseAhead, "at", shifted)
+    def shifted(self: Runner, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+        return choose(self, hidden_ND, positions_N + (width > 1), rows)
+
+    monkeypatch.setattr(Runner, "decode", watched)
+    monkeypatch.setattr(Runner, "choose", shifted)
     rows = one_proposer("lying oracle")
     assert different(rows) > 50
 

@@ -167,7 +167,7 @@ async def prior_ids_go_on(h: Harness) -> None:
 @case
 async def abort_by_id(h: Harness) -> None:
     engine = h.protocol
-    h.gate(0.002)
+    h.gate(0.004)
     results: dict[str, Generation] = {}
     aborted: list[Generation] = []
 
@@ -195,7 +195,7 @@ async def abort_by_id(h: Harness) -> None:
 @case
 async def abort_all(h: Harness) -> None:
     engine = h.protocol
-    h.gate(0.002)
+    h.gate(0.004)
     results: list[Generation] = []
     aborted: list[Generation] = []
 
@@ -218,7 +218,7 @@ async def abort_all(h: Harness) -> None:
 async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
     engine = h.protocol
     full = await engine.generate(endless("again", 50))
-    h.gate(0.002)
+    h.gate(0.004)
     parts: list[Generation] = []
 
     async def one() -> None:
@@ -240,7 +240,7 @@ async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
 async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, *(endless(f"c{i}", 40) for i in range(3)))
-    h.gate(0.002)
+    h.gate(0.004)
     for victim in range(3):  # the first one leads
         results: dict[str, Generation] = {}
         scopes = [anyio.CancelScope() for _ in range(3)]
@@ -267,7 +267,7 @@ async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
 
 @case
 async def cancelling_all_calls_leaves_nothing(h: Harness) -> None:
-    h.gate(0.002)
+    h.gate(0.004)
     for delay in (0, 0.001, 0.01):
         with anyio.move_on_after(10) as scope:
             async with anyio.create_task_group() as tasks:
@@ -296,7 +296,7 @@ async def a_call_with_a_deadline(h: Harness) -> None:
 async def pause_and_resume(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, endless("p0", 40), endless("p1", 40))
-    h.gate(0.002)
+    h.gate(0.004)
     results: dict[str, Generation] = {}
 
     async def one(name: str) -> None:

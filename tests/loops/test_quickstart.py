@@ -54,6 +54,9 @@ def test_speculation_changes_neither_rewards_nor_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "PROBLEMS", 4)
+    # Not by measured speed: in so short a run a fast engine may well never draft.
+    always = [*quickstart.SPECULATION, "speculative.eagle.tune_algorithm=PREDEFINED"]
+    monkeypatch.setattr(quickstart, "SPECULATION", always)
     results = []
     for name, speculation in (("on", True), ("off", False)):
         output = tmp_path / name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.sampling import choose, gumbel_noise, key_words
-from slipstream.sampling.choose import SamplingRows, first_argmax
+from slipstream.sampling.choose import SamplingRows, draw, first_argmax
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,39 @@ def test_a_sampled_token_is_the_argmax_of_log_probs_plus_noise() -> None:
     rows = make_rows([Setting()] * 5)
     scores = torch.log_softmax(logits, -1).double() + gumbel_noise(rows.keys_N2, positions, 300)
     assert torch.equal(choose(logits, positions, rows).tokens, scores.argmax(-1))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 100, 129, 5000])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 60.0])
+@pytest.mark.parametrize("cut", [False, True])
+def test_tokens_that_are_ruled_out_could_not_have_won(vocab: int, scale: float, cut: bool) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    rows = make_rows([Setting()] * 200)
+    positions = torch.arange(200)
+    scores = torch.randn(200, vocab, generator=generator) * scale
+    if vocab > 100:
+        scores[:, 7] = float("-inf")
+    support = None
+    wide = scores.double() + gumbel_noise(rows.keys_N2, positions, vocab)
+    if cut:
+        support = torch.rand(200, vocab, generator=generator) < 0.3
+        support[:, -1] = True
+        wide = wide.masked_fill(~support, float("-inf"))
+    assert torch.equal(draw(scores, positions, rows, support), wide.argmax(-1))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_leaves_the_others_alone(bad: float) -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    positions, rows = torch.arange(4), make_rows([Setting()] * 4)
+    before = choose(logits, positions, rows)
+    logits[2, 200] = bad
+    after = choose(logits, positions, rows)
+    assert after.log_probs.isnan().tolist() == [False, False, True, False]
+    assert 0 <= int(after.tokens[2]) < 300
+    others = torch.tensor([0, 1, 3])
+    assert torch.equal(after.tokens[others], before.tokens[others])
+    assert torch.equal(after.log_probs[others], before.log_probs[others])
 
 
 MIXED = [

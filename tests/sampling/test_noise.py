@@ -9,7 +9,7 @@ import torch
 
 from slipstream.sampling import gumbel_noise, key_words
 from slipstream.sampling import noise as noise_module
-from slipstream.sampling.noise import NUMBERS_AHEAD, NoiseAhead, hash_words
+from slipstream.sampling.noise import hash_words
 
 KEY = (1234567, "train", 0, "uid-7", 3, 0, 0)
 GOLDEN_KEY = (-45697085, -1471158307)
@@ -185,36 +185,3 @@ def words_of(positions: torch.Tensor) -> torch.Tensor:
 def test_token_ids_never_share_a_word() -> None:
     k = hash_words(keys(KEY), torch.tensor([9]), 200_000)
     assert len(set(k[0].tolist())) == 200_000
-
-
-@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 67), (5, 67), (32, 128), (3, 20_000)])
-def test_noise_ahead_is_the_noise(rows: int, vocab_size: int) -> None:
-    ahead = NoiseAhead(many_keys(rows), vocab_size)
-    positions = torch.arange(rows) * 7 + 3
-    for step in range(40):
-        if step in (9, 23):
-            positions = positions + torch.arange(rows)  # not where they were expected
-        if step == 30:
-            ahead = NoiseAhead(many_keys(rows), vocab_size)
-        noise = ahead.at(positions)
-        if noise is None:
-            assert rows * vocab_size > NUMBERS_AHEAD // 2
-        else:
-            assert noise.shape[0] == 1
-            assert torch.equal(noise[0], gumbel_noise(many_keys(rows), positions, vocab_size))
-        positions = positions + 1
-
-
-def test_noise_is_computed_ahead_in_doubling_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: list[int] = []
-
-    def counted(keys_N2: torch.Tensor, positions_N: torch.Tensor, size: int) -> torch.Tensor:
-        counts.append(len(positions_N))
-        return gumbel_noise(keys_N2, positions_N, size)
-
-    monkeypatch.setattr(noise_module, "gumbel_noise", counted)
-    ahead = NoiseAhead(many_keys(4), 512)
-    for position in [*range(30), 90, 91]:
-        ahead.at(torch.full((4,), position))
-    assert [count // 4 for count in counts] == [1, 2, 4, 8, 16, 1, 2]
-    assert NUMBERS_AHEAD // (4 * 512) == 16

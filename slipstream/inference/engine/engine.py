@@ -313,13 +313,12 @@ class Engine:
         started = time.perf_counter()
         device, count = self._runner.device, len(running)
         if self._sampling is None:
-            self._sampling = BatchSampling(running, self._runner.config.vocab_size, device)
+            self._sampling = BatchSampling(running, device)
         sampling = self._sampling
         lengths = [request.length for request in running]
         positions_N = torch.tensor(lengths, device=device)
         plan = self._affordable_plan(count, max(lengths))
-        noise_WNV = sampling.noise(positions_N, plan.verify_tokens)
-        trees = self._draft(running, plan, positions_N, noise_WNV)
+        trees = self._draft(running, plan, positions_N)
         width = max(map(len, trees))
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
         multiple = self._runner.row_multiple
@@ -332,8 +331,7 @@ class Engine:
             self._scheduler.store, ids_NW, slots_NW, max(lengths) + width - 1, min(lengths)
         )
         positions = (slots_NW[:count] + 1).flatten()
-        noise = None if noise_WNV is None else noise_WNV[:width].transpose(0, 1).flatten(0, 1)
-        choice = self._runner.choose(hidden, positions, sampling.repeated(width), noise)
+        choice = self._runner.choose(hidden, positions, sampling.repeated(width))
         for request in running:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
@@ -394,7 +392,6 @@ class Engine:
         running: list[Running],
         plan: DraftPlan,
         positions_N: Tensor,
-        noise_WNV: Tensor | None,
     ) -> list[DraftTree]:
         """What to verify: for each request its last token and the drafts after it."""
         last = [request.context[-1] for request in running]
@@ -406,7 +403,6 @@ class Engine:
             positions_N=positions_N,
             rows=self._sampling.rows,
             policy=self._runner.packed,
-            noise_WNV=noise_WNV,
         )
         return self._proposer.propose(batch, plan)
 

@@ -18,7 +18,6 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import copy_tensors, tensor_problems
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import Choice, SamplingRows, choose
-from slipstream.sampling.noise import NoiseAhead
 from slipstream.types import WeightUpdate
 
 
@@ -114,31 +113,24 @@ class Runner:
         hidden_ND: Tensor,
         positions_N: Tensor,
         rows: SamplingRows,
-        noise_NV: Tensor | None = None,
     ) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
         logits = self.packed.lm_head(pad_rows(hidden_ND, self.row_multiple)).float()
-        return choose(logits[: len(positions_N)], positions_N, rows, noise_NV)
+        return choose(logits[: len(positions_N)], positions_N, rows)
 
 
 class BatchSampling:
     """How a batch samples: made once per batch, not per step."""
 
-    def __init__(self, requests: Sequence[Running], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, requests: Sequence[Running], device: torch.device) -> None:
         self.rows = sampling_rows(requests, device)
         self._repeated = {1: self.rows}
-        self._ahead = NoiseAhead(self.rows.keys_N2, vocab_size)
 
     def repeated(self, width: int) -> SamplingRows:
         """Settings where each request has `width` rows."""
         if width not in self._repeated:
             self._repeated[width] = self.rows.repeated(width)
         return self._repeated[width]
-
-    def noise(self, positions_N: Tensor, count: int) -> Tensor | None:
-        """Noise of `count` positions from `positions_N` on, (count, N, V), where it is worth
-        computing at once; not to be written to."""
-        return self._ahead.at(positions_N, count) if self.rows.any_sampled else None
 
 
 def sampling_rows(requests: Sequence[Running], device: torch.device) -> SamplingRows:

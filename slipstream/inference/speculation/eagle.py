@@ -23,8 +23,7 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.draft_pass import DraftPass
 from slipstream.models.hf_io import copy_tensors, tensor_problems
-from slipstream.sampling.choose import choose
-from slipstream.sampling.noise import gumbel_noise
+from slipstream.sampling.choose import choose, draw
 from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
@@ -179,12 +178,11 @@ class EagleProposer:
         for row, end in zip(rows, ends, strict=True):
             row.cached, row.features, row.tokens = end, None, ()
         self._steps.clear()
-        chooser = _Chooser(batch, plan.steps)
-        drafts = [chooser.choose(hidden_ND, 0)]
+        drafts = [_choose(batch, hidden_ND, 0)]
         for step in range(1, plan.steps):
             column = width - done + step - 1
             hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
-            drafts.append(chooser.choose(hidden_ND, step))
+            drafts.append(_choose(batch, hidden_ND, step))
         return batch.chains(torch.stack(drafts, 1).tolist())
 
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
@@ -235,28 +233,16 @@ class EagleProposer:
         self._short_of_memory = True
 
 
-class _Chooser:
-    """Drafted tokens: argmax of log q + G, with the noise of the position that each is for.
+def _choose(batch: DraftBatch, hidden_ND: Tensor, step: int) -> Tensor:
+    """Drafted tokens (N,): argmax of log q + G, with the noise of the position that they are for.
 
-    At temperature t that is the argmax of logits + t G, so no distribution is needed.
+    Over the temperature, logits and log q differ by a constant, so no distribution is needed.
     """
-
-    def __init__(self, batch: DraftBatch, steps: int) -> None:
-        self._batch = batch
-        self._temperature_N1 = batch.rows.temperature_N[:, None]
-        self._scaled: Tensor | None = None
-        if batch.noise_WNV is not None:
-            self._scaled = (batch.noise_WNV[:steps] * self._temperature_N1).float()
-
-    def choose(self, hidden_ND: Tensor, step: int) -> Tensor:
-        batch = self._batch
-        logits_NV = batch.policy.lm_head(hidden_ND).float()
-        if batch.rows.cuts:
-            positions = batch.positions_N + step
-            return choose(logits_NV, positions, batch.rows, batch.noise(step)).tokens
-        if not batch.rows.any_sampled:
-            return logits_NV.argmax(-1)
-        if self._scaled is not None:
-            return (logits_NV + self._scaled[step]).argmax(-1)
-        noise = gumbel_noise(batch.rows.keys_N2, batch.positions_N + step, logits_NV.shape[1])
-        return (logits_NV + noise.mul_(self._temperature_N1)).argmax(-1)
+    rows, positions = batch.rows, batch.positions_N + step
+    logits_NV = batch.policy.lm_head(hidden_ND).float()
+    if rows.cuts:
+        return choose(logits_NV, positions, rows).tokens
+    if rows.any_tempered:
+        heat_N = torch.where(rows.temperature_N == 0, 1.0, rows.temperature_N)
+        logits_NV = logits_NV / heat_N[:, None]
+    return draw(logits_NV, positions, rows)

@@ -38,8 +38,7 @@ class DraftBatch:
     """What a proposer may know of the running batch of N requests.
 
     `last` is the last known token of each, and `positions_N` where the next will stand. `rows` are
-    their sampling settings and `policy` the weights that will verify. `noise_WNV`, where it is at
-    hand, is the noise of W positions from there on, not to be written to.
+    their sampling settings and `policy` the weights that will verify.
     """
 
     request_ids: Sequence[str]
@@ -47,11 +46,6 @@ class DraftBatch:
     positions_N: Tensor
     rows: SamplingRows
     policy: PackedDecoder
-    noise_WNV: Tensor | None
-
-    def noise(self, ahead: int) -> Tensor | None:
-        """The noise of the position so many after the next, (N, V)."""
-        return None if self.noise_WNV is None else self.noise_WNV[ahead]
 
     def chains(self, drafts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """A chain for each request."""

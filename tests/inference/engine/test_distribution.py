@@ -22,6 +22,7 @@ from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
 from slipstream.sampling.accept import accepted_path
+from slipstream.sampling.noise import gumbel_noise
 from tests.inference.helpers import make_decoder, make_engine, make_request
 from tests.inference.test_contract import hf_model
 
@@ -92,8 +93,11 @@ class Guesser:
         self.written[request_id] = list(context[len(prompt) :])
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        assert batch.noise_WNV is not None
-        noise = batch.noise_WNV.transpose(0, 1).tolist()
+        ahead = [
+            gumbel_noise(batch.rows.keys_N2, batch.positions_N + step, V)
+            for step in range(plan.steps)
+        ]
+        noise = torch.stack(ahead, 1).tolist()
         pairs = zip(batch.request_ids, noise, strict=True)
         return batch.chains([self.guess(self.written[name], rows, plan) for name, rows in pairs])
 

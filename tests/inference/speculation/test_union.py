@@ -41,7 +41,7 @@ class Parrot:
 
 def batch(name: str, last: int) -> DraftBatch:
     unused: dict[str, Any] = {"positions_N": None, "rows": None, "policy": None}
-    return DraftBatch(request_ids=[name], last=[last], noise_WNV=None, **unused)
+    return DraftBatch(request_ids=[name], last=[last], **unused)
 
 
 def proposed(union: UnionProposer, name: str, last: int) -> list[int]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from slipstream.models.kernels.compiling import kernel, lanes
-from slipstream.models.kernels.memory import floats_at, power_of_two
+from slipstream.kernels.compiling import kernel, lanes
+from slipstream.kernels.memory import floats_at, power_of_two
 
 F = np.float32
 ZERO, HALF, ONE = F(0), F(0.5), F(1)

@@ -9,10 +9,10 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.models.kernels.compiling import kernel
-from slipstream.models.kernels.memory import floats_at
-from slipstream.models.kernels.numeric import ONE, ZERO, F, exp, squares, triple
-from slipstream.models.kernels.team import for_team, part_count, part_number, run
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import floats_at
+from slipstream.kernels.numeric import ONE, ZERO, F, exp, squares, triple
+from slipstream.kernels.team import for_team, part_count, part_number, run
 
 
 @kernel
@@ -32,6 +32,16 @@ def add_norm_part(x, delta, weight, eps, total, normed, M, D, part, parts):
         out = carray(floats_at(normed + row), (D,))
         for i in range(D):
             out[i] = s[i] * scale * w[i]
+
+
+@kernel
+def add_part(x, delta, total, M, D, part, parts):
+    """total = x + delta."""
+    begin, size = M * D * part // parts, M * D * (part + 1) // parts - M * D * part // parts
+    a, b = carray(floats_at(x + begin * 4), (size,)), carray(floats_at(delta + begin * 4), (size,))
+    s = carray(floats_at(total + begin * 4), (size,))
+    for i in range(size):
+        s[i] = a[i] + b[i]
 
 
 @for_team

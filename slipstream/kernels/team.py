@@ -19,7 +19,7 @@ from llvmlite import binding
 from numba import types
 from numba.core.types.functions import ExternalFunction
 
-from slipstream.models.kernels.compiling import callback, kernel
+from slipstream.kernels.compiling import callback, kernel
 
 
 @cache

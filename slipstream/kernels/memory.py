@@ -28,6 +28,12 @@ floats_at = intrinsic(_typed(types.float32, ir.FloatType()))
 ints_at = intrinsic(_typed(types.int64, ir.IntType(64)))
 """Pointer to int64 numbers at an address."""
 
+words_at = intrinsic(_typed(types.uint32, ir.IntType(32)))
+"""Pointer to the bits of int32 numbers at an address."""
+
+bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
+"""Pointer to bytes, or booleans, at an address."""
+
 
 @intrinsic
 def power_of_two(typingctx: Any, exponent: Any) -> Any:

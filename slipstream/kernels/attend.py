@@ -13,11 +13,11 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.models.kernels.compiling import kernel
-from slipstream.models.kernels.memory import floats_at, ints_at
-from slipstream.models.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
-from slipstream.models.kernels.team import for_team, part_count, part_number, run
-from slipstream.models.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import floats_at, ints_at
+from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
+from slipstream.kernels.team import for_team, part_count, part_number, run
+from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 
 
 @kernel

@@ -9,12 +9,12 @@ from __future__ import annotations
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.models.kernels.attend import attend_part, place_part
-from slipstream.models.kernels.compiling import kernel
-from slipstream.models.kernels.memory import ints_at
-from slipstream.models.kernels.product import product_part
-from slipstream.models.kernels.rows import add_norm_part, gate_part
-from slipstream.models.kernels.team import for_team, part_count, part_number, run, wait
+from slipstream.kernels.attend import attend_part, place_part
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import ints_at
+from slipstream.kernels.product import product_part
+from slipstream.kernels.rows import add_norm_part, add_part, gate_part
+from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
 WEIGHTS = 10
 """Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
@@ -63,7 +63,10 @@ def _layers(
         product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
         added = delta
         wait(parts)
-    add_norm_part(now, added, final_norm, eps, other, normed, M, D, part, parts)
+    if final_norm:
+        add_norm_part(now, added, final_norm, eps, other, normed, M, D, part, parts)
+    else:
+        add_part(now, added, normed, M, D, part, parts)
 
 
 @for_team
@@ -76,7 +79,8 @@ def layers(*arguments: int, work: int) -> None:
 
     weights: the address of `WEIGHTS` addresses per layer; layers; final_norm; eps;
     buffers: x (M, D), written over; spare, delta, normed (M, D each); qkv (M, (Q + 2H) K);
-    q, mixed (M, Q K); gates (M, 2W); gated (M, W). At the end `normed` is the normed sum.
+    q, mixed (M, Q K); gates (M, 2W); gated (M, W). At the end `normed` is the
+    normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
     M, D, Q, H, K, W.

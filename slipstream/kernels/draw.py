@@ -1,0 +1,130 @@
+"""Which token of each row has the largest score + keyed Gumbel noise, without computing the noise
+of tokens that can not win.
+
+With E = -log u, exponential noise, the largest s + G is the smallest E / exp(s). E is at least
+1 - u, and 1 - u is the hash itself, so a token is out as soon as 1 - u is beyond the best ratio so
+far times exp(s): of a vocabulary, some tens of tokens are left for the logarithms. The noise is
+that of `sampling.noise`. Every argument is an address or a size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import bytes_at, floats_at, ints_at, words_at
+from slipstream.kernels.numeric import F, exp
+from slipstream.kernels.team import for_team, part_count, part_number, run
+
+_U = np.uint32
+_MULTIPLIER_1, _MULTIPLIER_2, _GOLDEN = _U(0x7FEB352D), _U(0x846CA68B), _U(0x9E3779B9)
+_15, _16, _8 = _U(15), _U(16), _U(8)
+_ALL = _U(0xFFFFFFFF)
+_STEP = F(2.0**-24)
+_SLACK = F(1.0001)
+"""More than single precision can be off by."""
+_BLOCK = 128
+_NONE = -np.inf
+
+
+@kernel
+def mix(x):
+    """One round of the 32-bit mixer of `sampling.noise`."""
+    x = _U(_U(x ^ _U(x >> _16)) * _MULTIPLIER_1)
+    x = _U(_U(x ^ _U(x >> _15)) * _MULTIPLIER_2)
+    return _U(x ^ _U(x >> _16))
+
+
+@kernel
+def _largest(row, V):
+    """The largest of V numbers; NaN where one is."""
+    a = carray(floats_at(row), (V,))
+    top = F(_NONE)
+    strange = 0
+    for j in range(V):
+        top = a[j] if a[j] > top else top
+        strange += 1 if a[j] != a[j] else 0
+    return F(np.nan) if strange else top
+
+
+@kernel
+def _draw(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
+    words = carray(words_at(keys), (N * 2,))
+    at = carray(ints_at(positions), (N,))
+    heat = carray(floats_at(temperatures), (N,))
+    chosen = carray(ints_at(tokens), (N,))
+    weights, rests = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
+    for n in range(N * part // parts, N * (part + 1) // parts):
+        s = carray(floats_at(scores + n * stride * 4), (V,))
+        allowed = carray(bytes_at(support + n * V if support else support), (V,))
+        top = _largest(scores + n * stride * 4, V)
+        # An infinite or NaN logit: the token means nothing.
+        chosen[n] = V - 1
+        if not np.isfinite(top):
+            continue
+        if heat[n] == 0:
+            for j in range(V):
+                if s[j] == top:
+                    chosen[n] = j
+                    break
+            continue
+        first = mix(_U(words[2 * n] ^ _U(_U(at[n]) * _GOLDEN)))
+        second = mix(_U(words[2 * n + 1] + first))
+        best, ratio = _NONE, F(np.inf)
+        for start in range(0, V, _BLOCK):
+            size = min(_BLOCK, V - start)
+            near = 0
+            for i in range(size):
+                j = start + i
+                k = mix(_U(mix(_U(_U(_U(j) * _GOLDEN) ^ first)) + second))
+                rests[i] = _ALL ^ k
+                weights[i] = exp(s[j] - top)
+                # 24 bits, which are a signed number, rounded down: no more than 1 - u.
+                below = F(np.int32(rests[i] >> _8)) * _STEP
+                near += 1 if below <= ratio * weights[i] * _SLACK else 0
+            if not near:
+                continue
+            for i in range(size):
+                below = F(np.int32(rests[i] >> _8)) * _STEP
+                if below <= ratio * weights[i] * _SLACK and not (
+                    support and not allowed[start + i]
+                ):
+                    u = (np.float64(_ALL ^ rests[i]) + 0.5) * 2.0**-32
+                    score = np.float64(s[start + i]) - np.log(-np.log(u))
+                    if score > best:
+                        best = score
+                        chosen[n] = start + i
+                        ratio = F(np.exp(np.float64(top) - best))
+
+
+@for_team
+def _draw_shared(p):
+    _draw(*to_fixed_tuple(carray(p, (9,)), 9), part_number(), part_count())
+
+
+def draw(
+    scores: int,
+    stride: int,
+    keys: int,
+    positions: int,
+    temperatures: int,
+    support: int,
+    tokens: int,
+    N: int,
+    V: int,
+) -> None:
+    """For each of N rows of V scores, `stride` elements apart (fp32), the index of the largest
+    score + noise, the lowest among equals, to `tokens` (int64); where the temperature is 0, of the
+    largest score. V - 1 for a row whose largest score is infinite or NaN.
+
+    `keys` (N, 2) int32 and `positions` (N,) int64 as in `sampling.noise`; `support` (N, V) booleans
+    of the tokens that may be drawn, or 0 for all (rows at temperature 0 have no use for it).
+    """
+    run(
+        _draw,
+        _draw_shared,
+        (scores, stride, keys, positions, temperatures, support, tokens, N, V),
+        2 * N * V if N > 1 else 0,
+    )
