@@ -50,7 +50,7 @@ def _largest(row, V):
 
 
 @kernel
-def _draw(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
+def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
     words = carray(words_at(keys), (N * 2,))
     at = carray(ints_at(positions), (N,))
     heat = carray(floats_at(temperatures), (N,))
@@ -101,7 +101,7 @@ def _draw(scores, stride, keys, positions, temperatures, support, tokens, N, V, 
 
 @for_team
 def _draw_shared(p):
-    _draw(*to_fixed_tuple(carray(p, (9,)), 9), part_number(), part_count())
+    draw_part(*to_fixed_tuple(carray(p, (9,)), 9), part_number(), part_count())
 
 
 def draw(
@@ -123,7 +123,7 @@ def draw(
     of the tokens that may be drawn, or 0 for all (rows at temperature 0 have no use for it).
     """
     run(
-        _draw,
+        draw_part,
         _draw_shared,
         (scores, stride, keys, positions, temperatures, support, tokens, N, V),
         2 * N * V if N > 1 else 0,

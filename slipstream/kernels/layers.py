@@ -23,7 +23,7 @@ packed gates, their beginning, packed down. The beginning of `down` is that of `
 
 
 @kernel
-def _layers(
+def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
     M, D, Q, H, K, W, part, parts,
@@ -71,7 +71,7 @@ def _layers(
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (30,)), 30), part_number(), part_count())
+    layers_part(*to_fixed_tuple(carray(p, (30,)), 30), part_number(), part_count())
 
 
 def layers(*arguments: int, work: int) -> None:
@@ -85,4 +85,4 @@ def layers(*arguments: int, work: int) -> None:
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
     M, D, Q, H, K, W.
     """
-    run(_layers, _layers_shared, arguments, work)
+    run(layers_part, _layers_shared, arguments, work)

@@ -15,7 +15,7 @@ from slipstream.kernels import layers as kernels
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.functional import rope_table
-from slipstream.models.linear import PackedLinear
+from slipstream.models.linear import PackedLinear, present
 
 if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
@@ -37,6 +37,29 @@ class CpuLayers:
         self._table = torch.tensor([_addresses(layer) for layer in layers])
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
 
+    @property
+    def table(self) -> int:
+        """Address of the addresses of the weights, as `kernels.layers` takes them."""
+        return self._table.data_ptr()
+
+    @property
+    def size(self) -> int:
+        """How many weights there are."""
+        return self._weights
+
+    def room(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
+        """Buffers for `rows` rows: spare, delta, qkv, q, mixed, gates, gated. Their memory, to be
+        held, and their addresses."""
+        c = self._config
+        D, W, inner = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
+        widths = (D, D, inner + 2 * c.num_kv_heads * c.head_dim, inner, inner, 2 * W, W)
+        memory = like.new_empty(rows * sum(widths))
+        found, start = [], memory.data_ptr()
+        for width in widths:
+            found.append(start)
+            start += 4 * rows * width
+        return memory, found
+
     def __call__(self, x_MD: Tensor, positions_BT: Tensor, places: KeyPlaces | None) -> Tensor:
         """Rows (M, D), which are written over, through all layers and the norm. Without `places`
         the sequences stand alone."""
@@ -48,14 +71,8 @@ class CpuLayers:
             B, T = positions_BT.shape
             kv = x_MD.new_empty(2, B, H, T, K)
             places = KeyPlaces.alone(kv, B, T)
-        widths = (D, D, D, (Q + 2 * H) * K, Q * K, Q * K, 2 * W, W)
         normed = x_MD.new_empty(M, D)
-        # One piece of memory: spare, delta, qkv, q, mixed, gates, gated.
-        room = x_MD.new_empty(M * (sum(widths) - D))
-        starts = [room.data_ptr()]
-        for width in (D, D, *widths[3:-1]):
-            starts.append(starts[-1] + 4 * M * width)
-        spare, delta, *others = starts
+        memory, (spare, delta, *others) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
             self._table.data_ptr(),
@@ -86,6 +103,7 @@ class CpuLayers:
             W,
             work=self._weights,
         )
+        del memory  # until here
         return normed
 
 
@@ -94,7 +112,10 @@ def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
 
 
 def _addresses(layer: PackedLayer) -> list[int]:
-    qkv, out, gate_up, down = (_both(product.panels, product.start) for product in _products(layer))
+    qkv, out, gate_up, down = (
+        (present(product.panels).data_ptr(), present(product.start).data_ptr())
+        for product in _products(layer)
+    )
     return [
         0 if layer.input_norm is None else layer.input_norm.data_ptr(),
         *qkv,
@@ -104,9 +125,3 @@ def _addresses(layer: PackedLayer) -> list[int]:
         *gate_up,
         down[0],
     ]
-
-
-def _both(panels: Tensor | None, start: Tensor | None) -> tuple[int, int]:
-    assert panels is not None
-    assert start is not None
-    return panels.data_ptr(), start.data_ptr()

@@ -11,15 +11,99 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.kernels.chain import chain
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
-from slipstream.models.decoder import layer_forward
+from slipstream.models.decoder import PackedDecoder, layer_forward
 from slipstream.models.draft_head import PackedDraftHead
-from slipstream.models.functional import rms_norm, rope_at, rotate
+from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
+from slipstream.models.linear import present
+
+
+def draft_chain(
+    head: PackedDraftHead,
+    policy: PackedDecoder,
+    kv: Tensor,
+    hidden_ND: Tensor,
+    ends: Sequence[int],
+    keys_N2: Tensor,
+    positions_N: Tensor,
+    temperatures_N: Tensor,
+    steps: int,
+) -> Tensor:
+    """`steps` tokens (steps, N) in a row for each sequence, in one call: fp32 on a CPU.
+
+    The first is drawn from the predicted features `hidden_ND`, to stand at `positions_N`; each is
+    fed back in the slot after `ends` slots, and so on. Drawing is that of `sampling.choose.draw`.
+    """
+    together, lm_head, fc = head.together, policy.lm_head, head.fc
+    assert together is not None
+    c = head.config
+    n, D = hidden_ND.shape
+    V, padded = len(policy.embedding), len(present(lm_head.start))
+    hidden, positions = hidden_ND.contiguous(), positions_N.clone()
+    limit = c.max_position_embeddings - 1
+    places = torch.tensor([min(end, limit) for end in ends])
+    at = KeyPlaces.of(kv[None], torch.arange(n), torch.tensor(ends), max(ends) + steps)
+    tokens = places.new_empty(steps, n)
+    # Logits, features beside embeddings, the layer's input, its output.
+    widths = (padded, 2 * D, D, D)
+    memory = hidden.new_empty(n * sum(widths))
+    logits, both, x, normed = (
+        memory.data_ptr() + 4 * n * sum(widths[:i]) for i in range(len(widths))
+    )
+    layer_memory, (spare, delta, *others) = together.room(hidden, n)
+    cos, sin = rope_table(c, hidden.dtype, hidden.device)
+    chain(
+        hidden.data_ptr(),
+        present(lm_head.panels).data_ptr(),
+        present(lm_head.start).data_ptr(),
+        logits,
+        V,
+        padded,
+        policy.embedding.data_ptr(),
+        present(fc.panels).data_ptr(),
+        present(fc.start).data_ptr(),
+        both,
+        keys_N2.data_ptr(),
+        positions.data_ptr(),
+        temperatures_N.data_ptr(),
+        tokens.data_ptr(),
+        steps,
+        together.table,
+        head.eps.data_ptr(),
+        x,
+        spare,
+        delta,
+        normed,
+        *others,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        limit,
+        places.data_ptr(),
+        at.own_M.data_ptr(),
+        at.first_M.data_ptr(),
+        at.seen_M.data_ptr(),
+        at.head_stride,
+        at.longest,
+        at.keys,
+        at.values,
+        n,
+        D,
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+        c.intermediate_size,
+        work=together.size,
+    )
+    del memory, layer_memory  # until here
+    return tokens
 
 
 class DraftPass:

@@ -81,6 +81,12 @@ class PackedLinear:
         return out if width == outs else out[..., :outs].contiguous()
 
 
+def present(packed: Tensor | None) -> Tensor:
+    """`PackedLinear.panels` or `start` where there are kernels."""
+    assert packed is not None
+    return packed
+
+
 @cache
 @torch.inference_mode(False)
 def _zeros(count: int) -> Tensor:

@@ -21,7 +21,7 @@ from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
-from slipstream.models.draft_pass import DraftPass
+from slipstream.models.draft_pass import DraftPass, draft_chain
 from slipstream.models.hf_io import copy_tensors, tensor_problems
 from slipstream.sampling.choose import choose, draw
 from slipstream.types import WeightUpdate
@@ -154,8 +154,10 @@ class EagleProposer:
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
+        at_once = self._packed.together is not None and not batch.rows.cuts
+        fed_back = 0 if at_once else plan.steps - 1
         columns = [
-            [*range(row.cached, row.cached + width), *range(end, end + plan.steps - 1)]
+            [*range(row.cached, row.cached + width), *range(end, end + fed_back)]
             for row, end in zip(rows, ends, strict=True)
         ]
         padded = [[*new] + [0] * (width - len(new)) for new in tokens]
@@ -172,18 +174,36 @@ class EagleProposer:
             done += _COLUMNS
         run = self._pass(batch, slots_NC[:, done:], longest)
         hidden.append(run.run(0, ids_NT[:, done:], features_NTD[:, done:]))
-        lasts = torch.tensor([len(new) - 1 for new in tokens], device=device)
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
-        hidden_ND = all_hidden[torch.arange(len(rows), device=device), lasts]
+        lasts = [i * width + len(new) - 1 for i, new in enumerate(tokens)]
+        hidden_ND = all_hidden.flatten(0, 1)[torch.tensor(lasts, device=device)]
         for row, end in zip(rows, ends, strict=True):
             row.cached, row.features, row.tokens = end, None, ()
         self._steps.clear()
+        if at_once:
+            drafted = self._chain(batch, hidden_ND, ends, plan.steps)
+            return batch.chains(drafted.t().tolist())
         drafts = [_choose(batch, hidden_ND, 0)]
         for step in range(1, plan.steps):
             column = width - done + step - 1
             hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
             drafts.append(_choose(batch, hidden_ND, step))
         return batch.chains(torch.stack(drafts, 1).tolist())
+
+    def _chain(
+        self, batch: DraftBatch, hidden_ND: Tensor, ends: Sequence[int], steps: int
+    ) -> Tensor:
+        return draft_chain(
+            self._packed,
+            batch.policy,
+            self._store.data[0],
+            hidden_ND,
+            ends,
+            batch.rows.keys_N2,
+            batch.positions_N,
+            batch.rows.temperature_N,
+            steps,
+        )
 
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
         kv = self._store.data[0]
