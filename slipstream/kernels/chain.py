@@ -1,4 +1,5 @@
-"""A whole draft in one call: draw a token from the head's feature, feed both back, and so on.
+"""A whole draft in one call: the head catches up with the policy, a token is drawn from its
+feature, both are fed back, and so on.
 
 The parts of the other files in a row, as in `layers`.
 """
@@ -18,18 +19,52 @@ from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
 
 @kernel
+def _join(embedding, ids, features, both, M, D, part, parts):
+    """Embeddings beside features, (M, 2D)."""
+    words = carray(ints_at(ids), (M,))
+    for m in range(M * part // parts, M * (part + 1) // parts):
+        word = carray(floats_at(embedding + words[m] * D * 4), (D,))
+        feature = carray(floats_at(features + m * D * 4), (D,))
+        joined = carray(floats_at(both + m * D * 8), (2 * D,))
+        for i in range(D):
+            joined[i] = word[i]
+            joined[D + i] = feature[i]
+
+
+@kernel
 def _chain(
-    hidden, lm_head, lm_start, logits, V, padded, embedding, fc, fc_start, both,
-    keys_N2, positions, temperatures, tokens, steps,
-    weights, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, limit, places, own, first, seen, head_stride, longest, keys, values,
-    N, D, Q, H, K, W, part, parts,
+    ids, features, T, lasts, spots, embedding, fc, fc_start, lm_head, lm_start, V, padded,
+    keys_N2, temperatures, tokens, steps,
+    weights, eps, logits, both, hidden, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
 ):  # fmt: skip
-    heat = carray(floats_at(temperatures), (N,))
-    at = carray(ints_at(positions), (N,))
-    place, slot = carray(ints_at(places), (N,)), carray(ints_at(own), (N,))
-    count = carray(ints_at(seen), (N,))
+    # Rows of `spots`: place, own, first, seen of each new token, then of each sequence.
+    M = N * T
+    place, own, first, seen = spots, spots + 8 * M, spots + 16 * M, spots + 24 * M
+    _join(embedding, ids, features, both, M, D, part, parts)
+    wait(parts)
+    product_part(both, fc, fc_start, x, M, D, 2 * D, part, parts)
+    wait(parts)
+    layers_part(
+        weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+        cos, sin, place, own, first, seen, head_stride, longest, keys, values, 0,
+        M, D, Q, H, K, W, part, parts,
+    )  # fmt: skip
+    wait(parts)
     begin, end = N * part // parts, N * (part + 1) // parts
+    last = carray(ints_at(lasts), (N,))
+    for n in range(begin, end):
+        source = carray(floats_at(normed + last[n] * D * 4), (D,))
+        target = carray(floats_at(hidden + n * D * 4), (D,))
+        for i in range(D):
+            target[i] = source[i]
+    wait(parts)
+    rows = spots + 32 * M
+    place, own, first, seen = rows, rows + 8 * N, rows + 16 * N, rows + 24 * N
+    positions = rows + 32 * N
+    at, heat = carray(ints_at(positions), (N,)), carray(floats_at(temperatures), (N,))
+    places, slots = carray(ints_at(place), (N,)), carray(ints_at(own), (N,))
+    counts = carray(ints_at(seen), (N,))
     feature = hidden
     for step in range(steps):
         product_part(feature, lm_head, lm_start, logits, N, padded, D, part, parts)
@@ -45,25 +80,20 @@ def _chain(
             logits, padded, keys_N2, positions, temperatures, 0, new, N, V, part, parts
         )  # fmt: skip
         if step + 1 < steps:
-            drawn = carray(ints_at(new), (N,))
             for n in range(begin, end):
-                joined = carray(floats_at(both + n * D * 8), (2 * D,))
-                word = carray(floats_at(embedding + drawn[n] * D * 4), (D,))
-                last = carray(floats_at(feature + n * D * 4), (D,))
-                for i in range(D):
-                    joined[i] = word[i]
-                    joined[D + i] = last[i]
                 at[n] += 1
                 if step:
-                    slot[n] += K
-                    count[n] += 1
-                    place[n] = min(place[n] + 1, limit)
+                    places[n] = min(places[n] + 1, limit)
+                    slots[n] += K
+                    counts[n] += 1
+            wait(parts)
+            _join(embedding, new, feature, both, N, D, part, parts)
             wait(parts)
             product_part(both, fc, fc_start, x, N, D, 2 * D, part, parts)
             wait(parts)
             layers_part(
                 weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-                cos, sin, places, own, first, seen, head_stride, longest, keys, values, 0,
+                cos, sin, place, own, first, seen, head_stride, longest, keys, values, 0,
                 N, D, Q, H, K, W, part, parts,
             )  # fmt: skip
             wait(parts)
@@ -76,15 +106,18 @@ def _chain_shared(p):
 
 
 def chain(*arguments: int, work: int) -> None:
-    """Draft `steps` tokens for each of N rows. In this order:
+    """Take in T new tokens of N sequences, then draft `steps` tokens for each. In this order:
 
-    hidden (N, D): features to draw the first token from; lm_head, lm_start: packed, `padded`
-    outputs of which V are tokens; logits (N, padded): room; V; padded; embedding (V, D);
-    fc, fc_start: packed, 2D to D; both (N, 2D): room;
-    keys_N2, positions, temperatures: as in `draw`, `positions` of the first token, written over;
-    tokens (steps, N): the result; steps;
-    weights, eps and room as in `layers`, of one layer; cos, sin: tables; limit: their last row;
-    places, own, first, seen: row of the tables, slots, of the first token drawn, written over;
-    head_stride, longest, keys, values: as in `attend`; N, D, Q, H, K, W.
+    ids (N, T) int64 and features (N, T, D): the new tokens, each with the feature before it; T;
+    lasts (N,): which of the N * T is the last of each; spots: int64 of the new tokens (place in
+    the rotation tables, own, first, seen as in `attend`; N * T each), then of the first token that
+    is drafted (the same, N each), then the position that it is drawn for, (N,); written over;
+    embedding (V, D); fc, fc_start: packed, 2D to D; lm_head, lm_start: packed, `padded` outputs, of
+    which V are tokens; V; padded; keys_N2, temperatures: as in `draw`;
+    tokens (steps, N) int64: the result; steps;
+    weights, eps: as in `layers`, of one layer; room: logits (N, padded), both (N T, 2D),
+    hidden (N, D), x (N T, D), and as in `layers` for N T rows;
+    cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
+    N, D, Q, H, K, W.
     """
     run(_chain, _chain_shared, arguments, work)

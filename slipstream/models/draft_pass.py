@@ -30,54 +30,78 @@ def draft_chain(
     head: PackedDraftHead,
     policy: PackedDecoder,
     kv: Tensor,
-    hidden_ND: Tensor,
-    ends: Sequence[int],
+    cached: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    features_NTD: Tensor,
     keys_N2: Tensor,
-    positions_N: Tensor,
+    positions: Sequence[int],
     temperatures_N: Tensor,
     steps: int,
 ) -> Tensor:
     """`steps` tokens (steps, N) in a row for each sequence, in one call: fp32 on a CPU.
 
-    The first is drawn from the predicted features `hidden_ND`, to stand at `positions_N`; each is
-    fed back in the slot after `ends` slots, and so on. Drawing is that of `sampling.choose.draw`.
+    First the head takes in `ids`, at most T for each sequence, with the features before them; they
+    go to the slots after the `cached` ones. The first token drawn from what it then predicts stands
+    at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
     c = head.config
-    n, D = hidden_ND.shape
+    _, _, heads, slots, K = kv.shape
+    n, T, D = features_NTD.shape
     V, padded = len(policy.embedding), len(present(lm_head.start))
-    hidden, positions = hidden_ND.contiguous(), positions_N.clone()
     limit = c.max_position_embeddings - 1
-    places = torch.tensor([min(end, limit) for end in ends])
-    at = KeyPlaces.of(kv[None], torch.arange(n), torch.tensor(ends), max(ends) + steps)
-    tokens = places.new_empty(steps, n)
-    # Logits, features beside embeddings, the layer's input, its output.
-    widths = (padded, 2 * D, D, D)
-    memory = hidden.new_empty(n * sum(widths))
-    logits, both, x, normed = (
-        memory.data_ptr() + 4 * n * sum(widths[:i]) for i in range(len(widths))
+    # Padding goes where drafts are written later, and is not seen.
+    new = [slot for start in cached for slot in range(start, start + T)]
+    firsts = [row * heads * slots * K for row in range(n)]
+    ends = [start + len(part) for start, part in zip(cached, ids, strict=True)]
+    each = [first for first in firsts for _ in range(T)]
+    spots = [min(slot, limit) for slot in new]
+    spots += [first + slot * K for first, slot in zip(each, new, strict=True)]
+    spots += each
+    spots += [slot + 1 for slot in new]
+    spots += [min(end, limit) for end in ends]
+    spots += [first + end * K for first, end in zip(firsts, ends, strict=True)]
+    spots += firsts
+    spots += [end + 1 for end in ends]
+    spots += positions
+    spots += [row * T + len(part) - 1 for row, part in enumerate(ids)]
+    spots += [token for part in ids for token in (*part, *[0] * (T - len(part)))]
+    numbers = torch.tensor(spots)
+    start = numbers.data_ptr()
+    lasts = start + 8 * (4 * n * T + 5 * n)
+    tokens = numbers.new_empty(steps, n)
+    features = features_NTD.contiguous()
+    # Logits, features beside embeddings, a feature to draw from, the layer's input and output.
+    sizes = (n * padded, n * T * 2 * D, n * D, n * T * D, n * T * D)
+    memory = features.new_empty(sum(sizes))
+    logits, both, hidden, x, normed = (
+        memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes))
     )
-    layer_memory, (spare, delta, *others) = together.room(hidden, n)
-    cos, sin = rope_table(c, hidden.dtype, hidden.device)
+    layer_memory, (spare, delta, *others) = together.room(features, n * T)
+    cos, sin = rope_table(c, features.dtype, features.device)
     chain(
-        hidden.data_ptr(),
-        present(lm_head.panels).data_ptr(),
-        present(lm_head.start).data_ptr(),
-        logits,
-        V,
-        padded,
+        lasts + 8 * n,
+        features.data_ptr(),
+        T,
+        lasts,
+        start,
         policy.embedding.data_ptr(),
         present(fc.panels).data_ptr(),
         present(fc.start).data_ptr(),
-        both,
+        present(lm_head.panels).data_ptr(),
+        present(lm_head.start).data_ptr(),
+        V,
+        padded,
         keys_N2.data_ptr(),
-        positions.data_ptr(),
         temperatures_N.data_ptr(),
         tokens.data_ptr(),
         steps,
         together.table,
         head.eps.data_ptr(),
+        logits,
+        both,
+        hidden,
         x,
         spare,
         delta,
@@ -86,19 +110,15 @@ def draft_chain(
         cos.data_ptr(),
         sin.data_ptr(),
         limit,
-        places.data_ptr(),
-        at.own_M.data_ptr(),
-        at.first_M.data_ptr(),
-        at.seen_M.data_ptr(),
-        at.head_stride,
-        at.longest,
-        at.keys,
-        at.values,
+        slots * K,
+        max(cached) + T + steps,
+        kv.data_ptr(),
+        kv.data_ptr() + kv.nbytes // 2,
         n,
         D,
         c.num_heads,
-        c.num_kv_heads,
-        c.head_dim,
+        heads,
+        K,
         c.intermediate_size,
         work=together.size,
     )

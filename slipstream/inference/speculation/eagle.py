@@ -154,17 +154,21 @@ class EagleProposer:
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        at_once = self._packed.together is not None and not batch.rows.cuts
-        fed_back = 0 if at_once else plan.steps - 1
+        features_NTD = self._waiting_features(width)
+        starts = [row.cached for row in rows]
+        for row, end in zip(rows, ends, strict=True):
+            row.cached, row.features, row.tokens = end, None, ()
+        self._steps.clear()
+        if self._packed.together is not None and not batch.rows.cuts and width <= _COLUMNS:
+            return self._at_once(batch, plan.steps, starts, tokens, features_NTD)
         columns = [
-            [*range(row.cached, row.cached + width), *range(end, end + fed_back)]
-            for row, end in zip(rows, ends, strict=True)
+            [*range(start, start + width), *range(end, end + plan.steps - 1)]
+            for start, end in zip(starts, ends, strict=True)
         ]
         padded = [[*new] + [0] * (width - len(new)) for new in tokens]
         device = batch.positions_N.device
         slots_NC = torch.tensor(columns, device=device)
         ids_NT = torch.tensor(padded, device=device)
-        features_NTD = self._waiting_features(width)
         done = 0
         hidden: list[Tensor] = []
         while width - done > _COLUMNS:
@@ -177,12 +181,6 @@ class EagleProposer:
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         lasts = [i * width + len(new) - 1 for i, new in enumerate(tokens)]
         hidden_ND = all_hidden.flatten(0, 1)[torch.tensor(lasts, device=device)]
-        for row, end in zip(rows, ends, strict=True):
-            row.cached, row.features, row.tokens = end, None, ()
-        self._steps.clear()
-        if at_once:
-            drafted = self._chain(batch, hidden_ND, ends, plan.steps)
-            return batch.chains(drafted.t().tolist())
         drafts = [_choose(batch, hidden_ND, 0)]
         for step in range(1, plan.steps):
             column = width - done + step - 1
@@ -190,20 +188,27 @@ class EagleProposer:
             drafts.append(_choose(batch, hidden_ND, step))
         return batch.chains(torch.stack(drafts, 1).tolist())
 
-    def _chain(
-        self, batch: DraftBatch, hidden_ND: Tensor, ends: Sequence[int], steps: int
-    ) -> Tensor:
-        return draft_chain(
+    def _at_once(
+        self,
+        batch: DraftBatch,
+        steps: int,
+        starts: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        features_NTD: Tensor,
+    ) -> list[DraftTree]:
+        drafted = draft_chain(
             self._packed,
             batch.policy,
             self._store.data[0],
-            hidden_ND,
-            ends,
+            starts,
+            tokens,
+            features_NTD,
             batch.rows.keys_N2,
-            batch.positions_N,
+            batch.positions_N.tolist(),
             batch.rows.temperature_N,
             steps,
         )
+        return batch.chains(drafted.t().tolist())
 
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
         kv = self._store.data[0]
