@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log
 from typing import Protocol
 
 from slipstream.errors import ConfigError
+from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 
@@ -67,6 +67,9 @@ class PredefinedSelector:
         """See `StrategySelector`."""
 
 
+_FADE = 0.99
+
+
 class AcceptanceCurve:
     """How often the draft of each depth is right, given that those before it are.
 
@@ -74,9 +77,10 @@ class AcceptanceCurve:
     was.
     """
 
-    def __init__(self, *, fade: float = 0.99, guess: float = 0.6, guess_weight: float = 4.0):
-        """Counts shrink by `fade` a step; `guess` counts like `guess_weight` trials."""
-        self._fade, self._guess, self._weight = fade, guess, guess_weight
+    def __init__(self, *, kept: float = 200.0, guess: float = 0.6, guess_weight: float = 4.0):
+        """About `kept` drafts are remembered, those of 100 steps at least; `guess` counts like
+        `guess_weight` trials."""
+        self._kept, self._guess, self._weight = kept, guess, guess_weight
         self._right: list[float] = []
         self._tried: list[float] = []
 
@@ -86,7 +90,12 @@ class AcceptanceCurve:
         while len(self._tried) < deepest:
             self._right.append(0.0)
             self._tried.append(0.0)
-        self.forget(self._fade)
+        # Depths that are no longer tried soon take after the ones before them again.
+        slow = max(_FADE, 1 - len(drafted) / self._kept)
+        for depth in range(len(self._tried)):
+            keep = slow if depth < deepest else _FADE
+            self._right[depth] *= keep
+            self._tried[depth] *= keep
         for drafts, right in zip(drafted, accepted, strict=True):
             for depth in range(min(drafts, right + 1)):
                 self._tried[depth] += 1
@@ -120,50 +129,53 @@ class AcceptanceCurve:
         return total
 
 
-_SAMPLES = 4
-"""Steps that a plan is measured for at a time."""
-
 _TRUST = 30.0
 """Trials at one batch size that count as much as what is known of all."""
 
-_FIRST_LOOK = 25
-"""Steps after which a plan that nearly pays is measured a second time; then four times as many."""
+_LOOK = 2
+"""Steps of a look at another plan: the first also catches up, the second can be measured."""
 
+_LONGEST_LOOK = 16
 
-@dataclass(slots=True)
-class _Cell:
-    """Seconds of a step of one plan, in units of its bucket's scale."""
+_FORGET = 0.998
+"""What a step without drafts leaves of what is known about acceptance."""
 
-    samples: list[float] = field(default_factory=list)
-    base: float = 0.0
-    seen_at: int = 0
-    looks: int = 0
+_ENOUGH = 12.0
+"""Steps after which a plan is known well."""
 
-    @property
-    def known(self) -> bool:
-        return self.base > 0
+_GAP = 50
+"""Steps between two looks at one batch size once there have been many; at first two, four, ..."""
+
+_PATIENCE = 0.996
+"""How much of what was seen of a plan counts after each further step of its batch size."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Batches of about one size. `scale` follows what all plans share: contexts grow longer, a
-    machine is busy."""
+    """Batches of about one size."""
 
-    cells: dict[DraftPlan, _Cell]
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
-    scale: float = 1.0
     steps: int = 0
     current: DraftPlan = OFF
-    measuring: DraftPlan | None = None
+    seen: dict[DraftPlan, tuple[float, int]] = field(default_factory=dict)
+    """Steps of each plan, faded, and when the last one was."""
+    looks: int = 0
+    looked_at: int = 0
+
+    def evidence(self, plan: DraftPlan) -> float:
+        count, last = self.seen.get(plan, (0.0, 0))
+        return count * _PATIENCE ** (self.steps - last)
 
 
 class CostModelSelector:
-    """Tokens per second of each plan, from measured seconds and the acceptance curve.
+    """Tokens per second of each plan, from predicted seconds and the acceptance curve.
 
     Acceptance is one curve for all plans, so a plan need not be tried to know what it would accept;
     batch sizes differ from it as far as they have been seen to, for what runs last is the long and
-    difficult. Seconds are measured per batch size (exactly up to 4, coarser beyond), for the plans
-    that may pay. Switches only where the gain is more than `hysteresis`.
+    difficult. Seconds are those of `StepCosts`. A plan that might be better than
+    the current one, the more so the less or the longer ago it was seen, is looked at for two steps;
+    what such looks lose is bounded to a share of the time. Switches only where the gain is beyond
+    `hysteresis`.
     """
 
     def __init__(
@@ -171,97 +183,107 @@ class CostModelSelector:
         plans: Sequence[DraftPlan],
         *,
         bs_threshold: int | None = None,
-        hysteresis: float = 0.03,
-        refresh_steps: int = 400,
+        hysteresis: float = 0.02,
+        exploration: float = 0.01,
     ) -> None:
         """`plans` are chains; OFF is always one of the choices. Beyond `bs_threshold` running
-        requests nothing is drafted. Plans that nearly pay are measured anew after `refresh_steps`
-        steps of their batch size. Raises ConfigError for no plan, or for one that is no chain."""
+        requests nothing is drafted. `exploration` is the share of the time that looking at other
+        plans may lose. Raises ConfigError for no plan, or for one that is no chain."""
         self.plans = (OFF, *(plan for plan in plans if plan != OFF))
         if len(self.plans) == 1 or any(plan.topk > 1 for plan in self.plans):
             shown = ", ".join(map(str, plans)) or "none"
             raise ConfigError(f"a selector needs at least one draft plan, all chains; got {shown}")
         self.curve = AcceptanceCurve()
+        self._costs = StepCosts()
         self._threshold = bs_threshold
         self._hysteresis = hysteresis
-        self._refresh = refresh_steps
+        self._exploration = exploration
         self._buckets: dict[int, _Bucket] = {}
+        self._looking: DraftPlan | None = None
+        self._looks_left = self._look_steps = 0
+        self._spent = self._lost = 0.0
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
         if self._threshold is not None and running > self._threshold:
             return OFF
-        size = bucket_of(running)
-        bucket = self._buckets.get(size)
-        if bucket is None:
-            bucket = _Bucket({plan: _Cell() for plan in self.plans})
-            bucket.current = self._nearest_choice(size)
-            self._buckets[size] = bucket
-        if bucket.measuring is None:
-            bucket.measuring = self._worth_measuring(size, bucket)
-        if bucket.measuring is not None:
-            return bucket.measuring
-        rates = {plan: self._rate(size, plan) for plan in self.plans if bucket.cells[plan].known}
+        bucket = self._bucket(running)
+        if not self._costs.known:
+            return OFF
+        if self._looks_left and self._looking is not None:
+            return self._looking
+        rates = {plan: self._rate(running, plan) for plan in self.plans}
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > (1 + self._hysteresis) * rates.get(bucket.current, 0.0):
+        if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
+        rested = bucket.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
+        if rested and self._lost <= self._allowed(running):
+            look = self._worth_a_look(bucket, rates)
+            if look is not None:
+                self._looking, self._looks_left, self._look_steps = look, _LOOK, 0
+                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.steps + _LOOK
+                return look
         return bucket.current
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
+        bucket = self._bucket(step.running)
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
-        bucket = self._buckets.get(bucket_of(step.running))
-        if bucket is not None and step.drafted:
             bucket.curve.record(step.drafted, step.accepted)
-        if not step.steady or bucket is None or step.plan not in bucket.cells:
-            return
+        else:
+            # Policies drift, unseen while nothing is drafted.
+            self.curve.forget(_FORGET)
+            bucket.curve.forget(_FORGET)
+        if self._looks_left:
+            self._looked(step, bucket)
+        self._spent += step.seconds
         bucket.steps += 1
-        cell = bucket.cells[step.plan]
-        cell.seen_at = bucket.steps
-        if bucket.measuring == step.plan:
-            cell.samples.append(step.seconds / bucket.scale)
-            if len(cell.samples) == _SAMPLES:
-                # What disturbs a step makes it slower, never faster. Few samples mislead all the
-                # same: the first measurements count together.
-                weight = min(cell.looks, 2)
-                cell.base = (weight * cell.base + sorted(cell.samples)[1]) / (weight + 1)
-                cell.looks += 1
-                cell.samples.clear()
-                bucket.measuring = None
-        elif cell.known:
-            off = min(max(step.seconds / (cell.base * bucket.scale), 0.5), 2.0)
-            bucket.scale *= off**0.1
-            cell.base *= off**0.02
+        if step.plan in self.plans:
+            bucket.seen[step.plan] = (bucket.evidence(step.plan) + 1, bucket.steps)
+        if step.steady:
+            size, drafts = bucket_of(step.running), max(step.drafted, default=0)
+            self._costs.record(step.running, drafts, size, step.seconds)
 
     def changed(self) -> None:
         """See `StrategySelector`."""
         self.curve.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
+            bucket.seen = {plan: (0.5 * n, last) for plan, (n, last) in bucket.seen.items()}
 
     def best_speedup(self) -> float | None:
         """Tokens per second of the best plan over plain decoding, at the batch size where that is
         largest; None where nothing was measured yet."""
+        if not self._costs.known:
+            return None
         found = [
-            max(self._rate(size, plan) for plan in self.plans if bucket.cells[plan].known)
-            / self._rate(size, OFF)
-            for size, bucket in self._buckets.items()
-            if bucket.cells[OFF].known and bucket.measuring is None
+            max(self._rate(size, plan) for plan in self.plans) / self._rate(size, OFF)
+            for size in self._buckets
         ]
         return max(found, default=None)
 
     def table(self) -> list[tuple[int, DraftPlan, float]]:
-        """(batch size, plan in use, its tokens per second over plain decoding) where measured."""
+        """(batch size, plan in use, its tokens per second over plain decoding) where seen."""
+        if not self._costs.known:
+            return []
         return [
             (size, b.current, self._rate(size, b.current) / self._rate(size, OFF))
             for size, b in sorted(self._buckets.items())
-            if b.cells[OFF].known and b.cells[b.current].known
         ]
 
-    def _rate(self, size: int, plan: DraftPlan) -> float:
+    def _bucket(self, running: int) -> _Bucket:
+        size = bucket_of(running)
+        if size not in self._buckets:
+            near = [(abs(other - size), b.current) for other, b in self._buckets.items()]
+            self._buckets[size] = _Bucket(current=min(near)[1] if near else OFF)
+        return self._buckets[size]
+
+    def _rate(self, running: int, plan: DraftPlan) -> float:
         """Tokens per second and request."""
-        return (1 + self._accepted(size, plan.steps)) / self._seconds(size, plan)
+        size = bucket_of(running)
+        seconds = self._costs.seconds(running, plan.steps, size)
+        return (1 + self._accepted(size, plan.steps)) / seconds
 
     def _accepted(self, size: int, drafts: int) -> float:
         """Accepted tokens of a chain of `drafts` at a batch size, on average."""
@@ -271,62 +293,38 @@ class CostModelSelector:
             total += reach
         return total
 
-    def _seconds(self, size: int, plan: DraftPlan) -> float:
-        bucket = self._buckets[size]
-        cell = bucket.cells[plan]
-        if cell.known:
-            return cell.base * bucket.scale
-        return bucket.cells[OFF].base * bucket.scale * self._cost(size, plan)
+    def _looked(self, step: StepRecord, bucket: _Bucket) -> None:
+        self._looks_left -= 1
+        if step.plan != self._looking or not self._costs.known:
+            return
+        made = 1 + sum(step.accepted) / step.running
+        worth = made / self._rate(step.running, bucket.current)
+        self._lost += max(0.0, step.seconds - worth)
+        # Better than expected: not the time to stop.
+        self._look_steps += 1
+        if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:
+            self._looks_left = max(self._looks_left, 1)
 
-    def _cost(self, size: int, plan: DraftPlan) -> float:
-        """Seconds over those of plain decoding, where they have not been measured: a guess, put
-        right by how wrong it was at the most similar plan and batch size where they have."""
-        near = [
-            (
-                abs(log(other / size)) + abs(log(known.steps / plan.steps)),
-                (cell.base / bucket.cells[OFF].base - 1) / _guessed_extra(other, known),
-            )
-            for other, bucket in self._buckets.items()
-            for known, cell in bucket.cells.items()
-            if known != OFF and cell.known and bucket.cells[OFF].known
-        ]
-        wrong = max(min(near)[1], 0.0) if near else 1.0
-        return 1 + wrong * _guessed_extra(size, plan)
+    def _allowed(self, running: int) -> float:
+        """Seconds that looks may have lost by now: at the beginning, some steps' worth."""
+        step = self._costs.seconds(running, 0, bucket_of(running))
+        return self._exploration * self._spent + 2 * step
 
-    def _worth_measuring(self, size: int, bucket: _Bucket) -> DraftPlan | None:
-        """OFF first, then what may be better than the best known plan by a wide margin of error;
-        later, by a narrow one, what is known but was not looked at for long."""
-        if not bucket.cells[OFF].known:
-            return OFF
-        rates = {plan: self._rate(size, plan) for plan in self.plans}
-        best = max(rate for plan, rate in rates.items() if bucket.cells[plan].known)
-        # While nothing is drafted nothing is learned of acceptance either: look again.
-        blind = all(self._stale(bucket, c) for p, c in bucket.cells.items() if p != OFF)
-        for plan in sorted(self.plans, key=rates.__getitem__, reverse=True):
-            cell = bucket.cells[plan]
-            margin = 0.0
-            if not cell.known:
-                # Where few requests run drafts pay most, and a wrong guess costs least.
-                margin = 1.4 if size <= 4 else 1.2
-            elif self._stale(bucket, cell):
-                # The longer ago, the less what was seen then is believed.
-                margin = 2.0 if blind else 1.6 if self._stale(bucket, cell, 4) else 1.15
-            if margin * rates[plan] > best:
-                return plan
-        return None
-
-    def _stale(self, bucket: _Bucket, cell: _Cell, times: int = 1) -> bool:
-        patience = min(self._refresh, _FIRST_LOOK << 2 * max(cell.looks - 1, 0))
-        return bucket.steps - cell.seen_at > times * patience
-
-    def _nearest_choice(self, size: int) -> DraftPlan:
-        near = [(abs(other - size), b.current) for other, b in self._buckets.items()]
-        return min(near)[1] if near else OFF
-
-
-def _guessed_extra(size: int, plan: DraftPlan) -> float:
-    """Extra cost of a step that drafts, in steps that do not."""
-    return 0.15 + plan.steps * (0.05 + 0.02 * size)
+    def _worth_a_look(self, bucket: _Bucket, rates: dict[DraftPlan, float]) -> DraftPlan | None:
+        """A plan other than the current one that, as little as is known of it, might be better."""
+        drafting = sum(bucket.evidence(plan) for plan in self.plans if plan != OFF)
+        found, most = None, rates[bucket.current]
+        for plan, rate in rates.items():
+            if plan == bucket.current:
+                continue
+            known = bucket.evidence(plan)
+            if plan != OFF:
+                # What one depth shows says something of the others.
+                known += 0.1 * drafting
+            hoped = rate * (1 + 0.5 / (1 + known) ** 0.5)
+            if hoped > most and known < _ENOUGH:
+                found, most = plan, hoped
+        return found
 
 
 def bucket_of(running: int) -> int:

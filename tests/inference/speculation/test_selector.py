@@ -111,7 +111,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
         # Few steps of each size: the first rollout pays for all of the measuring.
         assert seconds < (1.05 if seed else 1.08) * oracle
         assert plain / seconds > 1.15
-    assert set(plans[:20]) == {OFF}
+    assert sum(plan == OFF for plan in plans[:20]) >= 16
     assert OFF not in plans[-150:]
     # With nothing to gain, exploring costs little.
     useless = CostModelSelector(PLANS)
@@ -142,7 +142,7 @@ def test_a_choice_is_kept_where_little_would_be_gained() -> None:
 
 
 def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_before() -> None:
-    selector = CostModelSelector(PLANS, refresh_steps=10**9)
+    selector = CostModelSelector(PLANS)
     count = 0
 
     def slowing(running: int, drafts: int) -> float:
@@ -151,7 +151,7 @@ def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_bef
         return cpu(running, drafts) * (1 + count / 500)
 
     _, _, plans = simulate(selector, [1] * 1500, cost=slowing)
-    assert all(plan.steps >= 2 for plan in plans[-500:])
+    assert sum(plan.steps >= 2 for plan in plans[-500:]) > 480
 
 
 def test_beyond_the_threshold_nothing_is_drafted() -> None:
@@ -163,7 +163,7 @@ def test_beyond_the_threshold_nothing_is_drafted() -> None:
 
 
 def test_the_curve_is_per_depth_and_extends_beyond_what_was_tried() -> None:
-    curve = AcceptanceCurve(fade=1.0, guess_weight=1e-9)
+    curve = AcceptanceCurve(kept=1e12, guess_weight=1e-9)
     for _ in range(10):
         curve.record([2, 2, 2, 2], [0, 1, 2, 2])
     assert curve.rate(0) == pytest.approx(3 / 4)
