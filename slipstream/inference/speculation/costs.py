@@ -48,8 +48,8 @@ class StepCosts:
     def __init__(self) -> None:
         size = len(_features(1, 0))
         self._left, self._right = np.zeros((size, size)), np.zeros(size)
-        self._weights: np.ndarray | None = None
-        self._unfitted = 0
+        self._weights: list[float] = []
+        self._unfitted: list[list[float]] = []
         self._steps = 0
         # Follows what all steps share: contexts grow longer, a machine is busy.
         self._scale = 1.0
@@ -71,44 +71,47 @@ class StepCosts:
             self._begin(running, seconds)
         expected = self.seconds(running, drafts, bucket)
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
-        x = _features(running, drafts) / (off * expected / self._scale)
-        self._left *= _FADE
-        self._right *= _FADE
-        self._left += np.outer(x, x)
-        self._right += x
+        shape = off * expected / self._scale
+        self._unfitted.append([x / shape for x in _features(running, drafts)])
         self._scale *= off**0.05
         cell = self._cells.setdefault((bucket, drafts), _Cell())
         cell.total = 0.97 * cell.total + min(max(log(off), -_DOUBT), _DOUBT)
         cell.count = 0.97 * cell.count + 1
         self._steps += 1
-        self._unfitted += 1
 
     def _begin(self, running: int, seconds: float) -> None:
         for size in _PRIOR_SIZES:
             base = seconds * (1 + 0.05 * size) / (1 + 0.05 * running)
             for drafts in _PRIOR_DRAFTS:
-                x = _features(size, drafts) / (base * _guessed_factor(size, drafts))
+                x = np.array(_features(size, drafts)) / (base * _guessed_factor(size, drafts))
                 self._left += _PRIOR_WEIGHT * np.outer(x, x)
                 self._right += _PRIOR_WEIGHT * x
 
     def _shape(self, running: int, drafts: int) -> float:
-        if self._weights is None or self._unfitted >= (1 if self._steps < 32 else 8):
-            ridge = 1e-9 * np.trace(self._left) * np.eye(len(self._right))
-            self._weights = np.linalg.solve(self._left + ridge, self._right)
-            self._unfitted = 0
-        plain = float(_features(running, 0) @ self._weights)
+        if not self._weights or len(self._unfitted) >= (1 if self._steps < 32 else 16):
+            self._take_in()
         # The fit knows nothing of signs, and is not to be believed far from what was measured.
-        plain = max(plain, 1e-3 * float(np.abs(self._weights).max()), 1e-9)
-        if not drafts:
-            return plain
-        return max(float(_features(running, drafts) @ self._weights), 1.02 * plain)
+        plain = max(self._fit(running, 0), 1e-3 * max(map(abs, self._weights)), 1e-9)
+        return max(self._fit(running, drafts), 1.02 * plain) if drafts else plain
+
+    def _take_in(self) -> None:
+        if self._unfitted:
+            rows = np.array(self._unfitted)
+            kept = _FADE ** np.arange(len(rows) - 1, -1, -1)
+            self._left = _FADE ** len(rows) * self._left + rows.T @ (kept[:, None] * rows)
+            self._right = _FADE ** len(rows) * self._right + rows.T @ kept
+            self._unfitted.clear()
+        ridge = 1e-9 * np.trace(self._left) * np.eye(len(self._right))
+        self._weights = np.linalg.solve(self._left + ridge, self._right).tolist()
+
+    def _fit(self, running: int, drafts: int) -> float:
+        pairs = zip(_features(running, drafts), self._weights, strict=True)
+        return sum(x * w for x, w in pairs)
 
 
-def _features(running: int, drafts: int) -> np.ndarray:
+def _features(running: int, drafts: int) -> tuple[float, ...]:
     rows = running * (drafts + 1)
-    return np.array(
-        [1, rows, max(rows - _KNEE, 0), drafts > 0, drafts, running * drafts], dtype=np.float64
-    )
+    return 1.0, rows, max(rows - _KNEE, 0), float(drafts > 0), drafts, running * drafts
 
 
 def _guessed_factor(size: int, drafts: int) -> float:

@@ -113,18 +113,25 @@ class AcceptanceCurve:
             return guess
         return (self._right[depth] + weight * guess) / (self._tried[depth] + weight)
 
+    def rates(self, depths: int) -> list[float]:
+        """`rate` of the first `depths` depths."""
+        guess, found = self._guess, []
+        for depth in range(depths):
+            if depth < len(self._tried):
+                right, tried = self._right[depth], self._tried[depth]
+                guess = (right + self._weight * guess) / (tried + self._weight)
+            found.append(guess)
+        return found
+
     def rate(self, depth: int) -> float:
         """`share`, a depth that was tried less often taking after the one before it."""
-        guess = self._guess
-        for right, tried in zip(self._right[: depth + 1], self._tried, strict=False):
-            guess = (right + self._weight * guess) / (tried + self._weight)
-        return guess
+        return self.rates(depth + 1)[-1]
 
     def expected(self, drafts: int) -> float:
         """Accepted tokens of a chain of `drafts`, on average."""
         total, reach = 0.0, 1.0
-        for depth in range(drafts):
-            reach *= self.rate(depth)
+        for rate in self.rates(drafts):
+            reach *= rate
             total += reach
         return total
 
@@ -134,6 +141,9 @@ _TRUST = 30.0
 
 _LOOK = 2
 """Steps of a look at another plan: the first also catches up, the second can be measured."""
+
+_DECIDE = 4
+"""Steps between two decisions at one batch size."""
 
 _LONGEST_LOOK = 16
 
@@ -161,6 +171,7 @@ class _Bucket:
     """Steps of each plan, faded, and when the last one was."""
     looks: int = 0
     looked_at: int = 0
+    decide_at: int = 0
 
     def evidence(self, plan: DraftPlan) -> float:
         count, last = self.seen.get(plan, (0.0, 0))
@@ -212,7 +223,10 @@ class CostModelSelector:
             return OFF
         if self._looks_left and self._looking is not None:
             return self._looking
-        rates = {plan: self._rate(running, plan) for plan in self.plans}
+        if bucket.steps < bucket.decide_at:
+            return bucket.current
+        bucket.decide_at = bucket.steps + _DECIDE
+        rates = self._rates(running)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
@@ -281,17 +295,21 @@ class CostModelSelector:
 
     def _rate(self, running: int, plan: DraftPlan) -> float:
         """Tokens per second and request."""
-        size = bucket_of(running)
-        seconds = self._costs.seconds(running, plan.steps, size)
-        return (1 + self._accepted(size, plan.steps)) / seconds
+        return self._rates(running, [plan])[plan]
 
-    def _accepted(self, size: int, drafts: int) -> float:
-        """Accepted tokens of a chain of `drafts` at a batch size, on average."""
-        own, total, reach = self._buckets[size].curve, 0.0, 1.0
-        for depth in range(drafts):
-            reach *= own.share(depth, self.curve.rate(depth), _TRUST)
-            total += reach
-        return total
+    def _rates(
+        self, running: int, plans: Sequence[DraftPlan] | None = None
+    ) -> dict[DraftPlan, float]:
+        """`_rate` of some plans, or of all."""
+        plans = self.plans if plans is None else plans
+        size = bucket_of(running)
+        own, made = self._buckets[size].curve, [1.0]
+        reach = 1.0
+        for depth, guess in enumerate(self.curve.rates(max(plan.steps for plan in plans))):
+            reach *= own.share(depth, guess, _TRUST)
+            made.append(made[-1] + reach)
+        costs = self._costs
+        return {plan: made[plan.steps] / costs.seconds(running, plan.steps, size) for plan in plans}
 
     def _looked(self, step: StepRecord, bucket: _Bucket) -> None:
         self._looks_left -= 1

@@ -111,7 +111,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
         # Few steps of each size: the first rollout pays for all of the measuring.
         assert seconds < (1.05 if seed else 1.08) * oracle
         assert plain / seconds > 1.15
-    assert sum(plan == OFF for plan in plans[:20]) >= 16
+    assert sum(plan == OFF for plan in plans[:20]) >= 10
     assert OFF not in plans[-150:]
     # With nothing to gain, exploring costs little.
     useless = CostModelSelector(PLANS)
