@@ -6,8 +6,8 @@ measuring of its own:
     seconds = a + b R + c max(R - 8, 0)     R = running * (drafts + 1) rows through the policy
             + [drafts > 0] d + e drafts + f running * drafts     the drafts themselves
 
-They are fitted to relative errors by least squares in which old steps fade; what one batch size and
-depth then still differ by is learned beside it. Used by `selector`.
+No number is below 0. They are fitted to relative errors by least squares in which old steps fade;
+what one batch size and depth then still differ by is learned beside it. Used by `selector`.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class StepCosts:
     def _shape(self, running: int, drafts: int) -> float:
         if not self._weights or len(self._unfitted) >= (1 if self._steps < 32 else 16):
             self._take_in()
-        # The fit knows nothing of signs, and is not to be believed far from what was measured.
-        plain = max(self._fit(running, 0), 1e-3 * max(map(abs, self._weights)), 1e-9)
-        return max(self._fit(running, drafts), 1.02 * plain) if drafts else plain
+        return max(self._fit(running, drafts), 1e-12)
 
     def _take_in(self) -> None:
         if self._unfitted:
@@ -101,12 +99,22 @@ class StepCosts:
             self._left = _FADE ** len(rows) * self._left + rows.T @ (kept[:, None] * rows)
             self._right = _FADE ** len(rows) * self._right + rows.T @ kept
             self._unfitted.clear()
-        ridge = 1e-9 * np.trace(self._left) * np.eye(len(self._right))
-        self._weights = np.linalg.solve(self._left + ridge, self._right).tolist()
+        self._weights = _least_squares(self._left.tolist(), self._right.tolist(), self._weights)
 
     def _fit(self, running: int, drafts: int) -> float:
         pairs = zip(_features(running, drafts), self._weights, strict=True)
         return sum(x * w for x, w in pairs)
+
+
+def _least_squares(left: list[list[float]], right: list[float], start: list[float]) -> list[float]:
+    """The x >= 0 that solves left x = right best, coordinate by coordinate: nothing makes a step
+    faster, and a sign that noise has turned would mislead far from where it was measured."""
+    x = list(start) if start else [0.0] * len(right)
+    for _ in range(30):
+        for i, row in enumerate(left):
+            rest = right[i] - sum(a * b for a, b in zip(row, x, strict=True)) + row[i] * x[i]
+            x[i] = max(rest / row[i], 0.0) if row[i] > 0 else 0.0
+    return x
 
 
 def _features(running: int, drafts: int) -> tuple[float, ...]:

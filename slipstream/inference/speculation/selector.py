@@ -161,21 +161,35 @@ _PATIENCE = 0.996
 
 
 @dataclass(slots=True)
+class _Seen:
+    """How often each plan was tried lately."""
+
+    steps: int = 0
+    counts: dict[DraftPlan, tuple[float, int]] = field(default_factory=dict)
+    """Steps of each plan, faded, and when the last one was."""
+
+    def record(self, plan: DraftPlan) -> None:
+        self.steps += 1
+        self.counts[plan] = (self.evidence(plan) + 1, self.steps)
+
+    def evidence(self, plan: DraftPlan) -> float:
+        count, last = self.counts.get(plan, (0.0, 0))
+        return count * _PATIENCE ** (self.steps - last)
+
+    def forget(self, keep: float) -> None:
+        self.counts = {plan: (keep * n, last) for plan, (n, last) in self.counts.items()}
+
+
+@dataclass(slots=True)
 class _Bucket:
     """Batches of about one size."""
 
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
-    steps: int = 0
     current: DraftPlan = OFF
-    seen: dict[DraftPlan, tuple[float, int]] = field(default_factory=dict)
-    """Steps of each plan, faded, and when the last one was."""
+    seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
     looked_at: int = 0
     decide_at: int = 0
-
-    def evidence(self, plan: DraftPlan) -> float:
-        count, last = self.seen.get(plan, (0.0, 0))
-        return count * _PATIENCE ** (self.steps - last)
 
 
 class CostModelSelector:
@@ -210,6 +224,7 @@ class CostModelSelector:
         self._hysteresis = hysteresis
         self._exploration = exploration
         self._buckets: dict[int, _Bucket] = {}
+        self._seen = _Seen()
         self._looking: DraftPlan | None = None
         self._looks_left = self._look_steps = 0
         self._spent = self._lost = 0.0
@@ -223,19 +238,19 @@ class CostModelSelector:
             return OFF
         if self._looks_left and self._looking is not None:
             return self._looking
-        if bucket.steps < bucket.decide_at:
+        if bucket.seen.steps < bucket.decide_at:
             return bucket.current
-        bucket.decide_at = bucket.steps + _DECIDE
+        bucket.decide_at = bucket.seen.steps + _DECIDE
         rates = self._rates(running)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
-        rested = bucket.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
+        rested = bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
         if rested and self._lost <= self._allowed(running):
             look = self._worth_a_look(bucket, rates)
             if look is not None:
                 self._looking, self._looks_left, self._look_steps = look, _LOOK, 0
-                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.steps + _LOOK
+                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + _LOOK
                 return look
         return bucket.current
 
@@ -252,9 +267,8 @@ class CostModelSelector:
         if self._looks_left:
             self._looked(step, bucket)
         self._spent += step.seconds
-        bucket.steps += 1
-        if step.plan in self.plans:
-            bucket.seen[step.plan] = (bucket.evidence(step.plan) + 1, bucket.steps)
+        bucket.seen.record(step.plan)
+        self._seen.record(step.plan)
         if step.steady:
             size, drafts = bucket_of(step.running), max(step.drafted, default=0)
             self._costs.record(step.running, drafts, size, step.seconds)
@@ -264,7 +278,8 @@ class CostModelSelector:
         self.curve.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
-            bucket.seen = {plan: (0.5 * n, last) for plan, (n, last) in bucket.seen.items()}
+            bucket.seen.forget(0.5)
+        self._seen.forget(0.5)
 
     def best_speedup(self) -> float | None:
         """Tokens per second of the best plan over plain decoding, at the batch size where that is
@@ -330,15 +345,12 @@ class CostModelSelector:
 
     def _worth_a_look(self, bucket: _Bucket, rates: dict[DraftPlan, float]) -> DraftPlan | None:
         """A plan other than the current one that, as little as is known of it, might be better."""
-        drafting = sum(bucket.evidence(plan) for plan in self.plans if plan != OFF)
         found, most = None, rates[bucket.current]
         for plan, rate in rates.items():
             if plan == bucket.current:
                 continue
-            known = bucket.evidence(plan)
-            if plan != OFF:
-                # What one depth shows says something of the others.
-                known += 0.1 * drafting
+            # Other batch sizes show much of what a plan costs and yields.
+            known = bucket.seen.evidence(plan) + 0.5 * self._seen.evidence(plan)
             hoped = rate * (1 + 0.5 / (1 + known) ** 0.5)
             if hoped > most and known < _ENOUGH:
                 found, most = plan, hoped
