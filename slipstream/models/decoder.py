@@ -264,7 +264,8 @@ class PackedDecoder:
         ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
         """
-        if self.together is not None and not taps and not torch.is_grad_enabled():
+        kernels = has_kernels(self.dtype, ids_BT.device)
+        if self.together is not None and kernels and not taps and not torch.is_grad_enabled():
             places = None if kv_cache is None else kv_cache.places()
             x = F.embedding(ids_BT.flatten(), self.embedding)
             return HiddenStates(self.together(x, positions_BT, places).view(*ids_BT.shape, -1), {})

@@ -87,7 +87,11 @@ class KVStore:
             return
         # Doubling keeps copies rare; near the budget take exactly what is needed.
         new_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
-        new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
+        new_slots = self.slots
+        if slots > self.slots:
+            new_slots = max(slots, 2 * self.slots)
+            # Contexts grow longest when few are left: rows that have ended are not taken along.
+            new_rows = min(new_rows, max(rows, 2 * round_up(rows, self._row_multiple)))
         if new_rows * new_slots * self.slot_bytes > self.budget:
             new_rows, new_slots = rows, slots
         if self._before_growth is not None:
