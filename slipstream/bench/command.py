@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from slipstream.config.launch import add_debug_flag, positive
 
 if TYPE_CHECKING:
     import torch
+
+    from slipstream.bench.targets import Target
 
 _KINDS = "{rollout,decode,speculation,lossless,train,startup}"
 
@@ -188,7 +190,16 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
         help="models with random weights (default: quickstart d512x12); may be empty",
     )
     lossless.add_argument(
-        "--policy", metavar="DIR", type=Path, help="also a trained model, a Hugging Face folder"
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        help="also a trained model: the folder of a run (with its draft head), or of Hugging Face",
+    )
+    lossless.add_argument(
+        "--head",
+        metavar="DIR",
+        type=Path,
+        help="the draft head of --policy (default: the run's; without one, one is trained)",
     )
     lossless.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     lossless.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
@@ -343,9 +354,13 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
     from slipstream.errors import ConfigError
 
     dtype = _settle_torch(args)
-    makers = {shape: partial(random_target, shape) for shape in args.shape}
+    if args.head is not None and args.policy is None:
+        raise ConfigError("--head names the draft head of a trained policy; give --policy, too")
+    makers: dict[str, Callable[[], Target]] = {}
     if args.policy is not None:
-        makers["policy"] = partial(trained_target, args.policy)
+        # First: whether its files can be read is known at once.
+        makers["policy"] = partial(trained_target, args.policy, args.head)
+    makers |= {shape: partial(random_target, shape) for shape in args.shape}
     if not makers:
         raise ConfigError("nothing to check: --shape names no model; name one or give --policy")
     # A token of the widest model with its large vocabulary takes as long as several of another.

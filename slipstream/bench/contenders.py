@@ -58,6 +58,20 @@ PEERS = {"hf": ("transformers-dynamic", "transformers-static"), "vllm": tuple(VL
 vLLM in either dtype, compiled or not, in one process with all threads (its best on few cores), with
 one thread, and as it comes."""
 
+SPECULATING = {
+    "vllm-float32-ngram": VllmSettings(
+        dtype="float32",
+        speculative={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 4,
+        },
+    ),
+}
+"""vLLM's own speculation, no peer of plain decoding, and greedy only: above temperature 0, vLLM
+0.32 samples other tokens on a CPU than its law says."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -232,7 +246,7 @@ def vllm_contender(
     name: str, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
     """vLLM on the policy of a Hugging Face folder. Raises ConfigError where it is not installed."""
-    settings = VLLM[name]
+    settings = (VLLM | SPECULATING)[name]
     threads = settings.threads or torch.get_num_threads()
     command = peer_command(
         ".venv-vllm",

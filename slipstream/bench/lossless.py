@@ -31,6 +31,7 @@ from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.waves import LosslessBench, Wave, enough
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.union import UnionProposer
 
 HISTORY_LIES, ORACLE_LIES = 1 / 16, 0.2
 
@@ -143,10 +144,13 @@ def _proposer(
     name: str, bench: LosslessBench, wave: Wave, known: Mapping[str, Sequence[int]]
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
-    if name == "eagle head":
-        return EagleProposer(bench.target.head, dtype=bench.dtype)
-    if name == "seeded history":
-        return history_of(wave.requests, known, vocab_size=vocab_size, lies=HISTORY_LIES)
+    if name in ("eagle head", "union"):
+        head = EagleProposer(bench.target.head, dtype=bench.dtype)
+        if name == "eagle head":
+            return head
+    if name in ("seeded history", "union"):
+        history = history_of(wave.requests, known, vocab_size=vocab_size, lies=HISTORY_LIES)
+        return UnionProposer(head, history) if name == "union" else history
     return LyingOracle(known, vocab_size=vocab_size, lies=ORACLE_LIES)
 
 

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from slipstream.bench.contenders import VLLM, Workload, vllm_contender
+from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
@@ -70,9 +70,16 @@ class SpeculationBench:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses")
-        unknown = [name for name in self.peers if name not in VLLM]
+        known = VLLM | SPECULATING
+        unknown = [name for name in self.peers if name not in known]
         if unknown:
-            raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(VLLM)}")
+            raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(known)}")
+        wrong = [name for name in self.peers if name in SPECULATING]
+        if wrong and self.temperature > 0:
+            raise ConfigError(
+                f"{wrong[0]} is measured greedily only, for above temperature 0 its tokens are "
+                "wrong on a CPU; give --greedy"
+            )
 
 
 def plans() -> list[DraftPlan]:

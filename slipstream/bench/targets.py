@@ -17,8 +17,10 @@ from slipstream.bench.shapes import SHAPES
 from slipstream.drafter.losses import DraftSamples, eagle_loss
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_io import load_draft_head
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
@@ -68,17 +70,26 @@ def random_target(shape: str) -> Target:
     return Target(name=name, decoder=decoder, head=head, texts=texts)
 
 
-def trained_target(folder: Path, *, head_steps: int = 300) -> Target:
-    """The policy of a Hugging Face folder. Raises CheckpointError for one that cannot be read."""
-    decoder = load_checkpoint(folder)
+def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 300) -> Target:
+    """The policy of a run, or of a Hugging Face folder, with the draft head of `head`, else of the
+    run's folder `draft`, else one that is trained here for `head_steps`.
+
+    Raises CheckpointError for what cannot be read, ConfigError for too few positions.
+    """
+    decoder = load_checkpoint(policy_folder(folder))
     if decoder.config.max_position_embeddings < 2 * TEXT_LENGTH:
         raise ConfigError(
             f"{folder}: the policy has {decoder.config.max_position_embeddings} positions, and the "
             f"check needs {2 * TEXT_LENGTH}; give another folder"
         )
     texts = own_texts(decoder, count=NUM_TEXTS, length=TEXT_LENGTH)
-    head = brief_head(decoder, texts, steps=head_steps)
-    return Target(name=folder.name, decoder=decoder, head=head, texts=texts)
+    if head is None and (folder / "draft").is_dir():
+        head = folder / "draft"
+    drafter = brief_head(decoder, texts, steps=head_steps) if head is None else None
+    if head is not None:
+        drafter = load_draft_head(head_folder(head), decoder.config)
+    assert drafter is not None
+    return Target(name=folder.name, decoder=decoder, head=drafter, texts=texts)
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from slipstream.bench.targets import Target
 from slipstream.errors import check_at_least_one
 from slipstream.types import GenerateRequest, KVPolicy, NoiseKey, SamplingParams
 
-PROPOSERS = ("eagle head", "seeded history", "lying oracle")
+PROPOSERS = ("eagle head", "seeded history", "union", "lying oracle")
 """The history is seeded with the plain responses, a token in `HISTORY_LIES` wrong, beside what it
-sees itself; the oracle is no drafter (see `drafters`)."""
+sees itself; the union is of both; the oracle is no drafter (see `drafters`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
 """Row and width rules of exact mode: what makes a token's numbers independent of its neighbours.
 
-A matrix product computes row i the same way whatever else is in the batch only if the row count
-avoids the kernels' special cases; an element-wise kernel handles the last few elements of a buffer
-with other instructions. The rules here avoid both (measurements: `docs/log.md`). They are applied
-by the engine and by the trainer alike, so that both compute the same bits for the same token.
+In fp32 on a CPU compiled kernels compute every row by itself (`has_kernels`). Where torch's own
+operations are used instead, a matrix product computes row i the same way whatever else is in the
+batch only if the row count avoids the library's special cases, and an element-wise operation
+handles the last few elements of a buffer with other instructions. The rules here avoid both
+(measurements: `docs/log.md`). They are applied by the engine and by the trainer alike, so that both
+compute the same bits for the same token.
 """
 
 from __future__ import annotations

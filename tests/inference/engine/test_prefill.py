@@ -84,7 +84,7 @@ def test_pieces_of_long_contexts(dtype: torch.dtype) -> None:
 
 
 def test_large_products_have_the_same_bits_in_pieces() -> None:
-    # Weights in oneDNN's layout, and enough rows for other blockings of the products.
+    # Enough rows for several blocks of the products.
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
     decoder = make_decoder(0, num_kv_heads=8, **sizes)
     with torch.no_grad():

@@ -1,0 +1,42 @@
+"""Where compiled code is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from numba import config
+
+from slipstream.kernels import compiling
+
+
+def test_compiled_code_lies_in_a_folder_named_after_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text("one")
+    monkeypatch.setattr(compiling, "__file__", str(tmp_path / "compiling.py"))
+    folder = compiling._folder.__wrapped__
+    first = folder()
+    assert first == folder()
+    assert Path(first).is_dir()
+    # Another file than the one a function stands in has changed: old code must not be found.
+    (tmp_path / "b.py").write_text("two")
+    assert folder() != first
+
+
+def test_where_the_package_cannot_be_written_the_home_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, home = tmp_path / "package", tmp_path / "home"
+    here.mkdir()
+    (here / "__pycache__").write_text("no folder can be made here")
+    monkeypatch.setattr(compiling, "__file__", str(here / "compiling.py"))
+    monkeypatch.setenv("HOME", str(home))
+    assert Path(compiling._folder.__wrapped__()).parent == home / ".cache" / "slipstream"
+
+
+def test_other_users_of_numba_keep_their_folder() -> None:
+    before = config.CACHE_DIR
+    with compiling._cached():
+        assert before != config.CACHE_DIR
+    assert before == config.CACHE_DIR

@@ -1,0 +1,57 @@
+"""The exponential and the sums, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from slipstream.kernels.numeric import dots, exp, squares, total, triple
+
+
+@njit
+def exps(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(len(x)):
+        out[i] = exp(x[i])
+
+
+def test_exponentials_are_right_to_two_units_in_the_last_place() -> None:
+    x = np.linspace(-86.9, 87.9, 400_001).astype(np.float32)
+    out = np.empty_like(x)
+    exps(x, out)
+    exact = np.exp(x.astype(np.float64))
+    assert float(np.max(np.abs(out - exact) / exact)) < 2 * 2**-23
+
+
+def test_exponentials_at_the_ends() -> None:
+    x = np.array([0.0, -0.0, -1e9, -np.inf, 1e9, np.nan], dtype=np.float32)
+    out = np.empty_like(x)
+    exps(x, out)
+    assert out[:2].tolist() == [1.0, 1.0]
+    assert out[2] == out[3] == pytest.approx(math.exp(-87), rel=1e-6)
+    assert out[4] == pytest.approx(math.exp(88), rel=1e-6)
+    assert math.isnan(out[5])
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 64, 100])
+def test_sums_are_sums(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x, y, z = torch.randn(3, n, generator=generator).unbind()
+    at = [t.data_ptr() for t in (x, y, z)]
+    wide = [t.double() for t in (x, y, z)]
+    assert squares(at[0], n) == pytest.approx(float((wide[0] ** 2).sum()), rel=1e-6)
+    assert total(at[0], n) == pytest.approx(float(wide[0].sum()), abs=1e-5)
+    exact = float((wide[0] * wide[1] * wide[2]).sum())
+    assert triple(*at, n) == pytest.approx(exact, abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 7, 12])
+def test_dots_are_products_of_a_matrix_and_a_vector(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    x, rows = torch.randn(48, generator=generator), torch.randn(count, 48, generator=generator)
+    out = torch.empty(count)
+    dots(x.data_ptr(), rows.data_ptr(), 48, count, out.data_ptr())
+    torch.testing.assert_close(out, rows @ x)

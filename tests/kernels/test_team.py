@@ -1,0 +1,42 @@
+"""Work shared out among threads: the same numbers as by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.kernels import team
+from slipstream.models.decoder import Decoder
+from tests.models.helpers import make_decoder, random_ids
+
+
+def forward(decoder: Decoder) -> torch.Tensor:
+    ids = random_ids(3, 60)
+    with torch.no_grad():
+        packed = decoder.pack(torch.float32)
+        return packed.forward(ids, torch.arange(60).expand(3, -1)).final
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_parts_add_up_to_the_whole(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder("qwen3")
+    monkeypatch.setattr(team, "_gomp", None)
+    alone = forward(decoder)
+    monkeypatch.undo()
+    monkeypatch.setattr(team, "SHARED_FROM", 1)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(forward(decoder), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_team_is_the_one_of_torch() -> None:
+    # Otherwise kernels would run on one thread, and nothing would say so.
+    assert team._gomp is not None
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split()[-1] for line in maps if "libgomp" in line}
+    assert len(loaded) == 1

@@ -1,0 +1,125 @@
+"""Layers by compiled kernels: up to rounding those of torch's operations, gradients too, and all in
+one call the same bits as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from slipstream.models import decoder as decoder_module
+from slipstream.models import functional
+from slipstream.models.attention import TorchAttention
+from slipstream.models.cpu_attention import CpuAttention
+from slipstream.models.functional import add_norm, gated, rms_norm
+from tests.models.helpers import FAMILIES, config, make_decoder, random_ids
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    with (
+        patch.object(functional, "has_kernels", lambda *_: False),
+        patch.object(decoder_module, "has_kernels", lambda *_: False),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [4, 36, 132])
+def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, length: int) -> None:
+    packed = make_decoder(family).pack(torch.float32)
+    ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
+    with torch.no_grad():
+        at_once = packed.forward(ids, positions).final
+        one_by_one = packed.forward(ids, positions, taps=(0,)).final
+    assert torch.equal(at_once, one_by_one)
+    assert torch.equal(at_once, packed.forward(ids, positions).final)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_and_torch_agree_up_to_rounding(family: str) -> None:
+    packed = make_decoder(family).pack(torch.float32)
+    ids, positions = random_ids(2, 60), torch.arange(60).expand(2, -1)
+    with torch.no_grad():
+        ours = packed.forward(ids, positions).final
+        with torch_alone():
+            theirs = packed.forward(ids, positions).final
+    assert not torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_attention(family: str) -> None:
+    c = config(family)
+    Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
+    B, T = 3, 20
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(B * T, (Q + 2 * H) * K, generator=generator, requires_grad=True)
+    norms = None
+    if c.qk_norm:
+        norms = (1 + 0.2 * torch.randn(Q + H, K, generator=generator)).requires_grad_()
+    eps = torch.full((), c.rms_norm_eps)
+    positions = torch.arange(T).expand(B, -1)
+    upstream = torch.randn(B * T, Q * K, generator=generator)
+    inputs = [qkv] if norms is None else [qkv, norms]
+    found = []
+    for attention in (
+        CpuAttention(c, eps, positions),
+        TorchAttention(c, eps, positions, torch.float32),
+    ):
+        out = attention(0, qkv, norms, False)
+        found.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("width", [16, 48, 77])
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_gradients_of_the_norm(width: int, with_delta: bool) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x, delta = torch.randn(2, 40, width, generator=generator).requires_grad_().unbind()
+    weight = torch.randn(width, generator=generator, requires_grad=True)
+    eps = torch.full((), 1e-5)
+    up, up_total = torch.randn(2, 40, width, generator=generator).unbind()
+    inputs = [x, delta, weight] if with_delta else [x, weight]
+    total, normed = add_norm(x, delta if with_delta else None, weight, eps)
+    ours = torch.autograd.grad((normed * up).sum() + (total * up_total).sum(), inputs)
+    summed = x + delta if with_delta else x
+    theirs_normed = rms_norm(summed, weight, eps)
+    theirs = torch.autograd.grad((theirs_normed * up).sum() + (summed * up_total).sum(), inputs)
+    torch.testing.assert_close(total, summed)
+    torch.testing.assert_close(normed, theirs_normed)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_the_gate() -> None:
+    both = torch.randn(30, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    upstream = torch.randn(30, 48, generator=torch.Generator().manual_seed(1))
+    gate, up = both.chunk(2, -1)
+    theirs = torch.nn.functional.silu(gate) * up
+    ours = gated(both)
+    torch.testing.assert_close(ours, theirs)
+    (a,), (b,) = (torch.autograd.grad((y * upstream).sum(), both) for y in (ours, theirs))
+    torch.testing.assert_close(a, b)
+
+
+def test_what_is_not_finite_stays_where_it_is() -> None:
+    packed = make_decoder("qwen3").pack(torch.float32)
+    ids, positions = random_ids(3, 12), torch.arange(12).expand(3, -1)
+    packed.embedding.data = packed.embedding.data.clone()
+    with torch.no_grad():
+        before = packed.forward(ids, positions).final
+        # One token that nothing else of the batch has.
+        marked = ids.clone()
+        marked[1, 5] = 95
+        packed.embedding[95] = float("nan")
+        after = packed.forward(marked, positions).final
+    others = ~(marked == 95).any(-1) & ~(ids == 95).any(-1)
+    assert bool(after[1, 5:].isnan().all())
+    assert torch.equal(after[1, :5], before[1, :5])
+    assert bool(others[[0, 2]].any())
+    assert torch.equal(after[others], before[others])
