@@ -10,6 +10,7 @@ head's rotary embedding, count from there.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,8 @@ class EagleProposer:
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, _Row] = {}
         self._order: list[str] = []
-        self._steps: list[_Step] = []
+        self._steps: deque[_Step] = deque()
+        self._waiting = 0
         self._waiting_bytes = waiting_bytes
         self._short_of_memory = False
 
@@ -102,8 +104,11 @@ class EagleProposer:
             raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
         row_of = {name: i for i, name in enumerate(request_ids)}
         self._steps.append(_Step(row_of, tokens, features_NWD))
-        while sum(step.features_NWD.nbytes for step in self._steps) > self._waiting_bytes:
-            for name in self._steps.pop(0).row_of:
+        self._waiting += features_NWD.nbytes
+        while self._waiting > self._waiting_bytes:
+            oldest = self._steps.popleft()
+            self._waiting -= oldest.features_NWD.nbytes
+            for name in oldest.row_of:
                 if name in self._rows:
                     self._rows[name] = _Row()
 
@@ -119,7 +124,7 @@ class EagleProposer:
             self._order[index] = moved
         self._order.pop()
         if not self._order:
-            self._steps.clear()
+            self._forget_steps()
             self._store.release()
 
     def update(self, update: WeightUpdate) -> None:
@@ -158,7 +163,7 @@ class EagleProposer:
         starts = [row.cached for row in rows]
         for row, end in zip(rows, ends, strict=True):
             row.cached, row.features, row.tokens = end, None, ()
-        self._steps.clear()
+        self._forget_steps()
         if self._packed.together is not None and not batch.rows.cuts and width <= _COLUMNS:
             return self._at_once(batch, plan.steps, starts, tokens, features_NTD)
         columns = [
@@ -209,6 +214,10 @@ class EagleProposer:
             steps,
         )
         return batch.chains(drafted.t().tolist())
+
+    def _forget_steps(self) -> None:
+        self._steps.clear()
+        self._waiting = 0
 
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
         kv = self._store.data[0]
