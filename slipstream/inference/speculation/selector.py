@@ -145,6 +145,9 @@ _LOOK = 2
 _DECIDE = 4
 """Steps between two decisions at one batch size."""
 
+_SOON = 32
+"""Steps in which drafting must have paid for its beginning: batches change."""
+
 _LONGEST_LOOK = 16
 
 _FORGET = 0.998
@@ -228,6 +231,9 @@ class CostModelSelector:
         self._looking: DraftPlan | None = None
         self._looks_left = self._look_steps = 0
         self._spent = self._lost = 0.0
+        # Whether the last step did not draft, and what the first that does then takes longer, in
+        # seconds for each request.
+        self._behind, self._catch_up = False, 0.0
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
@@ -245,6 +251,8 @@ class CostModelSelector:
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
+        if self._behind and bucket.current != OFF and not self._pays(running, bucket, rates):
+            bucket.current = OFF
         rested = bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
         if rested and self._lost <= self._allowed(running):
             look = self._worth_a_look(bucket, rates)
@@ -269,9 +277,13 @@ class CostModelSelector:
         self._spent += step.seconds
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
+        self._behind = not step.drafted
+        size, drafts = bucket_of(step.running), max(step.drafted, default=0)
         if step.steady:
-            size, drafts = bucket_of(step.running), max(step.drafted, default=0)
             self._costs.record(step.running, drafts, size, step.seconds)
+        elif drafts and self._costs.known:
+            extra = step.seconds - self._costs.seconds(step.running, drafts, size)
+            self._catch_up += 0.25 * (max(extra, 0.0) / step.running - self._catch_up)
 
     def changed(self) -> None:
         """See `StrategySelector`."""
@@ -337,6 +349,12 @@ class CostModelSelector:
         self._look_steps += 1
         if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:
             self._looks_left = max(self._looks_left, 1)
+
+    def _pays(self, running: int, bucket: _Bucket, rates: dict[DraftPlan, float]) -> bool:
+        """Whether drafting gains more within `_SOON` steps than catching up with it costs."""
+        gain = rates[bucket.current] / rates[OFF] - 1
+        step = self._costs.seconds(running, 0, bucket_of(running))
+        return _SOON * gain * step > self._catch_up * running
 
     def _allowed(self, running: int) -> float:
         """Seconds that looks may have lost by now: at the beginning, some steps' worth."""
