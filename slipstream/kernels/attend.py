@@ -209,14 +209,14 @@ def attend_part(
         # Two panels at a time where rows are few: more chains of additions run side by side.
         while G <= 2 and i + 2 * PANEL <= K:
             if G == 1:
-                tile_1x2(start, 0, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4)
+                tile_1x2(start, 0, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4, 0, 0)
             else:
                 tile_2x2(
-                    start, n * 4, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4
+                    start, n * 4, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4, 0, 0
                 )
             i += 2 * PANEL
         while i + PANEL <= K:
-            tiles(start, n * 4, v_start + i * 4, K * 4, n, zeros, o + i * 4, K * 4, G)
+            tiles(start, n * 4, v_start + i * 4, K * 4, n, zeros, o + i * 4, K * 4, G, 0)
             i += PANEL
         for i in range(K - K % PANEL, K):
             v = carray(floats_at(v_start), (n * K,))

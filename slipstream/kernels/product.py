@@ -15,7 +15,7 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
-from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tile import AHEAD, PANEL, tile_1x2, tile_2x2, tiles
 
 _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
@@ -32,9 +32,9 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         while p + 2 <= end:
             w, b, o = panels + p * panel_step, bias + 4 * PANEL * p, out + 4 * PANEL * p
             if M == 1:
-                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step)
+                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + AHEAD, 64)
             else:
-                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step)
+                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + AHEAD, 64)
             p += 2
         begin = p
     block = 0
@@ -43,7 +43,8 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         for p in range(begin, end):
             w, b = panels + p * panel_step, bias + 4 * PANEL * p
             o = out + block * out_step + 4 * PANEL * p
-            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows)
+            following = panels + min(p + 1, total - 1) * panel_step
+            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, following)
         block += rows
 
 

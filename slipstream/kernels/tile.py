@@ -21,9 +21,9 @@ PANEL = 16
 
 _LANES = 8
 
-_AHEAD = 4096
-"""Bytes that weights are asked for in advance: a processor's own guesses are too short for memory
-that several rows keep busy (`bench/linear.py`: 1.5x at four rows). Single rows gain nothing."""
+AHEAD = 16384
+"""Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
+too short for memory that several rows keep busy. Single rows gain nothing."""
 
 
 class _Emitter:
@@ -65,12 +65,12 @@ class _Emitter:
         return b.shuffle_vector(one, undefined, places)
 
     def prefetch(self, address: Any) -> None:
-        """Ask for the weights that are needed some inputs later."""
-        ahead = self._at(self.plus(address, _AHEAD), ir.IntType(8))
+        """Ask for what lies at `address`, soon to be needed."""
+        ahead = self._at(address, ir.IntType(8))
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), i32, i32, i32])
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        read, near, data = (ir.Constant(i32, n) for n in (0, 3, 1))
+        read, near, data = (ir.Constant(i32, n) for n in (0, 2, 1))
         self.builder.call(function, [ahead, read, near, data])
 
     def add_products(self, factor: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
@@ -95,32 +95,35 @@ class _Emitter:
 def _tile(rows: int, panels: int) -> Any:
     """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
     weights, bytes between weights of one input and the next, bytes between panels, number of
-    inputs, at least 1, numbers to begin with, out, bytes between rows of out)."""
+    inputs, at least 1, numbers to begin with, out, bytes between rows of out, what to ask for at
+    the first input, bytes from there to what to ask for at the next). Tiles of several panels ask
+    for nothing."""
     per_panel = PANEL // _LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, weights, input_step, panel_step, count, start, out, out_step = args
+        x, x_step, weights, input_step, panel_step, count, start, out, out_step, *ask = args
         emit = _Emitter(builder)
         begin = emit.vectors(start, panels * per_panel)
         before = builder.basic_block
         loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("done")
         places = [
             ir.Constant(emit.i64, 0),
+            ask[0],
             *emit.series(weights, panel_step, panels),
             *emit.series(x, x_step, rows),
         ]
-        steps = [ir.Constant(emit.i64, 1), *[input_step] * panels]
+        steps = [ir.Constant(emit.i64, 1), ask[1], *[input_step] * panels]
         steps += [ir.Constant(emit.i64, 4)] * rows
         builder.branch(loop)
         builder.position_at_end(loop)
         here = emit.phis(emit.i64, places, before)
         sums = [emit.phis(emit.vector, begin, before) for _ in range(rows)]
-        if panels == 1:
-            emit.prefetch(here[1])
-        loaded = [w for p in range(panels) for w in emit.vectors(here[1 + p], per_panel)]
+        for address in emit.series(here[1], panel_step, panels):
+            emit.prefetch(address)
+        loaded = [w for p in range(panels) for w in emit.vectors(here[2 + p], per_panel)]
         done = [
             emit.add_products(emit.spread(address), loaded, row)
-            for address, row in zip(here[1 + panels :], sums, strict=True)
+            for address, row in zip(here[2 + panels :], sums, strict=True)
         ]
         following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
         for phi, value in zip([*here, *chain(*sums)], [*following, *chain(*done)], strict=True):
@@ -142,8 +145,10 @@ def _tile(rows: int, panels: int) -> Any:
         start: Any,
         out: Any,
         out_step: Any,
+        ask: Any,
+        ask_step: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 11), generate
 
     return intrinsic(tile)
 
@@ -165,27 +170,35 @@ def tiles(
     out: int,
     out_step: int,
     rows: int,
+    following: int,
 ) -> None:
-    """One panel for any number of rows; arguments as those of a tile."""
-    m = 0
+    """One panel for any number of rows; arguments as those of a tile. `following` is the panel that
+    comes next: its weights are asked for while this one's are used, a share by each tile, so that
+    memory is read at an even pace."""
+    m, ask, ask_step, share = 0, weights + AHEAD, input_step, 0
+    if rows > 6 and following:
+        number = (rows + 5) // 6
+        ask_step = input_step // number
+        ask, share = following, ask_step * count
     while m < rows:
         xm, om, left = x + m * x_step, out + m * out_step, rows - m
         # Four and four rather than six and two.
         if left >= 6 and left != 8:
-            tile_6(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_6(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 6
         elif left == 8 or left == 4:
-            tile_4(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_4(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 4
         elif left == 5:
-            tile_5(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_5(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 5
         elif left == 3:
-            tile_3(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_3(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 3
         elif left == 2:
-            tile_2(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_2(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 2
         else:
-            tile_1(xm, x_step, weights, input_step, 0, count, start, om, out_step)
+            tile_1(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 1
+        ask += share
