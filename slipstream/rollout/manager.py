@@ -345,11 +345,15 @@ def _request_id(namespace: str, sample: Sample) -> str:
 
 
 def _raise_one(errors: BaseExceptionGroup[BaseException]) -> NoReturn:
-    """Raise one error of a task group as itself: callers know errors by type."""
+    """Raise one error of a task group as itself: callers know errors by type.
+
+    A group with KeyboardInterrupt stays one: the event loop has raised that itself, and raised once
+    more from a task it would end the loop before its worker threads, which nothing ends then.
+    """
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    raise error
+    raise error if isinstance(error, Exception) else errors
 
 
 def _group_from(raw: Mapping[str, Any]) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -341,6 +342,19 @@ def test_a_reward_that_ends_the_run_arrives_as_itself_and_stops_the_engine() -> 
     with pytest.raises(RewardError, match="no reward for p1"):
         batch(rollouts)
     assert rollouts._engines[0].stats().running == 0
+
+
+def test_ctrl_c_in_a_task_leaves_no_thread_that_keeps_the_process_from_ending() -> None:
+    def pressed(sample: Sample) -> float:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        batch(manager(scorer=Scorer(pressed)))
+    workers = [t for t in threading.enumerate() if t not in before and "AnyIO" in t.name]
+    for thread in workers:
+        thread.join(5.0)
+    assert [thread for thread in workers if thread.is_alive()] == []
 
 
 def test_a_request_that_can_never_be_served_arrives_as_itself() -> None:
