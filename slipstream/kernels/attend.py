@@ -208,15 +208,15 @@ def attend_part(
         i = 0
         # Two panels at a time where rows are few: more chains of additions run side by side.
         while G <= 2 and i + 2 * PANEL <= K:
+            w, to = v_start + i * 4, o + i * 4
             if G == 1:
-                tile_1x2(start, 0, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4, 0, 0)
+                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, w, 0)
             else:
-                tile_2x2(
-                    start, n * 4, v_start + i * 4, K * 4, 4 * PANEL, n, zeros, o + i * 4, K * 4, 0, 0
-                )
+                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, w, 0)
             i += 2 * PANEL
         while i + PANEL <= K:
-            tiles(start, n * 4, v_start + i * 4, K * 4, n, zeros, o + i * 4, K * 4, G, 0)
+            w, to = v_start + i * 4, o + i * 4
+            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, 0)
             i += PANEL
         for i in range(K - K % PANEL, K):
             v = carray(floats_at(v_start), (n * K,))
