@@ -23,10 +23,18 @@ class LyingOracle:
     """
 
     def __init__(
-        self, known: Mapping[str, Sequence[int]], *, vocab_size: int, lies: float, seed: int = 0
+        self,
+        known: Mapping[str, Sequence[int]],
+        *,
+        vocab_size: int,
+        lies: float,
+        seed: int = 0,
+        ragged: bool = False,
     ) -> None:
-        """`known` responses by request id; each draft is another token with probability `lies`."""
+        """`known` responses by request id; each draft is another token with probability `lies`.
+        `ragged` chains have random lengths up to what is planned."""
         self._known = known
+        self._ragged = ragged
         self._vocab_size = vocab_size
         self._lies = lies
         self._rng = Random(seed)
@@ -47,7 +55,8 @@ class LyingOracle:
         drafts = []
         for name in batch.request_ids:
             start = self._done[name]
-            right = self._known[name][start : start + plan.steps]
+            count = self._rng.randrange(plan.steps + 1) if self._ragged else plan.steps
+            right = self._known[name][start : start + count]
             drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
         return batch.chains(drafts)
 

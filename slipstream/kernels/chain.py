@@ -38,35 +38,35 @@ def _chain(
     weights, eps, logits, both, hidden, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
 ):  # fmt: skip
-    # Rows of `spots`: place, own, first, seen of each new token, then of each sequence.
-    M = N * T
-    place, own, first, seen = spots, spots + 8 * M, spots + 16 * M, spots + 24 * M
-    _join(embedding, ids, features, both, M, D, part, parts)
-    wait(parts)
-    product_part(both, fc, fc_start, x, M, D, 2 * D, part, parts)
-    wait(parts)
-    layers_part(
-        weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-        cos, sin, place, own, first, seen, head_stride, longest, keys, values, 0,
-        M, D, Q, H, K, W, part, parts,
-    )  # fmt: skip
-    wait(parts)
     begin, end = N * part // parts, N * (part + 1) // parts
-    last = carray(ints_at(lasts), (N,))
-    for n in range(begin, end):
-        source = carray(floats_at(normed + last[n] * D * 4), (D,))
-        target = carray(floats_at(hidden + n * D * 4), (D,))
-        for i in range(D):
-            target[i] = source[i]
-    wait(parts)
-    rows = spots + 32 * M
-    place, own, first, seen = rows, rows + 8 * N, rows + 16 * N, rows + 24 * N
-    positions = rows + 32 * N
-    at, heat = carray(ints_at(positions), (N,)), carray(floats_at(temperatures), (N,))
-    places, slots = carray(ints_at(place), (N,)), carray(ints_at(own), (N,))
-    counts = carray(ints_at(seen), (N,))
-    feature = hidden
+    last, heat = carray(ints_at(lasts), (N,)), carray(floats_at(temperatures), (N,))
+    # Rows of `spots`: place, own, first, seen of each new token, then of each sequence.
+    rows, spot, later = N * T, spots, spots + 32 * N * T
+    places, slots = carray(ints_at(later), (N,)), carray(ints_at(later + 8 * N), (N,))
+    counts = carray(ints_at(later + 24 * N), (N,))
+    positions = later + 32 * N
+    at = carray(ints_at(positions), (N,))
+    new, feature = ids, features
     for step in range(steps):
+        _join(embedding, new, feature, both, rows, D, part, parts)
+        wait(parts)
+        product_part(both, fc, fc_start, x, rows, D, 2 * D, part, parts)
+        wait(parts)
+        layers_part(
+            weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
+            spot, spot + 8 * rows, spot + 16 * rows, spot + 24 * rows,
+            head_stride, longest, keys, values, 0, rows, D, Q, H, K, W, part, parts,
+        )  # fmt: skip
+        wait(parts)
+        feature = normed
+        if step == 0:
+            for n in range(begin, end):
+                source = carray(floats_at(normed + last[n] * D * 4), (D,))
+                target = carray(floats_at(hidden + n * D * 4), (D,))
+                for i in range(D):
+                    target[i] = source[i]
+            wait(parts)
+            feature, rows, spot = hidden, N, later
         product_part(feature, lm_head, lm_start, logits, N, padded, D, part, parts)
         wait(parts)
         for n in range(begin, end):
@@ -79,25 +79,13 @@ def _chain(
         draw_part(
             logits, padded, keys_N2, positions, temperatures, 0, new, N, V, part, parts
         )  # fmt: skip
-        if step + 1 < steps:
-            for n in range(begin, end):
-                at[n] += 1
-                if step:
-                    places[n] = min(places[n] + 1, limit)
-                    slots[n] += K
-                    counts[n] += 1
-            wait(parts)
-            _join(embedding, new, feature, both, N, D, part, parts)
-            wait(parts)
-            product_part(both, fc, fc_start, x, N, D, 2 * D, part, parts)
-            wait(parts)
-            layers_part(
-                weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-                cos, sin, place, own, first, seen, head_stride, longest, keys, values, 0,
-                N, D, Q, H, K, W, part, parts,
-            )  # fmt: skip
-            wait(parts)
-            feature = normed
+        for n in range(begin, end):
+            at[n] += 1
+            if step:
+                places[n] = min(places[n] + 1, limit)
+                slots[n] += K
+                counts[n] += 1
+        wait(parts)
 
 
 @for_team

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,12 +33,14 @@ def lanes(function: Callable[..., Any]) -> Callable[..., Any]:
 def callback(function: Callable[..., None]) -> Any:
     """Compile a function over one address, now, as C would call it."""
     with _cached():
-        return cfunc(types.void(types.CPointer(types.int64)), cache=True)(function)
+        signature = types.void(types.CPointer(types.int64))
+        return cfunc(signature, cache=_folder() is not None)(function)
 
 
 def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
     with _cached():
-        options = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        kept = _folder() is not None
+        options = {"cache": kept, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
         compiled: Callable[..., Any] = njit(**options)(function)
     return compiled
 
@@ -45,7 +48,7 @@ def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., 
 @contextmanager
 def _cached() -> Iterator[None]:
     # Numba asks for the folder when a function is decorated.
-    before, config.CACHE_DIR = config.CACHE_DIR, _folder()
+    before, config.CACHE_DIR = config.CACHE_DIR, _folder() or ""
     try:
         yield
     finally:
@@ -53,18 +56,25 @@ def _cached() -> Iterator[None]:
 
 
 @cache
-def _folder() -> str:
+def _folder() -> str | None:
+    """Where code is kept: NUMBA_CACHE_DIR, else beside this file, else in the home folder; None,
+    with a warning, where none can be written."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for path in sorted(here.glob("*.py")):
         digest.update(path.read_bytes())
     name = f"numba-{digest.hexdigest()[:16]}"
-    for parent in (here / "__pycache__", Path.home() / ".cache" / "slipstream"):
+    usual = (here / "__pycache__", Path.home() / ".cache" / "slipstream")
+    for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else usual:
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
         if os.access(parent / name, os.W_OK):
             return str(parent / name)
-    # Numba's own choice.
-    return ""
+    warnings.warn(
+        "compiled kernels cannot be kept, so that every start compiles them for some ten seconds: "
+        "set NUMBA_CACHE_DIR to a folder that can be written",
+        stacklevel=2,
+    )
+    return None

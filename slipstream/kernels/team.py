@@ -2,8 +2,9 @@
 
 A kernel's last two arguments are its part and the number of parts: each part does its share, and
 shares do not overlap. A second pool of threads would fight with torch's for the cores (figures:
-`docs/log.md`), so the OpenMP team that torch has already made is asked. Where it can not be found
-(a torch without libgomp), kernels run on the calling thread.
+`docs/log.md`), so the OpenMP team that torch has already made is asked. A torch without libgomp
+(macOS, Windows) has none that could be asked: there `suited` says no, and what is drawn by kernels
+all the same is drawn on the calling thread.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from slipstream.kernels.compiling import callback, kernel
 
 
 @cache
-def cpu_has_fma() -> bool:
-    """Whether this CPU multiplies and adds in one instruction: kernels are written for that (x86
-    since 2013, every Arm of 64 bits)."""
+def suited() -> bool:
+    """Whether kernels do better here than torch's own operations: there is a team, and this CPU
+    multiplies and adds in one instruction (x86 since 2013, every Arm of 64 bits)."""
+    if _gomp is None:
+        return False
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     return bool(binding.get_host_cpu_features().get("fma", False))

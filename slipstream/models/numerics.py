@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.team import cpu_has_fma
+from slipstream.kernels.team import suited
 
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
@@ -51,7 +51,7 @@ def check_widths(**widths: int) -> None:
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the compiled kernels (`kernels`) are for tensors of this kind: what they compute is
     exact for any number of rows."""
-    return dtype == torch.float32 and device.type == "cpu" and cpu_has_fma()
+    return dtype == torch.float32 and device.type == "cpu" and suited()
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:

@@ -35,6 +35,17 @@ def test_where_the_package_cannot_be_written_the_home_folder_is_used(
     assert Path(compiling._folder.__wrapped__()).parent == home / ".cache" / "slipstream"
 
 
+def test_a_folder_of_the_users_choice_and_none_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "mine"))
+    assert Path(compiling._folder.__wrapped__()).parent == tmp_path / "mine"
+    (tmp_path / "taken").write_text("no folder can be made here")
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "taken"))
+    with pytest.warns(UserWarning, match="set NUMBA_CACHE_DIR to a folder that can be written"):
+        assert compiling._folder.__wrapped__() is None
+
+
 def test_other_users_of_numba_keep_their_folder() -> None:
     before = config.CACHE_DIR
     with compiling._cached():

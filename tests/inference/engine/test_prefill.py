@@ -12,13 +12,14 @@ import anyio
 import pytest
 import torch
 
+from slipstream.bench.drafters import LyingOracle
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
 from tests.inference.contract import until
-from tests.inference.engine.test_speculation import Oracle
+from tests.inference.engine.test_speculation import oracle_of
 from tests.inference.helpers import (
     DTYPES,
     all_bits,
@@ -124,11 +125,11 @@ def test_one_context_in_pieces_for_a_group() -> None:
     assert engine.stats().shared_prompt_tokens == 4 * 90
 
 
-class Listener(Oracle):
+class Listener(LyingOracle):
     """Remembers the features that it was given at the beginning."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__({}, vocab_size=1, lies=0.0)
         self.features: dict[str, torch.Tensor | None] = {}
 
     def begin(
@@ -279,7 +280,9 @@ def test_preemption_in_the_middle_of_a_prefill() -> None:
 def test_drafts_beside_a_prefill_in_pieces() -> None:
     requests = mixed_requests(7, tokens=20, seed=5, longest=120)
     reference = make_engine().run(requests)
-    engine = make_engine(proposer=Oracle(reference), plan=DraftPlan.chain(3), max_prefill_tokens=24)
+    engine = make_engine(
+        proposer=oracle_of(reference), plan=DraftPlan.chain(3), max_prefill_tokens=24
+    )
     assert all_bits(engine.run(requests)) == all_bits(reference)
     assert engine.stats().accepted_tokens > 10
 

@@ -13,7 +13,7 @@ from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import Generation, KVPolicy, StopReason
 from tests.inference.engine.test_prefill import Listener
-from tests.inference.engine.test_speculation import Oracle
+from tests.inference.engine.test_speculation import oracle_of
 from tests.inference.helpers import (
     DTYPES,
     all_bits,
@@ -217,7 +217,7 @@ def test_drafting_goes_on_after_reuse() -> None:
     reference = talk(make_engine(), turns=3)
     engine = make_engine(
         prefix_caching=True,
-        proposer=Oracle([g for _, g in reference]),
+        proposer=oracle_of([g for _, g in reference]),
         plan=DraftPlan.chain(3),
     )
     assert all_bits([g for _, g in talk(engine, turns=3)]) == all_bits([g for _, g in reference])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.bench.drafters import LyingOracle
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
 from tests.inference.helpers import (
     DTYPES,
@@ -32,35 +32,8 @@ from tests.inference.helpers import (
 )
 
 
-class Oracle:
-    """A proposer that knows the responses, and lies now and then."""
-
-    strict = True
-    """Whether it insists on being right in the end."""
-
-    def __init__(self, known: Sequence[Generation], *, lies: float = 0.3) -> None:
-        self.known = {generation.request_id: generation.token_ids for generation in known}
-        self.lies = lies
-        self.rng = random.Random(0)
-        self.done: dict[str, int] = {}
-
-    def begin(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        context: Sequence[int],
-        features_TD: torch.Tensor | None,
-    ) -> None:
-        assert request_id not in self.done
-        self.done[request_id] = len(context) - len(prompt)
-
-    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        drafts = []
-        for name in batch.request_ids:
-            start = self.done[name]
-            right = self.known[name][start : start + self.rng.randrange(plan.steps + 1)]
-            drafts.append([(t + (self.rng.random() < self.lies)) % VOCAB for t in right])
-        return batch.chains(drafts)
+class Oracle(LyingOracle):
+    """Insists on being right in the end: what comes out is what it knows."""
 
     def observe(
         self,
@@ -69,12 +42,20 @@ class Oracle:
         features_NWD: torch.Tensor | None,
     ) -> None:
         for name, new in zip(request_ids, tokens, strict=True):
-            start = self.done[name]
-            assert self.strict is False or self.known[name][start : start + len(new)] == [*new]
-            self.done[name] += len(new)
+            start = self._done[name]
+            assert self._known[name][start : start + len(new)] == [*new]
+        super().observe(request_ids, tokens, features_NWD)
 
-    def end(self, request_id: str) -> None:
-        self.done.pop(request_id, None)
+
+def oracle_of(
+    known: Sequence[Generation],
+    kind: type[LyingOracle] = Oracle,
+    *,
+    lies: float = 0.3,
+    ragged: bool = True,
+) -> LyingOracle:
+    responses = {generation.request_id: generation.token_ids for generation in known}
+    return kind(responses, vocab_size=VOCAB, lies=lies, ragged=ragged)
 
 
 def speculated(
@@ -84,13 +65,13 @@ def speculated(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> list[Generation]:
-    oracle = Oracle(reference)
+    oracle = oracle_of(reference)
     engine = make_engine(dtype=dtype, proposer=oracle, plan=plan, **settings)
     done = engine.run(requests)
     stats = engine.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
     assert stats.generated_tokens == sum(len(g.token_ids) for g in done)
-    assert not oracle.done
+    assert not oracle._done
     return done
 
 
@@ -110,8 +91,8 @@ def test_right_drafts_save_steps() -> None:
     requests = [make_request(f"r{i}", max_tokens=41, ignore_eos=True) for i in range(3)]
     plain = make_engine()
     reference = plain.run(requests)
-    engine = make_engine(proposer=Oracle(reference, lies=0.0), plan=DraftPlan.chain(4))
-    engine._proposer.rng.randrange = lambda limit: limit - 1  # type: ignore[union-attr]
+    oracle = oracle_of(reference, lies=0.0, ragged=False)
+    engine = make_engine(proposer=oracle, plan=DraftPlan.chain(4))
     assert all_bits(engine.run(requests)) == all_bits(reference)
     # One token comes from the prefill; then four drafts and a bonus token a step.
     assert plain.stats().decode_steps == 40
@@ -127,9 +108,9 @@ def test_ends_inside_an_accepted_run_cut_it() -> None:
         for i, stop in enumerate([(), (), (), ("ab", "z"), ("q",), ("5", "m")])
     ]
     reference = make_engine(decoder).run(requests)
-    oracle = Oracle(reference, lies=0.05)
+    oracle = oracle_of(reference, lies=0.05)
     # What would come after the end must not be looked at, even if it is drafted.
-    oracle.known = {name: [*ids, *range(9)] for name, ids in oracle.known.items()}
+    oracle._known = {name: [*ids, *range(9)] for name, ids in oracle._known.items()}
     done = make_engine(decoder, proposer=oracle, plan=DraftPlan.chain(6)).run(requests)
     reasons = {g.stop_reason for g in reference}
     assert {StopReason.EOS, StopReason.STOP_STRING} <= reasons
@@ -149,7 +130,7 @@ def test_ends_inside_an_accepted_run_cut_it() -> None:
 def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=2)
     reference = make_engine(dtype=dtype).run(requests)
-    engine = make_engine(dtype=dtype, proposer=Oracle(reference), plan=DraftPlan.chain(3))
+    engine = make_engine(dtype=dtype, proposer=oracle_of(reference), plan=DraftPlan.chain(3))
     rng, done, plans = random.Random(0), list[Generation](), set()
     for request in requests:
         engine.add(request)
@@ -169,7 +150,7 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
     first, second = make_decoder(), make_decoder(1)
     requests = [make_request(f"u{i}", max_tokens=24, ignore_eos=True) for i in range(4)]
 
-    def run(at: dict[str, int], proposer: Oracle | None) -> dict[str, Generation]:
+    def run(at: dict[str, int], proposer: LyingOracle | None) -> dict[str, Generation]:
         """Each request alone, updated where `at` says."""
         done = {}
         for request in requests:
@@ -183,12 +164,13 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
             (done[name],) = drain(engine)
         return done
 
-    def plan_of(proposer: Oracle | None) -> DraftPlan:
+    def plan_of(proposer: LyingOracle | None) -> DraftPlan:
         return OFF if proposer is None else DraftPlan.chain(3)
 
     at = {request.request_id: 5 + 3 * i for i, request in enumerate(requests)}
+    # Knows what the old weights would say; under new ones that is wrong, which is no error.
     plain = make_engine(first).run(requests)
-    speculative = run(at, Lenient(plain))
+    speculative = run(at, oracle_of(plain, LyingOracle))
     reference = run(at, None)
     assert all_bits(list(speculative.values())) == all_bits(list(reference.values()))
     for name, generation in speculative.items():
@@ -196,18 +178,12 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
         assert len(generation.spans) == 2
 
 
-class Lenient(Oracle):
-    """Knows what the old weights would say; under new ones that is wrong, which is no error."""
-
-    strict = False
-
-
 def test_memory_goes_to_requests_before_drafts() -> None:
     slot = 2 * 2 * 2 * 16 * 4
     requests = [make_request(f"m{i}", (3,) * 20, max_tokens=40, ignore_eos=True) for i in range(4)]
     reference = make_engine().run(requests)
     engine = make_engine(
-        proposer=Oracle(reference), plan=DraftPlan.chain(7), kv_budget_bytes=4 * 64 * slot
+        proposer=oracle_of(reference), plan=DraftPlan.chain(7), kv_budget_bytes=4 * 64 * slot
     )
     done = engine.run(requests)
     assert all_bits(done) == all_bits(reference)
@@ -226,7 +202,7 @@ def test_long_contexts_and_the_last_position(dtype: torch.dtype) -> None:
         settings: dict[str, Any] = {"max_model_len": length + 20}
         (reference,) = make_engine(decoder, dtype, **settings).run([request])
         engine = make_engine(
-            decoder, dtype, proposer=Oracle([reference]), plan=DraftPlan.chain(6), **settings
+            decoder, dtype, proposer=oracle_of([reference]), plan=DraftPlan.chain(6), **settings
         )
         assert bits(engine.run([request])[0]) == bits(reference)
 
@@ -286,5 +262,5 @@ def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch)
     )
     requests = mixed_requests(6, tokens=20)
     reference = make_engine(shared_decoder()).run(requests)
-    engine = make_engine(proposer=Lenient(reference), plan=DraftPlan.chain(3))
+    engine = make_engine(proposer=oracle_of(reference, LyingOracle), plan=DraftPlan.chain(3))
     assert all_bits(engine.run(requests)) != all_bits(reference)
