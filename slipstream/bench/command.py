@@ -164,6 +164,13 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "--new-tokens", metavar="N", type=positive, default=64, help="of the grid (default: 64)"
     )
     speculation.add_argument(
+        "--spread",
+        metavar="X",
+        type=float,
+        default=8.2,
+        help="longest response of the rollout over the median (default: 8.2; at least 8)",
+    )
+    speculation.add_argument(
         "--peer", metavar="NAME", nargs="*", default=[], help="vLLM's settings in the rollout"
     )
     speculation.add_argument(
@@ -327,6 +334,7 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         rounds=args.rounds,
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
+        spread=args.spread,
         peers=tuple(args.peer),
     )
     say = partial(print, file=sys.stderr, flush=True)

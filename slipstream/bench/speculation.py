@@ -22,6 +22,7 @@ from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_conten
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
+    LONG_TAIL,
     Responses,
     Trained,
     cut_to,
@@ -55,14 +56,16 @@ FLOORS = {"whole": 1.4, "tail": 1.8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
-    """`batch` responses in the rollout; `batches` and responses of `new_tokens` in the grid, at
-    least `least_responses` of them a cell, one batch after the other."""
+    """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
+    responses of `new_tokens` in the grid, at least `least_responses` of them a cell, one batch
+    after the other. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
     rounds: int = 5
     batch: int = 64
+    spread: float = 8.2
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     new_tokens: int = 64
     least_responses: int = 8
@@ -70,6 +73,10 @@ class SpeculationBench:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses")
+        if self.spread < LONG_TAIL:
+            raise ConfigError(
+                f"--spread {self.spread:g}: a tail is long from {LONG_TAIL:g} times the median"
+            )
         known = VLLM | SPECULATING
         unknown = [name for name in self.peers if name not in known]
         if unknown:
@@ -140,7 +147,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     trained = load_trained(bench.policy)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
-    chosen = long_tailed(natural, bench.batch)
+    chosen = long_tailed(natural, bench.batch, bench.spread)
     alone, beside = HistoryProposer(), HistoryProposer()
     proposers: dict[str, tuple[Proposer, HistoryProposer | None]] = {
         "eagle": (_eagle(trained, bench.dtype), None),

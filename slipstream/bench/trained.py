@@ -29,6 +29,9 @@ from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 CANDIDATES = 2048
 """Responses that a workload is chosen from."""
 
+LONG_TAIL = 8.0
+"""Longest response over the median: from here on a tail is called long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
@@ -95,11 +98,11 @@ def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
     return Engine(trained.decoder, settings, **more)  # type: ignore[arg-type]
 
 
-def long_tailed(responses: Responses, count: int, *, spread: float = 8.2) -> Responses:
+def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
     """`count` of the responses whose lengths come nearest to the quantiles of a log-normal law with
     the longest one as its maximum, `spread` times the median.
 
-    Raises ConfigError where the policy's responses have no such tail.
+    Raises ConfigError where the policy's responses have no such tail: less than `LONG_TAIL`.
     """
     normal, longest = NormalDist(), max(responses.lengths)
     last = normal.inv_cdf((count - 0.5) / count)
@@ -116,7 +119,7 @@ def long_tailed(responses: Responses, count: int, *, spread: float = 8.2) -> Res
     picked = Responses(
         [responses.requests[i] for i in chosen], [responses.lengths[i] for i in chosen]
     )
-    if max(picked.lengths) < 8 * median(picked.lengths):
+    if max(picked.lengths) < LONG_TAIL * median(picked.lengths):
         raise ConfigError(
             f"the longest of {count} responses has {max(picked.lengths)} tokens and their median "
             f"is {median(picked.lengths):g}: no long tail; take another policy"

@@ -26,14 +26,23 @@ def responses(lengths: list[int]) -> Responses:
 def test_a_long_tail_is_chosen_from_natural_lengths() -> None:
     rng = random.Random(0)
     natural = responses([1 + round(20 * math.exp(0.8 * rng.gauss(0, 1))) for _ in range(2000)])
-    chosen = long_tailed(natural, 64)
+    chosen = long_tailed(natural, 64, 8.2)
     assert len({r.request_id for r in chosen.requests}) == 64
     by_id = dict(zip((r.request_id for r in natural.requests), natural.lengths, strict=True))
     assert [by_id[r.request_id] for r in chosen.requests] == chosen.lengths
     assert max(chosen.lengths) == max(natural.lengths)
     assert 8 * median(chosen.lengths) <= max(chosen.lengths) < 9 * median(chosen.lengths)
     with pytest.raises(ConfigError, match="no long tail; take another policy"):
-        long_tailed(responses([30] * 100), 64)
+        long_tailed(responses([30] * 100), 64, 8.2)
+
+
+def test_a_longer_tail_is_one_of_shorter_responses() -> None:
+    natural = responses(4 * list(range(1, 500)))
+    chosen = long_tailed(natural, 64, 16.0)
+    assert max(chosen.lengths) == 499
+    assert median(chosen.lengths) == pytest.approx(499 / 16, abs=1)
+    with pytest.raises(ConfigError, match="a tail is long from 8 times the median"):
+        SpeculationBench(policy=Path("run"), spread=4.0)
 
 
 def test_responses_are_cut_to_one_length() -> None:
