@@ -40,8 +40,8 @@ bench: install ## speed: command line, rollouts against transformers, training s
 	$(BIN)/slipstream bench rollout --json $(BENCH_OUT)/rollout.json
 	$(BIN)/slipstream bench train --json $(BENCH_OUT)/train.json
 
-bench-model: install ## the policy and draft head that benchmarks use, trained once: ten minutes
-	$(BIN)/slipstream sft --recipe quickstart trainer.default_local_dir=$(BENCH_MODEL) \
+bench-model: install ## the policy and draft head that benchmarks use, trained once: half an hour
+	$(BIN)/slipstream sft --recipe long_tail trainer.default_local_dir=$(BENCH_MODEL) \
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL)
 

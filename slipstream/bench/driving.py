@@ -135,9 +135,9 @@ def replay(
                 for name in names:
                     engine.add(requests[name])
                 continue
-            while engine.stats().generated_tokens < start * len(names):
+            while engine.has_work() and engine.stats().generated_tokens < start * len(names):
                 done += engine.step()
-            if engine.stats().generated_tokens > start * len(names) or done:
+            if engine.stats().generated_tokens != start * len(names) or done:
                 raise EngineError(f"{names}: plain decoding does not stop at token {start}")
             engine.update_weights(_update(policies[version], version, wave.updates))
         while engine.has_work():

@@ -1,10 +1,9 @@
 """The engine without the rules of exact mode, to see what they cost: the benchmark swaps functions
 of the model for others, the engine itself knows nothing of it.
 
-    torch      matrix products, norms and gates by torch's operations, as libraries order their sums
-               and without rows of padding; attention by torch's `scaled_dot_product_attention`
-
-Tokens then depend on the batch. Used by `decode`.
+Matrix products, norms and gates are torch's operations then, as libraries order their sums and
+without rows of padding, and attention is torch's `scaled_dot_product_attention`: tokens depend on
+the batch. Used by `decode`.
 """
 
 from __future__ import annotations
@@ -16,25 +15,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.inference.engine import kv_cache, runner
+from slipstream.inference.engine import runner
 from slipstream.models import attention, decoder, functional
 from slipstream.models.attention import Context
 from slipstream.models.linear import PackedLinear
 
-KINDS = ("torch",)
-
 
 @contextmanager
-def inexact(kind: str) -> Iterator[None]:
-    """What runs within it, on whichever thread, does without the rules of `KINDS`."""
-    assert kind in KINDS
+def inexact() -> Iterator[None]:
+    """What runs within it, on whichever thread, does without the rules of exact mode."""
     swaps: list[tuple[object, str, object]] = [
         (attention, "attend", sdpa),
         (PackedLinear, "__call__", _product),
         (runner, "pad_rows", lambda x, multiple: x),
+        (decoder, "row_multiple", lambda *_: 1),
     ]
     swaps += [(module, "has_kernels", lambda *_: False) for module in (decoder, functional)]
-    swaps += [(module, "ROW_MULTIPLE", 1) for module in (decoder, kv_cache, runner, attention)]
+    swaps += [(module, "ROW_MULTIPLE", 1) for module in (runner, attention)]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:
         for owner, name, value in swaps:

@@ -203,7 +203,6 @@ def _rollout_row(
         values["tail_speculative_over_plain"] = ratio(rates, plain.rates(bench.rounds, tail))
         values["accept_length"] = mine.accept_length(bench.rounds)
         values["on_fraction"] = mine.on_fraction(bench.rounds)
-        values["identical"] = 1.0
     else:
         best = max((n for n in generators), key=lambda n: -median(times[n].wall))
         values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
@@ -302,13 +301,16 @@ def _row(
     values: Mapping[str, float | Spread],
     **settings: float,
 ) -> Row:
-    own_dtype = str(bench.dtype).removeprefix("torch.")
+    peer = (VLLM | SPECULATING).get(name)
+    threads = torch.get_num_threads()
+    if peer is not None:
+        threads = None if peer.defaults else peer.threads or threads
     return Row(
         benchmark="speculation",
         case=case,
         contender=name,
-        dtype=VLLM[name].dtype if name in VLLM else own_dtype,
-        threads=torch.get_num_threads(),
+        dtype=str(bench.dtype).removeprefix("torch.") if peer is None else peer.dtype,
+        threads=threads,
         seconds=Spread.of(seconds),
         machine=this_machine(),
         values=dict(values),

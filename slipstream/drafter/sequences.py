@@ -117,8 +117,16 @@ def policy_features(
 ) -> list[Tensor]:
     """The policy's final hidden states over each text, (T, D), by its forward pass.
 
-    At most `max_tokens` padded tokens go through at once. Raises DataError for a text of more.
+    At most `max_tokens` padded tokens go through at once. Raises DataError for a text of more, or
+    of more than the policy has positions.
     """
+    limit = policy.config.max_position_embeddings
+    longest = max(map(len, texts), default=0)
+    if longest > limit:
+        raise DataError(
+            f"a text of {longest} tokens is longer than the policy's {limit} positions; lower "
+            "speculative.train.max_seq_len to that"
+        )
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = policy.embedding.device
     lengths = {index: len(text) for index, text in enumerate(texts)}
@@ -128,7 +136,7 @@ def policy_features(
         for row, index in enumerate(indices):
             ids[row, : lengths[index]] = torch.tensor(texts[index])
         positions = torch.arange(width, device=device)
-        positions = positions.clamp(max=policy.config.max_position_embeddings - 1)
+        positions = positions.clamp(max=limit - 1)  # of padding
         final = policy.forward(ids.to(device), positions.expand(len(indices), -1)).final
         for row, index in enumerate(indices):
             found[index] = final[row, : lengths[index]].clone()

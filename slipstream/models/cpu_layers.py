@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import layers as kernels
+from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.functional import rope_table
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
 
 
+def suits(config: ModelConfig) -> bool:
+    """Whether `CpuLayers` can compute such layers: their products fill whole panels."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    widths = (config.hidden_size, heads * config.head_dim, 2 * config.intermediate_size)
+    return all(width % PANEL == 0 for width in widths)
+
+
 class CpuLayers:
-    """Some layers, and the norm after them if there is one."""
+    """Some layers, and the norm after them if there is one; for configurations that `suits`."""
 
     def __init__(
         self,

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
-from slipstream.models.cpu_layers import CpuLayers
+from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
-from slipstream.models.numerics import ROW_MULTIPLE, has_kernels
+from slipstream.models.numerics import has_kernels, row_multiple
 
 
 class PlacedKVCache(KVCache, Protocol):
@@ -212,7 +212,7 @@ class Decoder(nn.Module):
         norm = self.model.norm.weight.to(dtype)
         eps = torch.full((), self.config.rms_norm_eps, device=self.device)
         together = None
-        if has_kernels(dtype, self.device):
+        if has_kernels(dtype, self.device) and suits(self.config):
             together = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
@@ -236,7 +236,7 @@ class PackedDecoder:
     eps: Tensor
     """Of every norm, a scalar in fp32."""
     together: CpuLayers | None
-    """All layers and the norm in one call, without gradients."""
+    """All layers and the norm in one call, without gradients; None where there is no such call."""
     lm_head: PackedLinear
 
     @property
@@ -246,7 +246,7 @@ class PackedDecoder:
     @property
     def row_multiple(self) -> int:
         """How many tokens the products need at a time to be exact."""
-        return 1 if has_kernels(self.dtype, self.embedding.device) else ROW_MULTIPLE
+        return row_multiple(self.dtype, self.embedding.device)
 
     def forward(
         self,

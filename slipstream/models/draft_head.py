@@ -23,14 +23,12 @@ from torch.nn import functional as F
 
 from slipstream.models.attention import Context, TorchAttention, as_context, padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_layers import CpuLayers
+from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.decoder import (
     Layer,
     PackedLayer,
-    PlacedKVCache,
     init_parameters,
     layer_forward,
-    start_pass,
 )
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import has_kernels
@@ -65,7 +63,7 @@ class DraftHead(nn.Module):
         device = self.fc.weight.device
         eps = torch.full((), self.config.rms_norm_eps, device=device)
         together = None
-        if has_kernels(dtype, device):
+        if has_kernels(dtype, device) and suits(self.config):
             together = CpuLayers([packed], self.config, eps, None)
         return PackedDraftHead(
             config=self.config,
@@ -87,35 +85,13 @@ class PackedDraftHead:
     together: CpuLayers | None
     """The layer in one call, without gradients."""
 
-    def forward(
-        self,
-        next_ids_BT: Tensor,
-        features_BTD: Tensor,
-        positions_BT: Tensor,
-        embedding_VD: Tensor,
-        *,
-        kv_cache: PlacedKVCache | None = None,
-    ) -> Tensor:
-        """Predicted features (B, T, D) of `next_ids_BT`, each from the feature before it.
-
-        `positions_BT` are those of `features_BTD`. Without a cache they must be 0 .. T-1, padding
-        on the right; with one, keys and values are stored in it. As in `PackedDecoder.forward`,
-        B * T is a multiple of 4.
-        """
-        B, T = next_ids_BT.shape
-        embedded = F.embedding(next_ids_BT.flatten(), embedding_VD)
-        x = self.fc(torch.cat([embedded, features_BTD.reshape(B * T, -1)], dim=-1))
-        attention = start_pass(positions_BT, self.config, x.dtype, self.eps, kv_cache)
-        x, delta = layer_forward(self.layer, 0, x, None, attention, self.eps)
-        return (x + delta).view(B, T, -1)
-
     def unroll(
         self, next_ids_BT: Tensor, features_BTD: Tensor, embedding_VD: Tensor, steps: int
     ) -> Iterator[Tensor]:
         """Chains of drafts from every slot at once, along the true tokens: `steps` tensors
         (B, T, D), of which entry t of number k is the feature k + 1 after that of slot t.
 
-        Number 0 is what `forward` predicts. Each later one is given the prediction before it in
+        Number 0 is given true features. Each later one is given the prediction before it in
         place of a true feature, and sees what an engine's draft sees: the true slots up to t, and
         those of its own chain (the training-time test of EAGLE-3, Li et al. 2025). What lies past
         the end of the tokens means nothing. Padding goes on the right.
@@ -131,11 +107,15 @@ class PackedDraftHead:
             places = (positions + step).clamp(max=limit).expand(B, -1)
             hidden = chains.hidden(step).expand(B, -1, -1)
             attention = TorchAttention(c, self.eps, places, x_BTD.dtype, chains, hidden)
-            embedded = F.embedding(ids.flatten(), embedding_VD)
-            x = self.fc(torch.cat([embedded, x_BTD.reshape(B * T, -1)], dim=-1))
+            x = self.join(ids, x_BTD, embedding_VD)
             x, delta = layer_forward(self.layer, 0, x, None, attention, self.eps)
             x_BTD = (x + delta).view(B, T, -1)
             yield x_BTD
+
+    def join(self, ids_BT: Tensor, features_BTD: Tensor, embedding_VD: Tensor) -> Tensor:
+        """What the layer is given, (B * T, D): tokens, each with the feature before it."""
+        embedded = F.embedding(ids_BT.flatten(), embedding_VD)
+        return self.fc(torch.cat([embedded, features_BTD.reshape(len(embedded), -1)], dim=-1))
 
 
 class _Chains:

@@ -2,7 +2,7 @@
 
 Nothing that a draft is changes what is generated, so nothing here needs exact mode: no padding of
 rows and keys, no sums in order. What several steps of one draft share (rotations, masks, where keys
-go) is computed once. Training uses `PackedDraftHead.forward`; `tests/models/test_draft_pass.py`
+go) is computed once. Training uses `PackedDraftHead.unroll`; `tests/models/test_draft_pass.py`
 holds the two together. Knows nothing of sampling or requests.
 
 Shapes: N sequences, T columns of new tokens, C columns of a whole draft, H key-value heads, S slots
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.kernels.chain import chain
 from slipstream.models.config import ModelConfig
@@ -157,8 +156,7 @@ class DraftPass:
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        embedded = F.embedding(ids_NT, self._embedding)
-        x = head.fc(torch.cat([embedded, features_NTD], -1).view(n * T, -1))
+        x = head.join(ids_NT, features_NTD, self._embedding)
         if head.together is not None and self._places is not None:
             places = self._places.columns(columns)
             out = head.together(x, self._positions[:, columns], places)

@@ -118,6 +118,8 @@ class _AddNorm(torch.autograd.Function):
         total, normed = _add_norm(x, None if delta is None else delta.contiguous(), weight, eps)
         ctx.save_for_backward(total, weight, eps)
         ctx.has_delta = delta is not None
+        # The sum after the last layer has no gradient of its own: none is added then.
+        ctx.set_materialize_grads(False)
         # Autograd must not take an input for an output of this function.
         return total.view_as(total) if delta is None else total, normed
 

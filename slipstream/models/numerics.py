@@ -54,6 +54,11 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu" and suited()
 
 
+def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
+    """How many rows products need at a time to be exact."""
+    return 1 if has_kernels(dtype, device) else ROW_MULTIPLE
+
+
 def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
     """(N, ...) -> (N', ...) with N' a multiple of `multiple`, filled with copies of row 0."""
     missing = -x.shape[0] % multiple

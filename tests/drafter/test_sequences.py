@@ -81,6 +81,9 @@ def test_a_text_beyond_the_limit_is_refused() -> None:
         policy = shared_decoder().pack(torch.float32)
     with pytest.raises(DataError, match="budget of 16"):
         policy_features(policy, [[1] * 17], max_tokens=16)
+    limit = policy.config.max_position_embeddings
+    with pytest.raises(DataError, match=rf"{limit + 1} tokens is longer than the policy's {limit}"):
+        policy_features(policy, [[1] * (limit + 1)])
 
 
 def test_the_ends_stay_while_the_policy_learns() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from tests.inference.helpers import make_decoder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_columns_one_by_one_are_what_training_computes_at_once(family: str) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_columns_one_by_one_are_what_training_computes_at_once(family: str, kernels: bool) -> None:
     decoder = make_decoder(family=family)
     config = decoder.config
     head = DraftHead(config)
@@ -22,8 +25,10 @@ def test_columns_one_by_one_are_what_training_computes_at_once(family: str) -> N
     features = torch.randn(3, 12, config.hidden_size, generator=generator)
     with torch.no_grad():
         packed, embedding = head.pack(torch.float32), decoder.pack(torch.float32).embedding
-        positions = torch.arange(12).expand(3, -1)
-        expected = packed.forward(ids, features, positions, embedding)
+        assert packed.together is not None
+        if not kernels:
+            packed = replace(packed, together=None)
+        expected = next(packed.unroll(ids, features, embedding, 1))
         kv = torch.full((2, 4, config.num_kv_heads, 64, config.head_dim), 7.0)
         # What a row holds beyond its own start is overwritten before it is seen.
         starts = [length - 6 for length in lengths]

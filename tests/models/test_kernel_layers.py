@@ -39,6 +39,19 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, length: i
     assert torch.equal(at_once, packed.forward(ids, positions).final)
 
 
+@pytest.mark.parametrize("width", [{"hidden_size": 40}, {"intermediate_size": 36}])
+def test_widths_that_fill_no_panels_are_computed_one_by_one(width: dict[str, int]) -> None:
+    decoder = make_decoder("llama", **width)
+    packed = decoder.pack(torch.float32)
+    assert packed.together is None
+    ids, positions = random_ids(2, 8), torch.arange(8).expand(2, -1)
+    with torch.no_grad():
+        ours = packed.forward(ids, positions).final
+        with torch_alone():
+            theirs = decoder.pack(torch.float32).forward(ids, positions).final
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_and_torch_agree_up_to_rounding(family: str) -> None:
     packed = make_decoder(family).pack(torch.float32)

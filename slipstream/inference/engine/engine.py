@@ -31,7 +31,7 @@ from slipstream.inference.speculation.protocol import (
 )
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import ROW_MULTIPLE, check_widths, round_up
+from slipstream.models.numerics import check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
 from slipstream.sampling.noise import key_words
@@ -78,7 +78,7 @@ class Engine:
         self._runner = Runner(decoder, settings.dtype)
         prefixes = PrefixCache() if settings.prefix_caching else None
         self._scheduler = Scheduler(
-            self._store(prefixes),
+            self._store(prefixes, self._runner.packed.row_multiple),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,
@@ -89,7 +89,7 @@ class Engine:
             self._runner,
             self._scheduler,
             max_tokens=settings.max_prefill_tokens,
-            new_row=lambda: self._store(row_multiple=1),
+            new_row=self._store,
         )
         self._proposer = proposer
         self._selector = selector
@@ -243,9 +243,7 @@ class Engine:
             batch_seconds=tuple(self._batch_seconds),
         )
 
-    def _store(
-        self, prefixes: PrefixCache | None = None, row_multiple: int = ROW_MULTIPLE
-    ) -> KVStore:
+    def _store(self, prefixes: PrefixCache | None = None, row_multiple: int = 1) -> KVStore:
         runner, budget = self._runner, self.settings.kv_budget_bytes
 
         def make_way(nbytes: int) -> None:
@@ -321,7 +319,7 @@ class Engine:
         trees = self._draft(running, plan, positions_N)
         width = max(map(len, trees))
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
-        multiple = self._runner.row_multiple
+        multiple = self._runner.packed.row_multiple
         padding = round_up(count, multiple // gcd(width, multiple)) - count
         ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
         ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
@@ -376,7 +374,7 @@ class Engine:
                 steady=plan == OFF or not self._behind,
             )
             self._selector.record(step)
-        self._behind = plan == OFF
+        self._behind = drafts == 0
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""

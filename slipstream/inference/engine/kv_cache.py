@@ -20,7 +20,6 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.numerics import (
     KEY_CHUNK,
-    ROW_MULTIPLE,
     WIDTH_MULTIPLE,
     key_step,
     round_up,
@@ -40,11 +39,11 @@ class KVStore:
         device: torch.device,
         budget_bytes: int,
         *,
-        row_multiple: int = ROW_MULTIPLE,
+        row_multiple: int = 1,
         before_growth: Callable[[int], None] | None = None,
     ) -> None:
-        """Decode steps need rows in multiples of four. `before_growth` is told how many bytes the
-        store will take, so that who shares its budget can make way."""
+        """Rows are allocated in multiples of `row_multiple`. `before_growth` is told how many bytes
+        the store will take, so that who shares its budget can make way."""
         self._config = config
         self._dtype = dtype
         self._device = device
@@ -91,7 +90,7 @@ class KVStore:
         if slots > self.slots:
             new_slots = max(slots, 2 * self.slots)
             # Contexts grow longest when few are left: rows that have ended are not taken along.
-            new_rows = min(new_rows, max(rows, 2 * round_up(rows, self._row_multiple)))
+            new_rows = min(new_rows, 2 * rows)
         if new_rows * new_slots * self.slot_bytes > self.budget:
             new_rows, new_slots = rows, slots
         if self._before_growth is not None:

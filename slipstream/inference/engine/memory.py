@@ -14,6 +14,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.models.config import ModelConfig
+from slipstream.models.numerics import row_multiple
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -31,7 +32,8 @@ def kv_budget(
 
     Raises ConfigError where that does not hold one sequence of `max_model_len` tokens.
     """
-    needed = KVStore(config, dtype, device, 0).size(1, max_model_len)
+    one = KVStore(config, dtype, device, 0, row_multiple=row_multiple(dtype, device))
+    needed = one.size(1, max_model_len)
     if wanted is not None:
         budget, setting = wanted, f"{_ROLLOUT}.kv_cache_bytes={wanted}"
     else:

@@ -31,8 +31,6 @@ class Runner:
         self._decoder = decoder
         with torch.no_grad():
             self.packed = decoder.pack(dtype)
-        # The shapes decide it, and they stay.
-        self.row_multiple = self.packed.row_multiple
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors of an update that fits. Raises EngineError for one that does not."""
@@ -115,7 +113,7 @@ class Runner:
         rows: SamplingRows,
     ) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
-        logits = self.packed.lm_head(pad_rows(hidden_ND, self.row_multiple)).float()
+        logits = self.packed.lm_head(pad_rows(hidden_ND, self.packed.row_multiple)).float()
         return choose(logits[: len(positions_N)], positions_N, rows)
 
 

@@ -116,6 +116,9 @@ class EagleProposer:
         """See `Proposer`."""
         if self._rows.pop(request_id, None) is None:
             return
+        for step in self._steps:
+            # It may come back, and bring all its features.
+            step.row_of.pop(request_id, None)
         index, last = self._order.index(request_id), len(self._order) - 1
         if index != last:
             moved = self._order[last]

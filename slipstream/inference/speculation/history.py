@@ -43,9 +43,13 @@ class _Index:
 
 @dataclass(slots=True)
 class _Running:
+    """`new` is where what this request has written since it began to run starts; `indexed` is how
+    far its own index goes."""
+
     prompt: tuple[int, ...]
     context: list[int]
     own: _Index
+    new: int
     indexed: int = 0
 
 
@@ -65,7 +69,7 @@ class HistoryProposer:
     ) -> None:
         """`match` tokens must agree at least; among several places the one that agrees in most
         tokens is taken, counted up to `longest_match`, and the latest among equals. `max_tokens`
-        bounds the finished responses that are kept."""
+        bounds what is kept of finished responses."""
         self._match = match
         self._longest = longest_match
         self._max_tokens = max_tokens
@@ -86,7 +90,7 @@ class HistoryProposer:
         features_TD: Tensor | None = None,
     ) -> None:
         """See `Proposer`."""
-        running = _Running(tuple(prompt), list(context), _Index(self._match))
+        running = _Running(tuple(prompt), list(context), _Index(self._match), len(context))
         self._running[request_id] = running
         if running.prompt in self._past:
             self._past.move_to_end(running.prompt)
@@ -106,16 +110,18 @@ class HistoryProposer:
             self._running[request_id].context.extend(new)
 
     def end(self, request_id: str) -> None:
-        """Remember the request's response for others of its prompt."""
+        """Remember what the request has written for others of its prompt. One that was interrupted
+        and goes on is remembered piece by piece."""
         ended = self._running.pop(request_id, None)
-        if ended is None or len(ended.context) - len(ended.prompt) < self._match:
+        if ended is None or ended.new == len(ended.context):
             return
         past = self._past.setdefault(ended.prompt, _Past(_Index(self._match)))
         self._past.move_to_end(ended.prompt)
-        start = len(ended.prompt)
-        past.index.add(ended.context, start, len(ended.context))
-        past.tokens += len(ended.context) - start
-        self._kept += len(ended.context) - start
+        # With what comes before it as far as agreement is counted.
+        text = ended.context[max(0, ended.new - self._longest) :]
+        past.index.add(text, len(text) - (len(ended.context) - ended.new), len(text))
+        past.tokens += len(text)
+        self._kept += len(text)
         while self._kept > self._max_tokens:
             _, oldest = self._past.popitem(last=False)
             self._kept -= oldest.tokens

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.protocol import (
+    DraftBatch,
+    DraftTree,
+    LearningProposer,
+)
 from slipstream.inference.speculation.selector import AcceptanceCurve
+from slipstream.types import WeightUpdate
 
 _AGREEMENTS = (4, 6, 9, 13)
 """Lower ends of the classes of agreement, in tokens, beyond the first class."""
@@ -24,7 +29,7 @@ _AGREEMENTS = (4, 6, 9, 13)
 class UnionProposer:
     """`Proposer` over two."""
 
-    def __init__(self, head: Proposer, history: HistoryProposer) -> None:
+    def __init__(self, head: LearningProposer, history: HistoryProposer) -> None:
         self._head = head
         self._history = history
         self._head_curve = AcceptanceCurve()
@@ -65,12 +70,25 @@ class UnionProposer:
         features_NWD: Tensor | None,
     ) -> None:
         """See `Proposer`."""
+        seen: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
+            (curve, [], []) for curve in (*self._curves, self._head_curve)
+        ]
         for name, new in zip(request_ids, tokens, strict=True):
             mine, past, kind = self._offers.pop(name, ([], [], 0))
-            _judge(self._head_curve, mine, new)
-            _judge(self._curves[kind], past, new)
+            for drafts, (_, drafted, accepted) in ((past, seen[kind]), (mine, seen[-1])):
+                compared, right = _compare(drafts, new)
+                if compared:
+                    drafted.append(compared)
+                    accepted.append(right)
+        for curve, drafted, accepted in seen:
+            if drafted:
+                curve.record(drafted, accepted)
         self._head.observe(request_ids, tokens, features_NWD)
         self._history.observe(request_ids, tokens, features_NWD)
+
+    def update(self, update: WeightUpdate) -> None:
+        """See `LearningProposer`."""
+        self._head.update(update)
 
     def end(self, request_id: str) -> None:
         """See `Proposer`."""
@@ -79,9 +97,8 @@ class UnionProposer:
         self._history.end(request_id)
 
 
-def _judge(curve: AcceptanceCurve, drafts: Sequence[int], truth: Sequence[int]) -> None:
-    """Count the drafts that can be compared with the tokens that came out."""
-    seen = min(len(drafts), len(truth))
-    if seen:
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, truth, strict=False))
-        curve.record([seen], [sum(1 for _ in same)])
+def _compare(drafts: Sequence[int], truth: Sequence[int]) -> tuple[int, int]:
+    """How many drafts can be compared with the tokens that came out, and how many are right up to
+    the first that is not."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, truth, strict=False))
+    return min(len(drafts), len(truth)), sum(1 for _ in same)

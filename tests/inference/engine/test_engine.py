@@ -91,8 +91,8 @@ def test_the_models_positions_bound_the_engine() -> None:
 
 
 def test_a_request_beyond_the_budget_is_refused() -> None:
-    engine = make_engine(kv_budget_bytes=4 * 64 * SLOT_BYTES)
-    with pytest.raises(RequestError, match=r"10 \+ 60 tokens do not fit the KV budget of 131072"):
+    engine = make_engine(kv_budget_bytes=64 * SLOT_BYTES)
+    with pytest.raises(RequestError, match=r"10 \+ 60 tokens do not fit the KV budget of 32768"):
         engine.add(make_request("big", [3] * 10, max_tokens=60))
     assert not engine.has_work()
 
@@ -143,7 +143,7 @@ def test_memory_is_given_back_when_the_work_is_done() -> None:
     assert engine.stats().kv_bytes == 0
     engine.add(make_request("next", max_tokens=4))
     engine.step()
-    assert engine.stats().kv_bytes == 4 * 64 * SLOT_BYTES
+    assert engine.stats().kv_bytes == 64 * SLOT_BYTES
     engine.abort()
     assert engine.stats().kv_bytes == 0
 

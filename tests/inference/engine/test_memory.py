@@ -41,7 +41,7 @@ def test_otherwise_it_is_a_share_of_what_is_free() -> None:
 
 
 def test_too_little_for_one_sequence_is_refused() -> None:
-    needed = 4 * 128 * SLOT_BYTES
+    needed = 128 * SLOT_BYTES
     with pytest.raises(
         ConfigError,
         match=rf"kv_cache_bytes={needed - 1} is too small: .* of 100 tokens take {needed} bytes; "

@@ -164,7 +164,7 @@ def test_an_update_drops_everything(policy: KVPolicy) -> None:
     engine.run([make_request("a", prompt, max_tokens=3)])
     engine.add(make_request("across", prompt, max_tokens=6))
     engine.step()
-    assert engine.stats().kv_bytes > 4 * 64 * SLOT_BYTES
+    assert engine.stats().kv_bytes > 64 * SLOT_BYTES
     # Version numbers may repeat; weights count.
     engine.update_weights(update_from(make_decoder(1), 0, kv_policy=policy))
     # Nor is kept what an ended request had computed under two kinds of weights.

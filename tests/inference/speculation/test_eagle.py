@@ -78,9 +78,7 @@ def test_drafts_are_those_of_the_head_over_all_true_features() -> None:
             features = policy.forward(ids, torch.arange(length)[None]).final[:, :-1]
             for draft in chain:
                 given = torch.tensor([tokens[1:]])
-                out = head.forward(
-                    given, features, torch.arange(len(tokens) - 1)[None], policy.embedding
-                )
+                out = next(head.unroll(given, features, policy.embedding, 1))
                 assert int(policy.lm_head(out[0, -1:]).argmax()) == draft
                 features = torch.cat([features, out[:, -1:]], dim=1)
                 tokens.append(draft)
@@ -120,6 +118,48 @@ def test_rows_follow_preemption_switching_and_aborts() -> None:
     assert (tokens, full, law) == tuple(part[: len(tokens)] for part in expected)
     assert got == reference
     assert proposer._order == []
+
+
+def test_features_that_waited_count_once_after_a_preemption() -> None:
+    decoder = shared_decoder()
+    request = make_request("one", range(3, 12), temperature=0.0, max_tokens=24, ignore_eos=True)
+    found = []
+    for preempted in (False, True):
+        proposer = recorder(decoder)
+        engine = make_engine(proposer=proposer, plan=OFF)
+        engine.add(request)
+        for _ in range(6):
+            engine.step()
+        if preempted:
+            engine.preempt(["one"])
+        engine.plan = DraftPlan.chain(3)
+        while engine.has_work():
+            engine.step()
+        assert engine.stats().preempted == preempted
+        found.append(dict((position, chain) for _, position, chain in proposer.drafted))
+    usual, again = found
+    # Preempted, it has one step less before the first draft: a prefill brings a token.
+    common = usual.keys() & again.keys()
+    assert len(common) > 3
+    assert {n: usual[n] for n in common} == {n: again[n] for n in common}
+
+
+def test_what_waits_is_bounded() -> None:
+    requests = [make_request(f"w{i}", max_tokens=30, ignore_eos=True) for i in range(3)]
+    reference = all_bits(make_engine().run(requests))
+    # Two steps of three features of 32 numbers.
+    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32, waiting_bytes=768)
+    engine = make_engine(proposer=proposer, plan=OFF)
+    for request in requests:
+        engine.add(request)
+    done = [g for _ in range(9) for g in engine.step()]
+    assert len(proposer._steps) == 2
+    assert proposer._waiting == 768
+    engine.plan = DraftPlan.chain(3)
+    while engine.has_work():
+        done += engine.step()
+    assert all_bits(done) == reference
+    assert engine.stats().draft_tokens > 0
 
 
 def test_a_tight_budget_leaves_requests_undrafted() -> None:
@@ -179,7 +219,7 @@ def test_an_update_in_mid_request_drafts_from_the_new_head() -> None:
             ids = torch.tensor([tokens])
             known = policy.forward(ids, torch.arange(length)[None]).final[:, first - 1 : -1]
             given = torch.tensor([tokens[first:]])
-            out = head.forward(given, known, torch.arange(length - first)[None], policy.embedding)
+            out = next(head.unroll(given, known, policy.embedding, 1))
             assert int(policy.lm_head(out[0, -1:]).argmax()) == chain[0]
 
 

@@ -63,7 +63,27 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
     for prompt in range(10):
         name = f"q{prompt}"
         proposer.begin(name, (prompt, 1, 2), (prompt, 1, 2, 100, 101, 102))
-        assert bool(drafts(proposer, name)) == (prompt >= 6)
+        assert bool(drafts(proposer, name)) == (prompt >= 7)
+
+
+def test_an_interrupted_response_is_remembered_once() -> None:
+    proposer = HistoryProposer(longest_match=4)
+    prompt = tuple(range(50))
+    proposer.begin("a", prompt, prompt)
+    proposer.observe(["a"], [[60, 61, 62, 63, 64]])
+    proposer.end("a")
+    assert proposer.kept_tokens == 4 + 5
+    proposer.begin("a", prompt, [*prompt, 60, 61, 62, 63, 64])
+    proposer.end("a")
+    assert proposer.kept_tokens == 4 + 5
+    proposer.begin("a", prompt, [*prompt, 60, 61, 62, 63, 64])
+    proposer.observe(["a"], [[65, 66]])
+    proposer.end("a")
+    assert proposer.kept_tokens == 4 + 5 + 4 + 2
+    proposer.begin("b", prompt, [*prompt, 60, 61, 62])
+    assert drafts(proposer, "b") == [63, 64]
+    proposer.begin("c", prompt, [*prompt, 63, 64, 65])
+    assert drafts(proposer, "c") == [66]
 
 
 def test_finished_responses_can_be_forgotten() -> None:

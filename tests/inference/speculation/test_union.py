@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from slipstream.inference.speculation.eagle import EagleProposer
@@ -13,6 +14,7 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.draft_head import DraftHead
+from slipstream.types import UpdateKind, WeightUpdate
 from tests.inference.helpers import all_bits, make_engine, mixed_requests, shared_decoder
 
 PROMPT = (1, 2, 3)
@@ -37,6 +39,9 @@ class Parrot:
 
     def end(self, request_id: str) -> None:
         self.calls.append(f"end {request_id}")
+
+    def update(self, update: WeightUpdate) -> None:
+        self.calls.append(f"update {update.version}")
 
 
 def batch(name: str, last: int) -> DraftBatch:
@@ -99,3 +104,24 @@ def test_it_does_not_matter_what_they_draft() -> None:
     stats = engine.stats()
     assert stats.accepted_tokens > 0.2 * stats.draft_tokens
     assert not union._offers
+
+
+def test_new_weights_are_for_the_head() -> None:
+    parrot = Parrot([7])
+    engine = make_engine(proposer=UnionProposer(parrot, HistoryProposer()), plan=PLAN)
+    engine.update_drafter(WeightUpdate(version=5, buckets=[], kind=UpdateKind.DRAFT))
+    assert parrot.calls == ["update 5"]
+
+
+def test_a_step_of_many_requests_fades_what_was_seen_once() -> None:
+    union = UnionProposer(Parrot([7, 7, 7]), HistoryProposer())
+    names = [f"r{i}" for i in range(40)]
+    for name in names:
+        union.begin(name, PROMPT, PROMPT, None)
+    union._head_curve.record([9], [9])
+    before = union._head_curve._tried[8]
+    for name in names:
+        union.propose(batch(name, 3), PLAN)
+    union.observe(names, [[7, 7, 7, 7]] * len(names), None)
+    assert union._head_curve._tried[8] == pytest.approx(0.99 * before)
+    assert union._head_curve._tried[0] > 30
