@@ -302,7 +302,7 @@ def _row(
     **settings: float,
 ) -> Row:
     peer = (VLLM | SPECULATING).get(name)
-    threads = torch.get_num_threads()
+    threads: int | None = torch.get_num_threads()
     if peer is not None:
         threads = None if peer.defaults else peer.threads or threads
     return Row(

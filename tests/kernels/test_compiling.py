@@ -10,15 +10,20 @@ from numba import config
 from slipstream.kernels import compiling
 
 
+def folder() -> Path | None:
+    found = compiling._folder.__wrapped__()
+    return None if found is None else Path(found)
+
+
 def test_compiled_code_lies_in_a_folder_named_after_the_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.py").write_text("one")
     monkeypatch.setattr(compiling, "__file__", str(tmp_path / "compiling.py"))
-    folder = compiling._folder.__wrapped__
     first = folder()
+    assert first is not None
+    assert first.is_dir()
     assert first == folder()
-    assert Path(first).is_dir()
     # Another file than the one a function stands in has changed: old code must not be found.
     (tmp_path / "b.py").write_text("two")
     assert folder() != first
@@ -32,18 +37,22 @@ def test_where_the_package_cannot_be_written_the_home_folder_is_used(
     (here / "__pycache__").write_text("no folder can be made here")
     monkeypatch.setattr(compiling, "__file__", str(here / "compiling.py"))
     monkeypatch.setenv("HOME", str(home))
-    assert Path(compiling._folder.__wrapped__()).parent == home / ".cache" / "slipstream"
+    found = folder()
+    assert found is not None
+    assert found.parent == home / ".cache" / "slipstream"
 
 
 def test_a_folder_of_the_users_choice_and_none_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "mine"))
-    assert Path(compiling._folder.__wrapped__()).parent == tmp_path / "mine"
+    found = folder()
+    assert found is not None
+    assert found.parent == tmp_path / "mine"
     (tmp_path / "taken").write_text("no folder can be made here")
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "taken"))
     with pytest.warns(UserWarning, match="set NUMBA_CACHE_DIR to a folder that can be written"):
-        assert compiling._folder.__wrapped__() is None
+        assert folder() is None
 
 
 def test_other_users_of_numba_keep_their_folder() -> None:

@@ -68,7 +68,8 @@ class Together(Shuffled):
         async with anyio.create_task_group() as tasks:
             if self.arrived % REQUESTS == 0:
                 tasks.start_soon(self._resume)
-            return await self._engine.generate(request)
+            generation = await self._engine.generate(request)
+        return generation
 
     async def _resume(self) -> None:
         while self._engine.stats().waiting < REQUESTS:
