@@ -108,38 +108,31 @@ class _Generator:
         self.batches = batches
         self.history = history
         self.tokens: list[list[int]] = []
-        self.before: list[EngineStats] = []
-        self.after: list[EngineStats] = []
+        self.stats: list[EngineStats] = []
 
     def __call__(self) -> None:
         if self.history is not None:
             self.history.forget()
-        self.before.append(self.engine.stats())
+        before = self.engine.stats()
         self.tokens = [
             g.token_ids for batch in self.batches for g in self.engine.run(batch.requests)
         ]
-        self.after.append(self.engine.stats())
+        self.stats.append(self.engine.stats().since(before))
 
-    def rates(self, rounds: int, classes: slice) -> list[float]:
-        """Tokens per second of decode steps in some classes of batch size, round by round."""
-        pairs = list(zip(self.before, self.after, strict=True))[-rounds:]
+    def tail_rates(self, rounds: int) -> list[float]:
+        """Tokens per second of decode steps of few requests, round by round."""
+        tail = slice(0, TAIL_CLASSES)
         return [
-            (sum(b.batch_tokens[classes]) - sum(a.batch_tokens[classes]))
-            / max(sum(b.batch_seconds[classes]) - sum(a.batch_seconds[classes]), 1e-9)
-            for a, b in pairs
+            sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in self.stats[-rounds:]
         ]
 
     def accept_length(self, rounds: int) -> float:
-        """Over the last rounds."""
-        a, b = self.before[-rounds], self.after[-1]
-        verifications = b.verifications - a.verifications
-        accepted = b.accepted_tokens - a.accepted_tokens
-        return 1 + accepted / verifications if verifications else 1.0
+        """The median of the last rounds."""
+        return median(s.accept_length for s in self.stats[-rounds:])
 
     def on_fraction(self, rounds: int) -> float:
-        """Share of decoding time in steps that draft, over the last rounds."""
-        a, b = self.before[-rounds], self.after[-1]
-        return (b.draft_seconds - a.draft_seconds) / (b.decode_seconds - a.decode_seconds)
+        """Share of decoding time in steps that draft: the median of the last rounds."""
+        return median(s.on_fraction for s in self.stats[-rounds:])
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
@@ -197,10 +190,9 @@ def _rollout_row(
     }
     if name in generators:
         mine, plain = generators[name], generators[PLAIN]
-        tail = slice(0, TAIL_CLASSES)
-        rates = mine.rates(bench.rounds, tail)
+        rates = mine.tail_rates(bench.rounds)
         values["tail_tokens_per_second"] = Spread.of(rates)
-        values["tail_speculative_over_plain"] = ratio(rates, plain.rates(bench.rounds, tail))
+        values["tail_speculative_over_plain"] = ratio(rates, plain.tail_rates(bench.rounds))
         values["accept_length"] = mine.accept_length(bench.rounds)
         values["on_fraction"] = mine.on_fraction(bench.rounds)
     else:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.errors import RequestError
 from slipstream.types import GenerateRequest, Generation, PolicyVersion, WeightUpdate
@@ -73,10 +73,27 @@ class EngineStats:
     batch_tokens: tuple[int, ...] = (0,) * (len(BATCH_LIMITS) + 1)
     batch_seconds: tuple[float, ...] = (0.0,) * (len(BATCH_LIMITS) + 1)
 
+    def since(self, before: EngineStats) -> EngineStats:
+        """What was counted after `before`; what is no counter, and `max_batch`, as it is here."""
+        kept = ("version", "running", "waiting", "kv_bytes", "max_batch")
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            now, then = getattr(self, f.name), getattr(before, f.name)
+            if isinstance(now, tuple):
+                changed[f.name] = tuple(a - b for a, b in zip(now, then, strict=True))
+            elif f.name not in kept:
+                changed[f.name] = now - then
+        return replace(self, **changed)
+
     @property
     def accept_length(self) -> float:
         """Tokens per verification, the bonus token included; 1 where nothing was verified."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else 1.0
+
+    @property
+    def on_fraction(self) -> float:
+        """Share of decoding time in steps that draft; 0 where nothing was decoded."""
+        return self.draft_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class InferenceEngine(Protocol):

@@ -29,19 +29,14 @@ class EngineWatch:
 def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
     """`spec/*` between two readings; nothing about what did not happen between them."""
     metrics: dict[str, float] = {}
-    decoding = now.decode_seconds - before.decode_seconds
-    if decoding > 0:
-        metrics["spec/on_fraction"] = (now.draft_seconds - before.draft_seconds) / decoding
-    verifications = now.verifications - before.verifications
-    if verifications:
-        accepted = now.accepted_tokens - before.accepted_tokens
-        metrics["spec/accept_length"] = 1 + accepted / verifications
-    steps = now.draft_steps - before.draft_steps
-    if steps:
-        metrics["spec/plan"] = (now.draft_depth - before.draft_depth) / steps
-    for i, name in enumerate(BATCH_NAMES):
-        seconds = now.batch_seconds[i] - before.batch_seconds[i]
+    new = now.since(before)
+    if new.decode_seconds > 0:
+        metrics["spec/on_fraction"] = new.on_fraction
+    if new.verifications:
+        metrics["spec/accept_length"] = new.accept_length
+    if new.draft_steps:
+        metrics["spec/plan"] = new.draft_depth / new.draft_steps
+    for name, seconds, tokens in zip(BATCH_NAMES, new.batch_seconds, new.batch_tokens, strict=True):
         if seconds > 0:
-            tokens = now.batch_tokens[i] - before.batch_tokens[i]
             metrics[f"spec/tokens_per_second/{name}"] = tokens / seconds
     return metrics

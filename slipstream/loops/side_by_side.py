@@ -59,15 +59,12 @@ async def side_by_side(
             written.append([_bits(sample) for sample in samples])
             tokens = sum(sample.response_length for sample in samples)
         identical = identical and written[0] == written[1]
-    after = speculative.stats()
-    verifications = after.verifications - before.verifications
-    accepted = after.accepted_tokens - before.accepted_tokens
     return SideBySide(
         tokens=tokens,
         plain_seconds=median(seconds["plain"]),
         speculative_seconds=median(seconds["speculative"]),
         identical=identical,
-        accept_length=1 + accepted / verifications if verifications else 1.0,
+        accept_length=speculative.stats().since(before).accept_length,
         rounds=rounds,
     )
 

@@ -38,6 +38,8 @@ class KeyPlaces:
     values: int
     layer_step: int
     """Bytes from a layer to the next."""
+    data: Tensor
+    """What the addresses are of: it lives as long as they do."""
 
     @classmethod
     def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
@@ -56,6 +58,7 @@ class KeyPlaces:
             keys=start,
             values=start + size,
             layer_step=2 * size,
+            data=data,
         )
 
     @classmethod

@@ -263,7 +263,15 @@ class PackedDecoder:
         causal mask keeps padding unseen. With a cache, keys and values are stored in it and earlier
         ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
+
+        Raises:
+            IndexError: without a cache, positions that the model does not know.
         """
+        if kv_cache is None and int(positions_BT.max()) >= self.config.max_position_embeddings:
+            # Kernels read tables by address.
+            raise IndexError(
+                f"position {int(positions_BT.max())} of {self.config.max_position_embeddings}"
+            )
         kernels = has_kernels(self.dtype, ids_BT.device)
         if self.together is not None and kernels and not taps and not torch.is_grad_enabled():
             places = None if kv_cache is None else kv_cache.places()

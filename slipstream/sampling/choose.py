@@ -156,10 +156,17 @@ def draw(
     of the scores alone for greedy rows. A row whose largest score is not finite gets some id.
 
     `scores_NV` float32: log-probs, or logits over the temperature, which differ by a constant.
+    Raises ValueError for positions that are no int64, and for counts that disagree.
     """
     N, V = scores_NV.shape
+    if positions_N.dtype != torch.int64 or not len(positions_N) == len(rows.keys_N2) == N:
+        raise ValueError(
+            f"{N} rows of scores, {len(positions_N)} positions of {positions_N.dtype}, "
+            f"{len(rows.keys_N2)} keys"
+        )
     if scores_NV.device.type == "cpu" and scores_NV.dtype == torch.float32:
         scores, positions = scores_NV.contiguous(), positions_N.contiguous()
+        support = None if support_NV is None else support_NV.contiguous()
         tokens = positions.new_empty(N)
         kernel.draw(
             scores.data_ptr(),
@@ -167,7 +174,7 @@ def draw(
             rows.keys_N2.data_ptr(),
             positions.data_ptr(),
             rows.temperature_N.data_ptr(),
-            0 if support_NV is None else support_NV.data_ptr(),
+            0 if support is None else support.data_ptr(),
             tokens.data_ptr(),
             N,
             V,

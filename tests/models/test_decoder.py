@@ -62,6 +62,12 @@ def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
     assert not torch.equal(after[:, 30], together[:, 30])
 
 
+def test_positions_that_the_model_does_not_know_are_refused() -> None:
+    packed = make_decoder("qwen2", max_position_embeddings=8).pack(torch.float32)
+    with pytest.raises(IndexError, match="position 11 of 8"):
+        packed.forward(random_ids(1, 12), torch.arange(12)[None])
+
+
 def test_taps_are_layer_outputs() -> None:
     decoder = make_decoder("llama")
     packed = decoder.pack(torch.float32)

@@ -147,6 +147,14 @@ def test_a_sampled_token_is_the_argmax_of_log_probs_plus_noise() -> None:
     assert torch.equal(choose(logits, positions, rows).tokens, scores.argmax(-1))
 
 
+def test_arguments_that_disagree_are_refused() -> None:
+    logits, rows = torch.zeros(3, 5), make_rows([Setting()] * 3)
+    with pytest.raises(ValueError, match=r"3 positions of torch\.int32"):
+        draw(logits, torch.arange(3, dtype=torch.int32), rows)
+    with pytest.raises(ValueError, match=r"4 rows of scores, 3 positions of torch\.int64, 3 keys"):
+        draw(torch.zeros(4, 5), torch.arange(3), rows)
+
+
 @pytest.mark.parametrize("vocab", [1, 2, 100, 129, 5000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("cut", [False, True])

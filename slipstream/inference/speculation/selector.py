@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.errors import ConfigError
+from slipstream.inference.speculation.acceptance import AcceptanceCurve
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
@@ -65,75 +66,6 @@ class PredefinedSelector:
 
     def changed(self) -> None:
         """See `StrategySelector`."""
-
-
-_FADE = 0.99
-
-
-class AcceptanceCurve:
-    """How often the draft of each depth is right, given that those before it are.
-
-    Old steps fade: the policy drifts. Depths never tried are taken to be like the deepest one that
-    was.
-    """
-
-    def __init__(self, *, kept: float = 200.0, guess: float = 0.6, guess_weight: float = 4.0):
-        """About `kept` drafts are remembered, those of 100 steps at least; `guess` counts like
-        `guess_weight` trials."""
-        self._kept, self._guess, self._weight = kept, guess, guess_weight
-        self._right: list[float] = []
-        self._tried: list[float] = []
-
-    def record(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Drafts and how many of them were accepted, per request."""
-        deepest = max(drafted, default=0)
-        while len(self._tried) < deepest:
-            self._right.append(0.0)
-            self._tried.append(0.0)
-        # Depths that are no longer tried soon take after the ones before them again.
-        slow = max(_FADE, 1 - len(drafted) / self._kept)
-        for depth in range(len(self._tried)):
-            keep = slow if depth < deepest else _FADE
-            self._right[depth] *= keep
-            self._tried[depth] *= keep
-        for drafts, right in zip(drafted, accepted, strict=True):
-            for depth in range(min(drafts, right + 1)):
-                self._tried[depth] += 1
-                self._right[depth] += depth < right
-
-    def forget(self, keep: float) -> None:
-        """Let what was seen count only `keep` times as much."""
-        self._right = [keep * x for x in self._right]
-        self._tried = [keep * x for x in self._tried]
-
-    def share(self, depth: int, guess: float, weight: float) -> float:
-        """Share of right drafts at `depth` (from 0) after right ones, where `guess` counts like
-        `weight` trials."""
-        if depth >= len(self._tried):
-            return guess
-        return (self._right[depth] + weight * guess) / (self._tried[depth] + weight)
-
-    def rates(self, depths: int) -> list[float]:
-        """`rate` of the first `depths` depths."""
-        guess, found = self._guess, []
-        for depth in range(depths):
-            if depth < len(self._tried):
-                right, tried = self._right[depth], self._tried[depth]
-                guess = (right + self._weight * guess) / (tried + self._weight)
-            found.append(guess)
-        return found
-
-    def rate(self, depth: int) -> float:
-        """`share`, a depth that was tried less often taking after the one before it."""
-        return self.rates(depth + 1)[-1]
-
-    def expected(self, drafts: int) -> float:
-        """Accepted tokens of a chain of `drafts`, on average."""
-        total, reach = 0.0, 1.0
-        for rate in self.rates(drafts):
-            reach *= rate
-            total += reach
-        return total
 
 
 _TRUST = 30.0
@@ -303,15 +235,6 @@ class CostModelSelector:
             for size in self._buckets
         ]
         return max(found, default=None)
-
-    def table(self) -> list[tuple[int, DraftPlan, float]]:
-        """(batch size, plan in use, its tokens per second over plain decoding) where seen."""
-        if not self._costs.known:
-            return []
-        return [
-            (size, b.current, self._rate(size, b.current) / self._rate(size, OFF))
-            for size, b in sorted(self._buckets.items())
-        ]
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from slipstream.inference.speculation.acceptance import AcceptanceCurve
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import (
@@ -19,7 +20,6 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
 )
-from slipstream.inference.speculation.selector import AcceptanceCurve
 from slipstream.types import WeightUpdate
 
 _AGREEMENTS = (4, 6, 9, 13)

@@ -11,7 +11,6 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
-    AcceptanceCurve,
     CostModelSelector,
     PredefinedSelector,
     StepRecord,
@@ -160,16 +159,6 @@ def test_beyond_the_threshold_nothing_is_drafted() -> None:
     assert set(plans) == {OFF}
     fixed = PredefinedSelector(DraftPlan.chain(2), bs_threshold=8)
     assert (fixed.select(8), fixed.select(9)) == (DraftPlan.chain(2), OFF)
-
-
-def test_the_curve_is_per_depth_and_extends_beyond_what_was_tried() -> None:
-    curve = AcceptanceCurve(kept=1e12, guess_weight=1e-9)
-    for _ in range(10):
-        curve.record([2, 2, 2, 2], [0, 1, 2, 2])
-    assert curve.rate(0) == pytest.approx(3 / 4)
-    assert curve.rate(1) == pytest.approx(2 / 3)
-    assert curve.rate(5) == pytest.approx(2 / 3)
-    assert curve.expected(2) == pytest.approx(3 / 4 + 1 / 2)
 
 
 def test_batch_sizes_are_measured_together_in_ever_coarser_buckets() -> None:
