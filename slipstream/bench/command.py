@@ -44,6 +44,43 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     kinds = command.add_subparsers(prog="slipstream bench", dest="benchmark", metavar=_KINDS)
     kinds.required = True
     rollout = kinds.add_parser("rollout", help="the embedded engine against another")
+    decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
+    train = kinds.add_parser("train", help="a training step against the matrix-product rate")
+    startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
+    speculation = kinds.add_parser(
+        "speculation", help="a trained policy with and without drafts: by batch size, and a rollout"
+    )
+    lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
+    _add_rollout_flags(rollout)
+    _add_decode_flags(decode)
+    _add_train_flags(train)
+    _add_speculation_flags(speculation)
+    _add_lossless_flags(lossless)
+    startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
+    both = ("quickstart", "d512x12")
+    for kind, shapes in ((rollout, both), (decode, ("d512x12",)), (train, both)):
+        kind.add_argument(
+            "--shape",
+            choices=_SHAPES,
+            nargs="+",
+            default=shapes,
+            help=f"models with random weights (default: {' '.join(shapes)})",
+        )
+    for kind in (rollout, decode, speculation):
+        kind.add_argument(
+            "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+        )
+    for kind in (rollout, decode, train, speculation):
+        kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
+    for kind in (rollout, decode, train, speculation, lossless):
+        kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+        kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
+    for kind in (rollout, decode, speculation, lossless, train, startup):
+        kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
+        add_debug_flag(kind)
+
+
+def _add_rollout_flags(rollout: argparse.ArgumentParser) -> None:
     rollout.add_argument(
         "--peer",
         choices=_PEERS,
@@ -67,7 +104,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     rollout.add_argument(
         "--no-memory", dest="memory", action="store_false", help="leave out the peak memory"
     )
-    decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
+
+
+def _add_decode_flags(decode: argparse.ArgumentParser) -> None:
     decode.add_argument(
         "--peer",
         choices=_PEERS,
@@ -95,11 +134,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "--new-tokens", metavar="N", type=positive, default=128, help="default: 128"
     )
     decode.add_argument("--vocab", metavar="N", type=positive, default=1024, help="default: 1024")
-    for kind in (rollout, decode):
-        kind.add_argument(
-            "--greedy", action="store_true", help="take the likeliest token instead of sampling"
-        )
-    train = kinds.add_parser("train", help="a training step against the matrix-product rate")
+
+
+def _add_train_flags(train: argparse.ArgumentParser) -> None:
     train.add_argument("--rows", metavar="N", type=positive, default=32, help="default: 32")
     train.add_argument(
         "--length", metavar="N", type=positive, default=128, help="tokens per row (default: 128)"
@@ -109,32 +146,6 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "--matmul-size", metavar="N", type=positive, default=2048, help="default: 2048"
     )
     train.add_argument("--profile", action="store_true", help="also print the time by operation")
-    for kind, shapes in (
-        (rollout, ("quickstart", "d512x12")),
-        (decode, ("d512x12",)),
-        (train, ("quickstart", "d512x12")),
-    ):
-        kind.add_argument(
-            "--shape",
-            choices=_SHAPES,
-            nargs="+",
-            default=shapes,
-            help=f"models with random weights (default: {' '.join(shapes)})",
-        )
-        kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-        kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-        kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
-    startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
-    startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
-    speculation = kinds.add_parser(
-        "speculation", help="a trained policy with and without drafts: by batch size, and a rollout"
-    )
-    _add_speculation_flags(speculation)
-    lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
-    _add_lossless_flags(lossless)
-    for kind in (rollout, decode, speculation, lossless, train, startup):
-        kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
-        add_debug_flag(kind)
 
 
 def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
@@ -173,12 +184,6 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         "--peer", metavar="NAME", nargs="*", default=[], help="vLLM's settings in the rollout"
     )
-    speculation.add_argument(
-        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
-    )
-    speculation.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    speculation.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-    speculation.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
 
 
 def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
@@ -208,8 +213,6 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
         type=Path,
         help="the draft head of --policy (default: the run's; without one, one is trained)",
     )
-    lossless.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
-    lossless.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
 
 
 def run(args: argparse.Namespace) -> int:

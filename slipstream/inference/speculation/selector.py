@@ -75,7 +75,11 @@ _LOOK = 2
 """Steps of a look at another plan: the first also catches up, the second can be measured."""
 
 _DECIDE = 4
-"""Steps between two decisions at one batch size."""
+"""Steps between two decisions at one batch size; without drafts twice as many."""
+
+_SAMPLED = 4
+"""Of steady steps without drafts one in so many is learned from: they are many and alike, and in a
+small model what is computed here would show."""
 
 _SOON = 32
 """Steps in which drafting must have paid for its beginning: batches change."""
@@ -122,6 +126,8 @@ class _Bucket:
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     current: DraftPlan = OFF
     seen: _Seen = field(default_factory=_Seen)
+    plain: int = 0
+    """Steady steps without drafts."""
     looks: int = 0
     looked_at: int = 0
     decide_at: int = 0
@@ -178,7 +184,7 @@ class CostModelSelector:
             return self._looking
         if bucket.seen.steps < bucket.decide_at:
             return bucket.current
-        bucket.decide_at = bucket.seen.steps + _DECIDE
+        bucket.decide_at = bucket.seen.steps + _DECIDE * (1 + (bucket.current == OFF))
         rates = self._rates(running)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
@@ -197,16 +203,22 @@ class CostModelSelector:
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
         bucket = self._bucket(step.running)
+        self._spent += step.seconds
+        if step.plan == OFF and step.steady and not self._looks_left and self._costs.known:
+            self._behind = True
+            bucket.plain += 1
+            if bucket.plain % _SAMPLED:
+                bucket.seen.steps += 1
+                return
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
         else:
             # Policies drift, unseen while nothing is drafted.
-            self.curve.forget(_FORGET)
-            bucket.curve.forget(_FORGET)
+            self.curve.forget(_FORGET**_SAMPLED)
+            bucket.curve.forget(_FORGET**_SAMPLED)
         if self._looks_left:
             self._looked(step, bucket)
-        self._spent += step.seconds
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         self._behind = not step.drafted
