@@ -201,9 +201,9 @@ def test_a_context_too_small_for_prompt_and_response(
 def test_too_little_memory_for_keys_and_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 4 rows of 64 slots, in each 2 layers x (keys, values) x 16 x 4 bytes.
-    line = rl_only(tmp_path / "a", f"{ROLLOUT}.kv_cache_bytes=65535")
-    parts = ["kv_cache_bytes=65535 is too small", "48 tokens take 65536 bytes; raise it"]
+    # A row of 64 slots, in each 2 layers x (keys, values) x 16 x 4 bytes.
+    line = rl_only(tmp_path / "a", f"{ROLLOUT}.kv_cache_bytes=16383")
+    parts = ["kv_cache_bytes=16383 is too small", "48 tokens take 16384 bytes; raise it"]
     refused(line, 2, capsys, *parts)
     line = rl_only(tmp_path / "b", f"{ROLLOUT}.gpu_memory_utilization=0")
     refused(line, 2, capsys, "gpu_memory_utilization=0 of", "is too small", "raise it")
