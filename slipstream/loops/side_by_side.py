@@ -38,22 +38,23 @@ async def side_by_side(
     rewards: RewardManager,
     settings: EvalSettings,
     *,
-    rounds: int = 3,
+    rounds: int = 5,
+    warm_up: int = 3,
 ) -> SideBySide:
-    """Answer `prompts` with each engine in turns, after one round to warm up, in which the
-    selector also measures its plans."""
+    """Answer `prompts` with each engine in turns, after some rounds to warm up: in a run the selector
+    has measured its plans over many steps, too."""
     engines = {"plain": plain, "speculative": speculative}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens, identical = 0, True
     before = speculative.stats()
-    for number in range(rounds + 1):
-        if number == 1:
+    for number in range(warm_up + rounds):
+        if number == warm_up:
             before = speculative.stats()
         written: list[list[tuple[list[int], list[float]]]] = []
         for name, engine in engines.items():
             start = _compute_seconds(engine.stats())
             evaluation = await run_evaluation([engine], prompts, rewards, settings)
-            if number:
+            if number >= warm_up:
                 seconds[name].append(_compute_seconds(engine.stats()) - start)
             samples = [sample for group in evaluation.groups for sample in group.samples]
             written.append([_bits(sample) for sample in samples])
