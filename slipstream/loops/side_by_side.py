@@ -41,8 +41,8 @@ async def side_by_side(
     rounds: int = 5,
     warm_up: int = 3,
 ) -> SideBySide:
-    """Answer `prompts` with each engine in turns, after some rounds to warm up: in a run the selector
-    has measured its plans over many steps, too."""
+    """Answer `prompts` with each engine in turns, after some rounds to warm up: in a run, too, the
+    selector has measured its plans over many steps."""
     engines = {"plain": plain, "speculative": speculative}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens, identical = 0, True
