@@ -43,6 +43,11 @@ class VllmSettings:
     defaults: bool = False
     speculative: Mapping[str, object] | None = None
 
+    @property
+    def given_threads(self) -> int | None:
+        """How many threads it is told to use; None where it chooses by itself."""
+        return None if self.defaults else self.threads or torch.get_num_threads()
+
 
 VLLM = {
     "vllm-float32-compiled": VllmSettings(dtype="float32"),
@@ -247,7 +252,6 @@ def vllm_contender(
 ) -> Iterator[Contender]:
     """vLLM on the policy of a Hugging Face folder. Raises ConfigError where it is not installed."""
     settings = (VLLM | SPECULATING)[name]
-    threads = settings.threads or torch.get_num_threads()
     command = peer_command(
         ".venv-vllm",
         "bench/peers/vllm_peer.py",
@@ -260,7 +264,7 @@ def vllm_contender(
             dtype=settings.dtype,
             eager=settings.eager,
             max_model_len=max_positions,
-            threads=None if settings.defaults else threads,
+            threads=settings.given_threads,
             speculative=settings.speculative,
         )
         answers: list[Mapping[str, Any]] = []
@@ -279,7 +283,7 @@ def vllm_contender(
         yield Contender(
             generate=generate,
             dtype=settings.dtype,
-            threads=None if settings.defaults else threads,
+            threads=settings.given_threads,
             cpu_clock=lambda: sum(answer["cpu_seconds"] for answer in answers),
             answers=answers,
         )

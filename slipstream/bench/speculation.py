@@ -294,15 +294,12 @@ def _row(
     **settings: float,
 ) -> Row:
     peer = (VLLM | SPECULATING).get(name)
-    threads: int | None = torch.get_num_threads()
-    if peer is not None:
-        threads = None if peer.defaults else peer.threads or threads
     return Row(
         benchmark="speculation",
         case=case,
         contender=name,
         dtype=str(bench.dtype).removeprefix("torch.") if peer is None else peer.dtype,
-        threads=threads,
+        threads=torch.get_num_threads() if peer is None else peer.given_threads,
         seconds=Spread.of(seconds),
         machine=this_machine(),
         values=dict(values),

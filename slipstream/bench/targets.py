@@ -85,10 +85,10 @@ def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 
     texts = own_texts(decoder, count=NUM_TEXTS, length=TEXT_LENGTH)
     if head is None and (folder / "draft").is_dir():
         head = folder / "draft"
-    drafter = brief_head(decoder, texts, steps=head_steps) if head is None else None
-    if head is not None:
+    if head is None:
+        drafter = brief_head(decoder, texts, steps=head_steps)
+    else:
         drafter = load_draft_head(head_folder(head), decoder.config)
-    assert drafter is not None
     return Target(name=folder.name, decoder=decoder, head=drafter, texts=texts)
 
 

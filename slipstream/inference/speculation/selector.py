@@ -184,7 +184,8 @@ class CostModelSelector:
             return self._looking
         if bucket.seen.steps < bucket.decide_at:
             return bucket.current
-        bucket.decide_at = bucket.seen.steps + _DECIDE * (1 + (bucket.current == OFF))
+        pause = 2 * _DECIDE if bucket.current == OFF else _DECIDE
+        bucket.decide_at = bucket.seen.steps + pause
         rates = self._rates(running)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:

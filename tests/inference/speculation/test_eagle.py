@@ -122,12 +122,17 @@ def test_rows_follow_preemption_switching_and_aborts() -> None:
 
 def test_features_that_waited_count_once_after_a_preemption() -> None:
     decoder = shared_decoder()
-    request = make_request("one", range(3, 12), temperature=0.0, max_tokens=24, ignore_eos=True)
+    # While the other runs on, what the first had waiting is not forgotten with the whole batch.
+    requests = [
+        make_request(name, range(3, 12 + i), temperature=0.0, max_tokens=24, ignore_eos=True)
+        for i, name in enumerate(("one", "other"))
+    ]
     found = []
     for preempted in (False, True):
         proposer = recorder(decoder)
         engine = make_engine(proposer=proposer, plan=OFF)
-        engine.add(request)
+        for request in requests:
+            engine.add(request)
         for _ in range(6):
             engine.step()
         if preempted:
@@ -136,7 +141,10 @@ def test_features_that_waited_count_once_after_a_preemption() -> None:
         while engine.has_work():
             engine.step()
         assert engine.stats().preempted == preempted
-        found.append(dict((position, chain) for _, position, chain in proposer.drafted))
+        found.append({n: chain for name, n, chain in proposer.drafted if name == "one"})
+        # One for each token of its context but the last.
+        (first, *_) = found[-1]
+        assert len(proposer.waiting[0]["one"]) == first - 1
     usual, again = found
     # Preempted, it has one step less before the first draft: a prefill brings a token.
     common = usual.keys() & again.keys()

@@ -171,3 +171,20 @@ def test_plans_must_be_chains() -> None:
         CostModelSelector([DraftPlan(8, 4, 32)])
     with pytest.raises(ConfigError, match="got none"):
         CostModelSelector([])
+
+
+def test_of_plain_steps_some_are_learned_from_and_all_leave_the_head_behind() -> None:
+    selector = CostModelSelector(PLANS)
+    for seconds in (*[1.0] * 40, *[2.0] * 400):
+        selector.record(StepRecord(running=4, plan=OFF, seconds=seconds))
+    assert selector._costs.seconds(4, 0, bucket_of(4)) == pytest.approx(2.0, rel=0.1)
+    assert selector._buckets[bucket_of(4)].seen.steps == 440
+    assert selector._spent == pytest.approx(40 + 800)
+    plan, drafted, accepted = DraftPlan.chain(3), [3] * 4, [2] * 4
+    draft = StepRecord(running=4, plan=plan, seconds=3.0, drafted=drafted, accepted=accepted)
+    behind = []
+    for _ in range(4):
+        for step in (draft, StepRecord(running=4, plan=OFF, seconds=2.0)):
+            selector.record(step)
+            behind.append(selector._behind)
+    assert behind == [False, True] * 4
