@@ -1,7 +1,8 @@
 """A whole draft in one call: the head catches up with the policy, a token is drawn from its
 feature, both are fed back, and so on.
 
-The parts of the other files in a row, as in `layers`.
+Of the tokens that it catches up with only keys and values are computed, but for the last of each
+sequence. The parts of the other files in a row, as in `layers`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from slipstream.kernels.attend import place_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import draw_part
-from slipstream.kernels.layers import layers_part
+from slipstream.kernels.layers import WEIGHTS, layers_part
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
+_BLOCK = 512
+"""Tokens that are taken in at once: what they leave behind stays in the cache."""
+
 
 @kernel
-def _join(embedding, ids, features, both, M, D, part, parts):
+def _join(embedding, ids, features, sources, both, M, D, part, parts):
     """Embeddings beside features, (M, 2D)."""
-    words = carray(ints_at(ids), (M,))
+    words, rows = carray(ints_at(ids), (M,)), carray(ints_at(sources), (M,))
     for m in range(M * part // parts, M * (part + 1) // parts):
         word = carray(floats_at(embedding + words[m] * D * 4), (D,))
-        feature = carray(floats_at(features + m * D * 4), (D,))
+        feature = carray(floats_at(features + rows[m] * D * 4), (D,))
         joined = carray(floats_at(both + m * D * 8), (2 * D,))
         for i in range(D):
             joined[i] = word[i]
@@ -32,42 +37,65 @@ def _join(embedding, ids, features, both, M, D, part, parts):
 
 
 @kernel
-def _chain(
-    ids, features, T, lasts, spots, embedding, fc, fc_start, lm_head, lm_start, V, padded,
-    keys_N2, temperatures, tokens, steps,
-    weights, eps, logits, both, hidden, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
+def _take_in(
+    features, spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
+    head_stride, keys, values, D, Q, H, K, part, parts,
 ):  # fmt: skip
-    begin, end = N * part // parts, N * (part + 1) // parts
-    last, heat = carray(ints_at(lasts), (N,)), carray(floats_at(temperatures), (N,))
-    # Rows of `spots`: place, own, first, seen of each new token, then of each sequence.
-    rows, spot, later = N * T, spots, spots + 32 * N * T
-    places, slots = carray(ints_at(later), (N,)), carray(ints_at(later + 8 * N), (N,))
-    counts = carray(ints_at(later + 24 * N), (N,))
-    positions = later + 32 * N
-    at = carray(ints_at(positions), (N,))
-    new, feature = ids, features
-    for step in range(steps):
-        _join(embedding, new, feature, both, rows, D, part, parts)
+    """Keys and values of E tokens whose own predictions nobody asks for: the rest of the layer is
+    left out."""
+    table = carray(ints_at(weights), (WEIGHTS,))
+    panels, start, norms = table[1] + 4 * Q * K * D, table[2] + 4 * Q * K, table[3]
+    if norms:
+        norms += 4 * Q * K
+    begin = 0
+    while begin < E:
+        rows, at = min(_BLOCK, E - begin), spots + 8 * begin
+        _join(embedding, at + 8 * E, features, at, both, rows, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, rows, D, 2 * D, part, parts)
         wait(parts)
-        layers_part(
-            weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
-            spot, spot + 8 * rows, spot + 16 * rows, spot + 24 * rows,
-            head_stride, longest, keys, values, 0, rows, D, Q, H, K, W, part, parts,
+        product_part(x, panels, start, qkv, rows, 2 * H * K, D, part, parts)
+        wait(parts)
+        place_part(
+            qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
+            rows, 0, H, K, part, parts,
         )  # fmt: skip
         wait(parts)
-        feature = normed
-        if step == 0:
-            for n in range(begin, end):
-                source = carray(floats_at(normed + last[n] * D * 4), (D,))
-                target = carray(floats_at(hidden + n * D * 4), (D,))
-                for i in range(D):
-                    target[i] = source[i]
-            wait(parts)
-            feature, rows, spot = hidden, N, later
-        product_part(feature, lm_head, lm_start, logits, N, padded, D, part, parts)
+        begin += rows
+
+
+@kernel
+def _chain(
+    features, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
+    keys_N2, temperatures, tokens, steps,
+    weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
+):  # fmt: skip
+    _take_in(
+        features, spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
+        head_stride, keys, values, D, Q, H, K, part, parts,
+    )  # fmt: skip
+    begin, end = N * part // parts, N * (part + 1) // parts
+    heat = carray(floats_at(temperatures), (N,))
+    # Of the last tokens, then of those that are drafted: source, place, own, first, seen.
+    source = spots + 32 * E
+    words, later = source + 40 * N, source + 48 * N
+    positions = later + 40 * N
+    places, slots = carray(ints_at(later + 8 * N), (N,)), carray(ints_at(later + 16 * N), (N,))
+    counts, at = carray(ints_at(later + 32 * N), (N,)), carray(ints_at(positions), (N,))
+    for step in range(steps):
+        _join(embedding, words, features, source, both, N, D, part, parts)
+        wait(parts)
+        product_part(both, fc, fc_start, x, N, D, 2 * D, part, parts)
+        wait(parts)
+        layers_part(
+            weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
+            source + 8 * N, source + 16 * N, source + 24 * N, source + 32 * N,
+            head_stride, longest, keys, values, 0, N, D, Q, H, K, W, part, parts,
+        )  # fmt: skip
+        wait(parts)
+        features, source, words = normed, later, tokens + step * N * 8
+        product_part(normed, lm_head, lm_start, logits, N, padded, D, part, parts)
         wait(parts)
         for n in range(begin, end):
             t = heat[n]
@@ -75,9 +103,8 @@ def _chain(
                 row = carray(floats_at(logits + n * padded * 4), (V,))
                 for j in range(V):
                     row[j] = row[j] / t
-        new = tokens + step * N * 8
         draw_part(
-            logits, padded, keys_N2, positions, temperatures, 0, new, N, V, part, parts
+            logits, padded, keys_N2, positions, temperatures, 0, words, N, V, part, parts
         )  # fmt: skip
         for n in range(begin, end):
             at[n] += 1
@@ -90,22 +117,30 @@ def _chain(
 
 @for_team
 def _chain_shared(p):
-    _chain(*to_fixed_tuple(carray(p, (43,)), 43), part_number(), part_count())
+    _chain(*to_fixed_tuple(carray(p, (40,)), 40), part_number(), part_count())
 
 
 def chain(*arguments: int, work: int) -> None:
-    """Take in T new tokens of N sequences, then draft `steps` tokens for each. In this order:
+    """Take in new tokens of N sequences, then draft `steps` tokens for each. In this order:
 
-    ids (N, T) int64 and features (N, T, D): the new tokens, each with the feature before it; T;
-    lasts (N,): which of the N * T is the last of each; spots: int64 of the new tokens (place in
-    the rotation tables, own, first, seen as in `attend`; N * T each), then of the first token that
-    is drafted (the same, N each), then the position that it is drawn for, (N,); written over;
+    features: rows (D,), of which each new token is given one; spots: int64, written over; E;
     embedding (V, D); fc, fc_start: packed, 2D to D; lm_head, lm_start: packed, `padded` outputs, of
     which V are tokens; V; padded; keys_N2, temperatures: as in `draw`;
     tokens (steps, N) int64: the result; steps;
-    weights, eps: as in `layers`, of one layer; room: logits (N, padded), both (N T, 2D),
-    hidden (N, D), x (N T, D), and as in `layers` for N T rows;
+    weights, eps: as in `layers`, of one layer; room: logits (N, padded), both (R, 2D), x (R, D),
+    and as in `layers` for R rows, R = `most_rows(N, E)`;
     cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
     N, D, Q, H, K, W.
+
+    `spots` holds, one after the other: of the E new tokens that are not the last of their sequence
+    the row of their feature, themselves, the place in the rotation tables, `own` as in `attend`; of
+    the last ones (N each) the row of their feature, place, own, first, seen as in `attend`, and
+    themselves; of the tokens that are drafted 0 to N - 1, place, own, first, seen of the first one,
+    and the position that it is drawn for.
     """
     run(_chain, _chain_shared, arguments, work)
+
+
+def most_rows(sequences: int, early: int) -> int:
+    """Rows that `chain` computes at once."""
+    return max(sequences, min(early, _BLOCK))

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 def suits(config: ModelConfig) -> bool:
     """Whether `CpuLayers` can compute such layers: their products fill whole panels."""
     heads = config.num_heads + 2 * config.num_kv_heads
-    widths = (config.hidden_size, heads * config.head_dim, 2 * config.intermediate_size)
+    widths = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        heads * config.head_dim,
+        2 * config.intermediate_size,
+    )
     return all(width % PANEL == 0 for width in widths)
 
 

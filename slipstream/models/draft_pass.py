@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.chain import chain
+from slipstream.kernels.chain import chain, most_rows
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder, layer_forward
@@ -39,7 +39,7 @@ def draft_chain(
 ) -> Tensor:
     """`steps` tokens (steps, N) in a row for each sequence, in one call: fp32 on a CPU.
 
-    First the head takes in `ids`, at most T for each sequence, with the features before them; they
+    First the head takes in `ids`, 1 to T for each sequence, with the features before them; they
     go to the slots after the `cached` ones. The first token drawn from what it then predicts stands
     at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
     """
@@ -50,41 +50,41 @@ def draft_chain(
     n, T, D = features_NTD.shape
     V, padded = len(policy.embedding), len(present(lm_head.start))
     limit = c.max_position_embeddings - 1
-    # Padding goes where drafts are written later, and is not seen.
-    new = [slot for start in cached for slot in range(start, start + T)]
     firsts = [row * heads * slots * K for row in range(n)]
     ends = [start + len(part) for start, part in zip(cached, ids, strict=True)]
-    each = [first for first in firsts for _ in range(T)]
-    spots = [min(slot, limit) for slot in new]
-    spots += [first + slot * K for first, slot in zip(each, new, strict=True)]
-    spots += each
-    spots += [slot + 1 for slot in new]
+    # (feature, token, place in the tables, place of its key) of all but the last of each sequence.
+    early = [
+        (row * T + i, token, min(start + i, limit), first + (start + i) * K)
+        for row, (start, first, part) in enumerate(zip(cached, firsts, ids, strict=True))
+        for i, token in enumerate(part[:-1])
+    ]
+    spots = [x for column in zip(*early, strict=True) for x in column]
+    spots += [row * T + len(part) - 1 for row, part in enumerate(ids)]
+    spots += [min(end - 1, limit) for end in ends]
+    spots += [first + (end - 1) * K for first, end in zip(firsts, ends, strict=True)]
+    spots += firsts
+    spots += ends
+    spots += [part[-1] for part in ids]
+    spots += range(n)
     spots += [min(end, limit) for end in ends]
     spots += [first + end * K for first, end in zip(firsts, ends, strict=True)]
     spots += firsts
     spots += [end + 1 for end in ends]
     spots += positions
-    spots += [row * T + len(part) - 1 for row, part in enumerate(ids)]
-    spots += [token for part in ids for token in (*part, *[0] * (T - len(part)))]
     numbers = torch.tensor(spots)
-    start = numbers.data_ptr()
-    lasts = start + 8 * (4 * n * T + 5 * n)
     tokens = numbers.new_empty(steps, n)
     features = features_NTD.contiguous()
-    # Logits, features beside embeddings, a feature to draw from, the layer's input and output.
-    sizes = (n * padded, n * T * 2 * D, n * D, n * T * D, n * T * D)
+    # Logits, features beside embeddings, the layer's input and output.
+    most = most_rows(n, len(early))
+    sizes = (n * padded, most * 2 * D, most * D, n * D)
     memory = features.new_empty(sum(sizes))
-    logits, both, hidden, x, normed = (
-        memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes))
-    )
-    layer_memory, (spare, delta, *others) = together.room(features, n * T)
+    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
+    layer_memory, (spare, delta, *others) = together.room(features, most)
     cos, sin = rope_table(c, features.dtype, features.device)
     chain(
-        lasts + 8 * n,
         features.data_ptr(),
-        T,
-        lasts,
-        start,
+        numbers.data_ptr(),
+        len(early),
         policy.embedding.data_ptr(),
         present(fc.panels).data_ptr(),
         present(fc.start).data_ptr(),
@@ -100,7 +100,6 @@ def draft_chain(
         head.eps.data_ptr(),
         logits,
         both,
-        hidden,
         x,
         spare,
         delta,
@@ -110,7 +109,7 @@ def draft_chain(
         sin.data_ptr(),
         limit,
         slots * K,
-        max(cached) + T + steps,
+        max(ends) + steps,
         kv.data_ptr(),
         kv.data_ptr() + kv.nbytes // 2,
         n,

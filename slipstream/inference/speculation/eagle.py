@@ -167,7 +167,7 @@ class EagleProposer:
         for row, end in zip(rows, ends, strict=True):
             row.cached, row.features, row.tokens = end, None, ()
         self._forget_steps()
-        if self._packed.together is not None and not batch.rows.cuts and width <= _COLUMNS:
+        if self._packed.together is not None and not batch.rows.cuts:
             return self._at_once(batch, plan.steps, starts, tokens, features_NTD)
         columns = [
             [*range(start, start + width), *range(end, end + plan.steps - 1)]

@@ -58,11 +58,19 @@ def recorder(decoder: Decoder) -> Recorder:
     return made
 
 
-def test_drafts_are_those_of_the_head_over_all_true_features() -> None:
+@pytest.mark.parametrize("prompt", [3, 140])
+def test_drafts_are_those_of_the_head_over_all_true_features(prompt: int) -> None:
+    """The longer prompts together are more than the head takes in at once."""
     decoder = shared_decoder()
     proposer = recorder(decoder)
     requests = [
-        make_request(f"d{i}", range(3, 6 + 3 * i), temperature=0.0, max_tokens=14, ignore_eos=True)
+        make_request(
+            f"d{i}",
+            [3 + (j * j + i) % 40 for j in range(prompt + 3 * i)],
+            temperature=0.0,
+            max_tokens=28,
+            ignore_eos=True,
+        )
         for i in range(5)
     ]
     done = make_engine(proposer=proposer, plan=DraftPlan.chain(3)).run(requests)
