@@ -345,10 +345,12 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     if "rollout" in args.case:
         measured = speculation.run_rollout(bench, say)
         _print("long-tailed rollout of a trained policy", measured)
-        floors = speculation.FLOORS
-        print(
-            f"  floors over plain: {floors['whole']} whole, {floors['tail']} tail of four or fewer"
-        )
+        floors, most = speculation.FLOORS, speculation.most_possible(measured)
+        for part, gain in most.items():
+            print(
+                f"  {part}: floor {floors[part]} over plain; drafts that are always right and take "
+                f"no time: {gain:.2f}"
+            )
         rows += measured
     if "grid" in args.case:
         measured = speculation.run_grid(bench, say)

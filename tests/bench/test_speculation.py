@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from slipstream.bench import speculation, trained
-from slipstream.bench.speculation import PLAIN, SELECTOR, SpeculationBench, grid_table, run_grid
+from slipstream.bench.speculation import (
+    FLOORS,
+    ORACLE,
+    PLAIN,
+    SELECTOR,
+    SpeculationBench,
+    grid_table,
+    most_possible,
+    run_grid,
+    run_rollout,
+)
 from slipstream.bench.trained import Responses, Trained, cut_to, load_trained, long_tailed
 from slipstream.errors import ConfigError
 from slipstream.models.draft_head import DraftHead
@@ -79,6 +89,24 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     # Natural responses end by themselves or at the limit.
     natural = trained.natural_responses(toy, 1.0, torch.float32)
     assert natural.lengths == [37] * 8
+
+
+def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder(eos=5)
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    prompts = [(3, 4, 5 + i) for i in range(40)]
+    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=400)
+    monkeypatch.setattr(speculation, "load_trained", lambda folder: toy)
+    rows = run_rollout(SpeculationBench(policy=Path("toy"), rounds=1, batch=12), print)
+    assert [row.contender for row in rows] == [PLAIN, "eagle", "history", "union", ORACLE]
+    # It is right wherever it drafts.
+    accepted = rows[-1].values["accept_length"]
+    assert isinstance(accepted, float)
+    assert accepted > 1.9
+    most = most_possible(rows)
+    assert most.keys() == FLOORS.keys()
+    assert most["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
 
 
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
