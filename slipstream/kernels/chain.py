@@ -24,12 +24,12 @@ _BLOCK = 512
 
 
 @kernel
-def _join(embedding, ids, features, sources, both, M, D, part, parts):
+def _join(embedding, ids, features, both, M, D, part, parts):
     """Embeddings beside features, (M, 2D)."""
-    words, rows = carray(ints_at(ids), (M,)), carray(ints_at(sources), (M,))
+    words, rows = carray(ints_at(ids), (M,)), carray(ints_at(features), (M,))
     for m in range(M * part // parts, M * (part + 1) // parts):
         word = carray(floats_at(embedding + words[m] * D * 4), (D,))
-        feature = carray(floats_at(features + rows[m] * D * 4), (D,))
+        feature = carray(floats_at(rows[m]), (D,))
         joined = carray(floats_at(both + m * D * 8), (2 * D,))
         for i in range(D):
             joined[i] = word[i]
@@ -38,7 +38,7 @@ def _join(embedding, ids, features, sources, both, M, D, part, parts):
 
 @kernel
 def _take_in(
-    features, spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
+    spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
     head_stride, keys, values, D, Q, H, K, part, parts,
 ):  # fmt: skip
     """Keys and values of E tokens whose own predictions nobody asks for: the rest of the layer is
@@ -50,7 +50,7 @@ def _take_in(
     begin = 0
     while begin < E:
         rows, at = min(_BLOCK, E - begin), spots + 8 * begin
-        _join(embedding, at + 8 * E, features, at, both, rows, D, part, parts)
+        _join(embedding, at + 8 * E, at, both, rows, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, rows, D, 2 * D, part, parts)
         wait(parts)
@@ -66,35 +66,35 @@ def _take_in(
 
 @kernel
 def _chain(
-    features, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
+    spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
     keys_N2, temperatures, tokens, steps,
     weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
 ):  # fmt: skip
     _take_in(
-        features, spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
+        spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
         head_stride, keys, values, D, Q, H, K, part, parts,
     )  # fmt: skip
     begin, end = N * part // parts, N * (part + 1) // parts
     heat = carray(floats_at(temperatures), (N,))
-    # Of the last tokens, then of those that are drafted: source, place, own, first, seen.
-    source = spots + 32 * E
-    words, later = source + 40 * N, source + 48 * N
+    # Of the last tokens, then of those that are drafted: feature, place, own, first, seen.
+    now = spots + 32 * E
+    words, later = now + 40 * N, now + 48 * N
     positions = later + 40 * N
     places, slots = carray(ints_at(later + 8 * N), (N,)), carray(ints_at(later + 16 * N), (N,))
     counts, at = carray(ints_at(later + 32 * N), (N,)), carray(ints_at(positions), (N,))
     for step in range(steps):
-        _join(embedding, words, features, source, both, N, D, part, parts)
+        _join(embedding, words, now, both, N, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, N, D, 2 * D, part, parts)
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
-            source + 8 * N, source + 16 * N, source + 24 * N, source + 32 * N,
+            now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N,
             head_stride, longest, keys, values, 0, N, D, Q, H, K, W, part, parts,
         )  # fmt: skip
         wait(parts)
-        features, source, words = normed, later, tokens + step * N * 8
+        now, words = later, tokens + step * N * 8
         product_part(normed, lm_head, lm_start, logits, N, padded, D, part, parts)
         wait(parts)
         for n in range(begin, end):
@@ -117,13 +117,13 @@ def _chain(
 
 @for_team
 def _chain_shared(p):
-    _chain(*to_fixed_tuple(carray(p, (40,)), 40), part_number(), part_count())
+    _chain(*to_fixed_tuple(carray(p, (39,)), 39), part_number(), part_count())
 
 
 def chain(*arguments: int, work: int) -> None:
     """Take in new tokens of N sequences, then draft `steps` tokens for each. In this order:
 
-    features: rows (D,), of which each new token is given one; spots: int64, written over; E;
+    spots: int64, written over; E;
     embedding (V, D); fc, fc_start: packed, 2D to D; lm_head, lm_start: packed, `padded` outputs, of
     which V are tokens; V; padded; keys_N2, temperatures: as in `draw`;
     tokens (steps, N) int64: the result; steps;
@@ -133,10 +133,10 @@ def chain(*arguments: int, work: int) -> None:
     N, D, Q, H, K, W.
 
     `spots` holds, one after the other: of the E new tokens that are not the last of their sequence
-    the row of their feature, themselves, the place in the rotation tables, `own` as in `attend`; of
-    the last ones (N each) the row of their feature, place, own, first, seen as in `attend`, and
-    themselves; of the tokens that are drafted 0 to N - 1, place, own, first, seen of the first one,
-    and the position that it is drawn for.
+    the address of the feature (D,) before them, themselves, the place in the rotation tables, `own`
+    as in `attend`; of the last ones (N each) the address of the feature, place, own, first, seen as
+    in `attend`, and themselves; of the tokens that are drafted the addresses of the rows of
+    `normed`, place, own, first, seen of the first one, and the position that it is drawn for.
     """
     run(_chain, _chain_shared, arguments, work)
 

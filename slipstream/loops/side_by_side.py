@@ -38,7 +38,7 @@ async def side_by_side(
     rewards: RewardManager,
     settings: EvalSettings,
     *,
-    rounds: int = 5,
+    rounds: int = 9,
     warm_up: int = 3,
 ) -> SideBySide:
     """Answer `prompts` with each engine in turns, after some rounds to warm up: in a run, too, the

@@ -31,7 +31,7 @@ def draft_chain(
     kv: Tensor,
     cached: Sequence[int],
     ids: Sequence[Sequence[int]],
-    features_NTD: Tensor,
+    features: Sequence[Sequence[int]],
     keys_N2: Tensor,
     positions: Sequence[int],
     temperatures_N: Tensor,
@@ -39,33 +39,43 @@ def draft_chain(
 ) -> Tensor:
     """`steps` tokens (steps, N) in a row for each sequence, in one call: fp32 on a CPU.
 
-    First the head takes in `ids`, 1 to T for each sequence, with the features before them; they
-    go to the slots after the `cached` ones. The first token drawn from what it then predicts stands
+    First the head takes in `ids`, at least one for each sequence, with the features before them:
+    the addresses of rows (D,), which the caller holds. They go to the slots after the `cached`
+    ones. The first token drawn from what it then predicts stands
     at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
     c = head.config
     _, _, heads, slots, K = kv.shape
-    n, T, D = features_NTD.shape
+    n, D = len(ids), c.hidden_size
     V, padded = len(policy.embedding), len(present(lm_head.start))
     limit = c.max_position_embeddings - 1
     firsts = [row * heads * slots * K for row in range(n)]
     ends = [start + len(part) for start, part in zip(cached, ids, strict=True)]
-    # (feature, token, place in the tables, place of its key) of all but the last of each sequence.
-    early = [
-        (row * T + i, token, min(start + i, limit), first + (start + i) * K)
-        for row, (start, first, part) in enumerate(zip(cached, firsts, ids, strict=True))
-        for i, token in enumerate(part[:-1])
+    # Of all but the last of each sequence.
+    slots_before = [slot for s, e in zip(cached, ends, strict=True) for slot in range(s, e - 1)]
+    early = len(slots_before)
+    spots = [address for part in features for address in part[:-1]]
+    spots += [token for part in ids for token in part[:-1]]
+    spots += [min(slot, limit) for slot in slots_before]
+    spots += [
+        place
+        for first, s, e in zip(firsts, cached, ends, strict=True)
+        for place in range(first + s * K, first + (e - 1) * K, K)
     ]
-    spots = [x for column in zip(*early, strict=True) for x in column]
-    spots += [row * T + len(part) - 1 for row, part in enumerate(ids)]
+    spots += [part[-1] for part in features]
     spots += [min(end - 1, limit) for end in ends]
     spots += [first + (end - 1) * K for first, end in zip(firsts, ends, strict=True)]
     spots += firsts
     spots += ends
     spots += [part[-1] for part in ids]
-    spots += range(n)
+    # Logits, features beside embeddings, the layer's input and output.
+    most = most_rows(n, early)
+    sizes = (n * padded, most * 2 * D, most * D, n * D)
+    memory = kv.new_empty(sum(sizes))
+    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
+    spots += range(normed, normed + 4 * n * D, 4 * D)
     spots += [min(end, limit) for end in ends]
     spots += [first + end * K for first, end in zip(firsts, ends, strict=True)]
     spots += firsts
@@ -73,18 +83,11 @@ def draft_chain(
     spots += positions
     numbers = torch.tensor(spots)
     tokens = numbers.new_empty(steps, n)
-    features = features_NTD.contiguous()
-    # Logits, features beside embeddings, the layer's input and output.
-    most = most_rows(n, len(early))
-    sizes = (n * padded, most * 2 * D, most * D, n * D)
-    memory = features.new_empty(sum(sizes))
-    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
-    layer_memory, (spare, delta, *others) = together.room(features, most)
-    cos, sin = rope_table(c, features.dtype, features.device)
+    layer_memory, (spare, delta, *others) = together.room(kv, most)
+    cos, sin = rope_table(c, kv.dtype, kv.device)
     chain(
-        features.data_ptr(),
         numbers.data_ptr(),
-        len(early),
+        early,
         policy.embedding.data_ptr(),
         present(fc.panels).data_ptr(),
         present(fc.start).data_ptr(),

@@ -90,7 +90,7 @@ class EagleProposer:
         row = self._rows[request_id] = _Row()
         self._order.append(request_id)
         if features_TD is not None:
-            row.features = features_TD
+            row.features = features_TD.contiguous()
             row.tokens = context[len(context) - len(features_TD) :]
 
     def observe(
@@ -151,7 +151,8 @@ class EagleProposer:
         if list(batch.request_ids) != self._order:
             raise EngineError("the rows of the draft head are not those of the engine")
         rows = [self._rows[name] for name in self._order]
-        tokens = [self._waiting_tokens(name) for name in self._order]
+        waiting = self._waiting_tokens()
+        tokens = [waiting[name] for name in self._order]
         if not all(tokens):
             # A request came back without features; one plain step brings the first.
             return batch.chains([()] * len(rows))
@@ -162,13 +163,13 @@ class EagleProposer:
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        features_NTD = self._waiting_features(width)
         starts = [row.cached for row in rows]
-        for row, end in zip(rows, ends, strict=True):
-            row.cached, row.features, row.tokens = end, None, ()
-        self._forget_steps()
         if self._packed.together is not None and not batch.rows.cuts:
-            return self._at_once(batch, plan.steps, starts, tokens, features_NTD)
+            chains = self._at_once(batch, plan.steps, starts, tokens)
+            self._caught_up(ends)
+            return chains
+        features_NTD = self._waiting_features(width)
+        self._caught_up(ends)
         columns = [
             [*range(start, start + width), *range(end, end + plan.steps - 1)]
             for start, end in zip(starts, ends, strict=True)
@@ -202,21 +203,27 @@ class EagleProposer:
         steps: int,
         starts: Sequence[int],
         tokens: Sequence[Sequence[int]],
-        features_NTD: Tensor,
     ) -> list[DraftTree]:
+        addresses = self._waiting_addresses()
         drafted = draft_chain(
             self._packed,
             batch.policy,
             self._store.data[0],
             starts,
             tokens,
-            features_NTD,
+            [addresses[name] for name in self._order],
             batch.rows.keys_N2,
             batch.positions_N.tolist(),
             batch.rows.temperature_N,
             steps,
         )
         return batch.chains(drafted.t().tolist())
+
+    def _caught_up(self, ends: Sequence[int]) -> None:
+        for name, end in zip(self._order, ends, strict=True):
+            row = self._rows[name]
+            row.cached, row.features, row.tokens = end, None, ()
+        self._forget_steps()
 
     def _forget_steps(self) -> None:
         self._steps.clear()
@@ -226,12 +233,25 @@ class EagleProposer:
         kv = self._store.data[0]
         return DraftPass(self._packed, batch.policy.embedding, kv, slots_NC, num_keys)
 
-    def _waiting_tokens(self, name: str) -> list[int]:
-        """The token after each feature that waits."""
-        found = list(self._rows[name].tokens)
+    def _waiting_tokens(self) -> dict[str, list[int]]:
+        """By request, the token after each feature that waits."""
+        found = {name: list(row.tokens) for name, row in self._rows.items()}
         for step in self._steps:
-            if name in step.row_of:
-                found.extend(step.tokens[step.row_of[name]])
+            for name, i in step.row_of.items():
+                found[name] += step.tokens[i]
+        return found
+
+    def _waiting_addresses(self) -> dict[str, list[int]]:
+        """By request, where the features that wait lie in memory, a row each."""
+        found: dict[str, list[int]] = {}
+        for name, row in self._rows.items():
+            begun = row.features
+            found[name] = [] if begun is None else [*_addresses(begun.data_ptr(), *begun.shape)]
+        for step in self._steps:
+            start, (_, width, size) = step.features_NWD.data_ptr(), step.features_NWD.shape
+            for name, i in step.row_of.items():
+                first = start + 4 * i * width * size
+                found[name] += _addresses(first, len(step.tokens[i]), size)
         return found
 
     def _waiting_features(self, width: int) -> Tensor:
@@ -268,6 +288,11 @@ class EagleProposer:
                 length,
             )
         self._short_of_memory = True
+
+
+def _addresses(first: int, count: int, size: int) -> range:
+    """Of `count` rows of `size` fp32 numbers."""
+    return range(first, first + 4 * count * size, 4 * size)
 
 
 def _choose(batch: DraftBatch, hidden_ND: Tensor, step: int) -> Tensor:

@@ -42,8 +42,7 @@ class Recorder(EagleProposer):
     """The tokens that waited, by how many drafts there were before."""
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        waiting = {name: self._waiting_tokens(name) for name in self._rows}
-        self.waiting[len(self.drafted)] = waiting
+        self.waiting[len(self.drafted)] = self._waiting_tokens()
         trees = super().propose(batch, plan)
         for name, position, tree in zip(
             batch.request_ids, batch.positions_N.tolist(), trees, strict=True
