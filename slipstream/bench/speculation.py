@@ -72,7 +72,7 @@ class SpeculationBench:
     spread: float = 8.2
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     new_tokens: int = 64
-    least_responses: int = 8
+    least_responses: int = 24
     peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
