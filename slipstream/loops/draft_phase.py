@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import anyio
 import torch
 
 from slipstream import __version__
@@ -34,6 +33,7 @@ from slipstream.errors import CheckpointError
 from slipstream.loops import build_draft
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.draft import train_draft_head
+from slipstream.loops.event_loop import run_async
 from slipstream.loops.run import opened
 from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.models.draft_io import load_draft_head, save_draft_head
@@ -48,7 +48,7 @@ async def draft_phase(run: Run) -> Path | None:
 def main(config: Config) -> int:
     """Run `slipstream draft`; the exit status."""
     with opened(config) as run:
-        folder = anyio.run(draft_phase, run)
+        folder = run_async(draft_phase, run)
     if folder is None:
         print(f"stopped; the same command goes on from the last checkpoint in {run.folder}")
         return INTERRUPTED

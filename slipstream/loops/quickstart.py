@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import torch
 from rich.console import Console
@@ -31,6 +30,7 @@ from slipstream.loops import build
 from slipstream.loops.draft_phase import draft_phase
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.loops.event_loop import run_async
 from slipstream.loops.folder import has_checkpoint
 from slipstream.loops.run import (
     PICTURE,
@@ -139,7 +139,7 @@ def main(
     config = load_config(overrides, recipe=chosen)
     clock = Clock()
     with opened(config, compute) as run:
-        done = anyio.run(_stages, run, clock, sft_control)
+        done = run_async(_stages, run, clock, sft_control)
     if done is None:
         again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")

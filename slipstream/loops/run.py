@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import torch
 
 from slipstream.checkpoint.interrupt import GracefulInterrupt
@@ -27,6 +26,7 @@ from slipstream.errors import StageTimeoutError
 from slipstream.loops import build
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
 from slipstream.loops.deliver import evaluate, export
+from slipstream.loops.event_loop import run_async
 from slipstream.loops.folder import PICTURE, claim_folder, locked
 from slipstream.loops.phases import (
     check_rl,
@@ -73,7 +73,7 @@ def train(config: Config, mode: Mode) -> int:
     """Run SFT, RL, or one after the other. Returns the exit status."""
     with opened(config) as run:
         announce(run, mode)
-        finished = anyio.run(_train, run, mode)
+        finished = run_async(_train, run, mode)
     if config.trainer.val_only:
         return 0
     _conclude(run.folder, finished=finished)

@@ -1,0 +1,37 @@
+"""Running a loop's coroutine so that a second Ctrl-C ends it without a traceback.
+
+The event loop raises a KeyboardInterrupt of any task at once, and while it closes it reports the
+same one again, as the failure of each task that stood above it. Called by what the command line
+starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+T = TypeVar("T")
+
+
+def run_async(work: Callable[..., Awaitable[T]], *args: object) -> T:
+    """What `work(*args)` returns, in an event loop of its own."""
+    return anyio.run(_quietly, work, args)
+
+
+async def _quietly(work: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> T:
+    asyncio.get_running_loop().set_exception_handler(_report)
+    return await work(*args)
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not _only_interrupts(context.get("exception")):
+        loop.default_exception_handler(context)
+
+
+def _only_interrupts(error: BaseException | None) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_only_interrupts(part) for part in error.exceptions)
+    return isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
