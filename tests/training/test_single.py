@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream.algorithms import Normalizers
@@ -95,6 +95,7 @@ def test_it_is_a_training_backend() -> None:
         st.tuples(st.integers(80, 400), st.none()), st.tuples(st.none(), st.integers(1, 4))
     ),
 )
+@example(lengths=[6, 35], limits=(80, None))
 def test_gradients_and_metrics_do_not_depend_on_the_split(
     lengths: list[int], limits: tuple[int | None, int | None]
 ) -> None:
@@ -106,7 +107,10 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(
     backend = tiny_backend(max_tokens_per_micro_batch=limits[0], max_rows_per_micro_batch=limits[1])
     metrics = backend.forward_backward(batch, FULL_LOSS).wait()
 
-    assert relative_difference(gradients(backend), expected) < 5e-6
+    assert relative_difference(gradients(backend), gradients(whole)) < 5e-6
+    # fp32 against float64: where the tokens' gradients nearly cancel, as in the example (a hundredth
+    # of what they are with one token less), the rounding of each counts for more.
+    assert relative_difference(gradients(backend), expected) < 1e-4
     assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7)
     backend.close()
     whole.close()
