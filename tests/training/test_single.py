@@ -108,8 +108,8 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(
     metrics = backend.forward_backward(batch, FULL_LOSS).wait()
 
     assert relative_difference(gradients(backend), gradients(whole)) < 5e-6
-    # fp32 against float64: where the tokens' gradients nearly cancel, as in the example (a hundredth
-    # of what they are with one token less), the rounding of each counts for more.
+    # fp32 against float64: where the tokens' gradients nearly cancel, as in the example (their sum
+    # is a hundredth of that with one token less), the rounding of each counts for more.
     assert relative_difference(gradients(backend), expected) < 1e-4
     assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7)
     backend.close()
