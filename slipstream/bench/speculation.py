@@ -1,8 +1,8 @@
 """What speculation gains, on a trained policy with a trained head, in turns with plain decoding.
 
     rollout   64 responses of log-normal length: the whole, and the tail of four or fewer requests;
-              among the contenders an oracle that drafts the right tokens at no cost: no drafter of
-              this engine, on this machine, can gain more
+              among the contenders an oracle that drafts the right tokens at no cost: no drafter
+              that drafts as deep can gain more on this engine and machine
     grid      depth of drafts by batch size, as FastRL's bench_sd, and the selector beside it
 
 Engines are called directly, on one thread. Every speculative contender must write the very tokens

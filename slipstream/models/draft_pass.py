@@ -41,8 +41,8 @@ def draft_chain(
 
     First the head takes in `ids`, at least one for each sequence, with the features before them:
     the addresses of rows (D,), which the caller holds. They go to the slots after the `cached`
-    ones. The first token drawn from what it then predicts stands
-    at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
+    ones. The first token drawn from what it then predicts stands at `positions`; each is fed back
+    in its turn. Drawing is that of `sampling.choose.draw`.
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None

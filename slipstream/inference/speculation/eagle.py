@@ -90,7 +90,7 @@ class EagleProposer:
         row = self._rows[request_id] = _Row()
         self._order.append(request_id)
         if features_TD is not None:
-            row.features = features_TD.contiguous()
+            row.features = self._as_read(features_TD)
             row.tokens = context[len(context) - len(features_TD) :]
 
     def observe(
@@ -102,6 +102,7 @@ class EagleProposer:
         """See `Proposer`."""
         if features_NWD is None:
             raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
+        features_NWD = self._as_read(features_NWD)
         row_of = {name: i for i, name in enumerate(request_ids)}
         self._steps.append(_Step(row_of, tokens, features_NWD))
         self._waiting += features_NWD.nbytes
@@ -218,6 +219,12 @@ class EagleProposer:
             steps,
         )
         return batch.chains(drafted.t().tolist())
+
+    def _as_read(self, features: Tensor) -> Tensor:
+        """Rows one after another, for they may be read by address."""
+        if features.dtype != self._dtype:
+            raise EngineError(f"features are {features.dtype}, and the draft head is {self._dtype}")
+        return features.contiguous()
 
     def _caught_up(self, ends: Sequence[int]) -> None:
         for name, end in zip(self._order, ends, strict=True):

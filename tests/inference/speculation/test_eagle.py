@@ -165,6 +165,19 @@ def test_features_that_waited_count_once_after_a_preemption() -> None:
     assert {n: usual[n] for n in common} == {n: again[n] for n in common}
 
 
+def test_features_are_kept_as_they_are_read() -> None:
+    decoder = shared_decoder()
+    proposer, size = recorder(decoder), decoder.config.hidden_size
+    with pytest.raises(EngineError, match=r"features are torch.bfloat16, and the draft head is"):
+        proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, size, dtype=torch.bfloat16))
+    features = torch.arange(2.0 * size).view(size, 2).T
+    proposer.begin("b", [3, 4], [3, 4, 5], features)
+    kept = proposer._rows["b"].features
+    assert kept is not None
+    assert kept.is_contiguous()
+    torch.testing.assert_close(kept, features, rtol=0, atol=0)
+
+
 def test_what_waits_is_bounded() -> None:
     requests = [make_request(f"w{i}", max_tokens=30, ignore_eos=True) for i in range(3)]
     reference = all_bits(make_engine().run(requests))
