@@ -14,7 +14,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, ints_at
+from slipstream.kernels.memory import ask_for, floats_at, ints_at
 from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
@@ -172,6 +172,28 @@ def place_backward(
     run(_place_backward, _place_backward_shared, arguments, 3 * M * (Q + H) * K)
 
 
+_KEYS = 32
+"""Keys between two times of asking for values."""
+
+_LINE = 64
+"""Bytes that memory gives at once."""
+
+
+@kernel
+def _score(query, keys, K, n, scores, ask, end):
+    """Scores of `n` keys, while memory is asked at an even pace for what lies from `ask` to `end`:
+    the first address that was not asked for."""
+    j, first = 0, ask
+    while j < n:
+        few = min(_KEYS, n - j)
+        dots(query, keys + j * K * 4, K, few, scores + j * 4)
+        j += few
+        while ask < first + (end - first) * j // n:
+            ask_for(ask)
+            ask += _LINE
+    return ask
+
+
 @kernel
 def attend_part(
     q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
@@ -190,9 +212,10 @@ def attend_part(
         n = count[m]
         k_start = keys + (row[m] + h * head_stride) * 4
         v_start = values + (row[m] + h * head_stride) * 4
+        ask = v_start
         for g in range(G):
-            weights = start + g * n * 4
-            dots(q + (m * Q + h * G + g) * K * 4, k_start, K, n, weights)
+            weights, end = start + g * n * 4, v_start + (g + 1) * n * K * 4 // G
+            ask = _score(q + (m * Q + h * G + g) * K * 4, k_start, K, n, weights, ask, end)
             p = carray(floats_at(weights), (n,))
             top = p[0]
             for j in range(n):
@@ -205,18 +228,23 @@ def attend_part(
             if logs:
                 carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = top + np.log(mass)
         o = out + (m * Q + h * G) * K * 4
+        # The keys of this thread's next task, a share of them by each panel of values.
+        after = min(task + parts, M * H - 1)
+        ask = keys + (row[after // H] + after % H * head_stride) * 4
         i = 0
         # Two panels at a time where rows are few: more chains of additions run side by side.
         while G <= 2 and i + 2 * PANEL <= K:
             w, to = v_start + i * 4, o + i * 4
             if G == 1:
-                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, w, 0)
+                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * _LINE)
             else:
-                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, w, 0)
+                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * _LINE)
+            ask += 2 * _LINE * n
             i += 2 * PANEL
         while i + PANEL <= K:
             w, to = v_start + i * 4, o + i * 4
-            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, 0)
+            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, ask, _LINE)
+            ask += _LINE * n
             i += PANEL
         for i in range(K - K % PANEL, K):
             v = carray(floats_at(v_start), (n * K,))

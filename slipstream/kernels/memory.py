@@ -9,6 +9,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -33,6 +34,26 @@ words_at = intrinsic(_typed(types.uint32, ir.IntType(32)))
 
 bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
 """Pointer to bytes, or booleans, at an address."""
+
+
+@intrinsic
+def ask_for(typingctx: Any, address: Any) -> Any:
+    """Ask for what lies at an address, soon to be needed; it may be any number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """The instruction: into the second of the caches, for the first is too small to hold it."""
+    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, near, data = (ir.Constant(i32, n) for n in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, byte), read, near, data])
 
 
 @intrinsic

@@ -43,8 +43,12 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         for p in range(begin, end):
             w, b = panels + p * panel_step, bias + 4 * PANEL * p
             o = out + block * out_step + 4 * PANEL * p
-            following = panels + min(p + 1, total - 1) * panel_step
-            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, following)
+            ask, ask_step = w + AHEAD, 4 * PANEL
+            if rows > 6:
+                # The next panel, a share of it by each tile: memory is read at an even pace.
+                ask = panels + min(p + 1, total - 1) * panel_step
+                ask_step //= (rows + 5) // 6
+            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, ask, ask_step)
         block += rows
 
 

@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import prefetch
 
 PANEL = 16
 """Outputs that a tile computes for each row: two vectors of eight."""
@@ -64,15 +65,6 @@ class _Emitter:
         places = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
         return b.shuffle_vector(one, undefined, places)
 
-    def prefetch(self, address: Any) -> None:
-        """Ask for what lies at `address`, soon to be needed."""
-        ahead = self._at(address, ir.IntType(8))
-        i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), i32, i32, i32])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        read, near, data = (ir.Constant(i32, n) for n in (0, 2, 1))
-        self.builder.call(function, [ahead, read, near, data])
-
     def add_products(self, factor: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
         pairs = zip(weights, sums, strict=True)
         return [self.builder.call(self._fma, [factor, w, s]) for w, s in pairs]
@@ -119,7 +111,7 @@ def _tile(rows: int, panels: int) -> Any:
         here = emit.phis(emit.i64, places, before)
         sums = [emit.phis(emit.vector, begin, before) for _ in range(rows)]
         for address in emit.series(here[1], panel_step, panels):
-            emit.prefetch(address)
+            prefetch(builder, address)
         loaded = [w for p in range(panels) for w in emit.vectors(here[2 + p], per_panel)]
         done = [
             emit.add_products(emit.spread(address), loaded, row)
@@ -170,16 +162,12 @@ def tiles(
     out: int,
     out_step: int,
     rows: int,
-    following: int,
+    ask: int,
+    ask_step: int,
 ) -> None:
-    """One panel for any number of rows; arguments as those of a tile. `following` is the panel that
-    comes next: its weights are asked for while this one's are used, a share by each tile, so that
-    memory is read at an even pace."""
-    m, ask, ask_step, share = 0, weights + AHEAD, input_step, 0
-    if rows > 6 and following:
-        number = (rows + 5) // 6
-        ask_step = input_step // number
-        ask, share = following, ask_step * count
+    """One panel for any number of rows; arguments as those of a tile. A tile goes on asking where
+    the one before it stopped."""
+    m = 0
     while m < rows:
         xm, om, left = x + m * x_step, out + m * out_step, rows - m
         # Four and four rather than six and two.
@@ -201,4 +189,4 @@ def tiles(
         else:
             tile_1(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
             m += 1
-        ask += share
+        ask += ask_step * count
