@@ -29,6 +29,13 @@ else runs on the machine disturbs single steps by any factor."""
 _DOUBT = 0.25
 """How far, as a logarithm, one step may move what is believed of its batch size and depth."""
 
+_FOLLOW = 0.12
+"""How much of what a step is off by is held to be the machine's mood, which all steps share. Moods
+last for tens of steps; followed more slowly they are taken for what the current plan costs."""
+
+_KEPT = 0.98
+"""What is left of a step's say about its batch size and depth after each further one of them."""
+
 
 @dataclass(slots=True)
 class _Cell:
@@ -73,10 +80,10 @@ class StepCosts:
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
         shape = off * expected / self._scale
         self._unfitted.append([x / shape for x in _features(running, drafts)])
-        self._scale *= off**0.05
+        self._scale *= off**_FOLLOW
         cell = self._cells.setdefault((bucket, drafts), _Cell())
-        cell.total = 0.97 * cell.total + min(max(log(off), -_DOUBT), _DOUBT)
-        cell.count = 0.97 * cell.count + 1
+        cell.total = _KEPT * cell.total + min(max(log(off), -_DOUBT), _DOUBT)
+        cell.count = _KEPT * cell.count + 1
         self._steps += 1
 
     def _begin(self, running: int, seconds: float) -> None:

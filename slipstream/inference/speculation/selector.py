@@ -72,7 +72,11 @@ _TRUST = 30.0
 """Trials at one batch size that count as much as what is known of all."""
 
 _LOOK = 2
-"""Steps of a look at another plan: the first also catches up, the second can be measured."""
+"""Steps of a look at another plan."""
+
+_TOUR = 4
+"""Steps of a look before which nothing was drafted. To catch up is what it costs most, so after
+every `_LOOK` steps another plan may be looked at, or the same one again."""
 
 _DECIDE = 4
 """Steps between two decisions at one batch size; without drafts twice as many."""
@@ -85,6 +89,9 @@ _SOON = 32
 """Steps in which drafting must have paid for its beginning: batches change."""
 
 _LONGEST_LOOK = 16
+
+_MOST_LOST = 4.0
+"""Steps' worth that catching up may be held to have cost: beyond that something else ran."""
 
 _FORGET = 0.998
 """What a step without drafts leaves of what is known about acceptance."""
@@ -139,8 +146,8 @@ class CostModelSelector:
     Acceptance is one curve for all plans, so a plan need not be tried to know what it would accept;
     batch sizes differ from it as far as they have been seen to, for what runs last is the long and
     difficult. Seconds are those of `StepCosts`. A plan that might be better than
-    the current one, the more so the less or the longer ago it was seen, is looked at for two steps;
-    what such looks lose is bounded to a share of the time. Switches only where the gain is beyond
+    the current one, the more so the less or the longer ago it was seen, is looked at for two steps,
+    or, where the drafter must catch up first, for longer, perhaps with others; what looks lose is bounded to a share of the time. Switches only where the gain is beyond
     `hysteresis`.
     """
 
@@ -181,6 +188,9 @@ class CostModelSelector:
         if not self._costs.known:
             return OFF
         if self._looks_left and self._looking is not None:
+            if self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
+                another = self._worth_a_look(bucket, self._rates(running))
+                self._looking = another or self._looking
             return self._looking
         if bucket.seen.steps < bucket.decide_at:
             return bucket.current
@@ -196,8 +206,9 @@ class CostModelSelector:
         if rested and self._lost <= self._allowed(running):
             look = self._worth_a_look(bucket, rates)
             if look is not None:
-                self._looking, self._looks_left, self._look_steps = look, _LOOK, 0
-                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + _LOOK
+                steps = _TOUR if self._behind else _LOOK
+                self._looking, self._looks_left, self._look_steps = look, steps, 0
+                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + steps
                 return look
         return bucket.current
 
@@ -278,9 +289,15 @@ class CostModelSelector:
         self._looks_left -= 1
         if step.plan != self._looking or not self._costs.known:
             return
+        # By what is believed, not by what was measured: what disturbs a step, or how lucky its
+        # drafts were, is no loss of the look's.
+        rates = self._rates(step.running, [step.plan, bucket.current])
+        expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
+        self._lost += expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
+        if not step.steady:
+            self._lost += min(max(step.seconds - expected, 0.0), _MOST_LOST * expected)
         made = 1 + sum(step.accepted) / step.running
-        worth = made / self._rate(step.running, bucket.current)
-        self._lost += max(0.0, step.seconds - worth)
+        worth = made / rates[bucket.current]
         # Better than expected: not the time to stop.
         self._look_steps += 1
         if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:

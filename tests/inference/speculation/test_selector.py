@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
 
 import pytest
 
@@ -116,6 +117,46 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
     useless = CostModelSelector(PLANS)
     seconds, plain, _ = simulate(useless, sizes * 3, acceptance=lambda _: 0.0)
     assert plain / seconds > 0.98
+
+
+def test_a_machine_with_moods_is_seldom_misjudged() -> None:
+    # For 20 to 120 steps all steps take longer, or less long: neighbours on the same hardware.
+    poor = 0
+    for seed in range(40):
+        moods, rng = [], random.Random(seed)
+        # Three for each of 650 steps: what it took, and two that `simulate` compares it with.
+        while len(moods) < 3 * 650:
+            moods += [math.exp(rng.gauss(0, 0.3))] * (3 * rng.randrange(20, 120))
+        steps = iter(moods)
+
+        def cost(running: int, drafts: int, steps: Iterator[float] = steps) -> float:
+            return cpu(running, drafts) * next(steps)
+
+        selector = CostModelSelector(PLANS)
+        simulate(selector, [16] * 250, acceptance=lambda _: 0.85, cost=cost, seed=seed)
+        _, _, plans = simulate(
+            selector, [16] * 400, acceptance=lambda _: 0.85, cost=cost, seed=seed + 1000
+        )
+        rate = sum(made(16, plan, 0.85) for plan in plans) * 16
+        rate /= sum(cpu(16, plan.steps) for plan in plans)
+        poor += rate < 0.95 * best_rate(16, 0.85)
+    assert poor <= 2
+
+
+def test_what_disturbs_a_look_does_not_end_looking() -> None:
+    # One step in a hundred takes five times as long, whatever it does.
+    for seed in range(60):
+        selector = CostModelSelector(PLANS)
+        simulate(selector, [32] * 60, acceptance=lambda _: 0.85, seed=2 * seed)
+        _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.85, seed=2 * seed + 1)
+        assert sum(plan != OFF for plan in plans[-200:]) > 150
+
+
+def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
+    selector = CostModelSelector(PLANS)
+    _, _, plans = simulate(selector, [16] * 30, acceptance=lambda _: 0.3)
+    looks = [len(list(group)) for off, group in groupby(plans, lambda plan: plan == OFF) if not off]
+    assert looks and min(looks) >= 4
 
 
 def test_follows_a_policy_that_drifts() -> None:
