@@ -345,12 +345,16 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     if "rollout" in args.case:
         measured = speculation.run_rollout(bench, say)
         _print("long-tailed rollout of a trained policy", measured)
-        floors, most = speculation.FLOORS, speculation.most_possible(measured)
-        for part, gain in most.items():
+        most = speculation.most_possible(measured)
+        for part, floor in speculation.FLOORS.items():
             print(
-                f"  {part}: floor {floors[part]} over plain; drafts that are always right and take "
-                f"no time: {gain:.2f}"
+                f"  {part}: floor {floor} over plain; drafts that are always right and take "
+                f"no time: {most[part]:.2f}"
             )
+        print(
+            "  such drafts on an engine that wastes nothing of this machine's rates, whole: "
+            f"{most['roofline']:.2f}"
+        )
         rows += measured
     if "grid" in args.case:
         measured = speculation.run_grid(bench, say)

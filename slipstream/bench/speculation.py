@@ -23,6 +23,7 @@ import torch
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.drafters import LyingOracle
 from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
     LONG_TAIL,
@@ -53,6 +54,9 @@ DEPTHS = (1, 2, 3, 4, 5, 7)
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
+
+LEAST = "least_seconds"
+"""By the machine's own rates."""
 
 FLOORS = {"whole": 1.4, "tail": 1.8}
 """What the project promises over its own plain decoding at temperature 1."""
@@ -148,6 +152,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     chosen = long_tailed(natural, bench.batch, bench.spread)
     plain = make_engine(trained, bench.dtype)
     known = {g.request_id: g.token_ids for g in plain.run(chosen.requests)}
+    rates = measure_rates()
     vocabulary = trained.decoder.config.vocab_size
     alone, beside = HistoryProposer(), HistoryProposer()
     proposers: dict[str, tuple[Proposer, HistoryProposer | None]] = {
@@ -181,17 +186,38 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         # Two rounds to warm up: the selector measures in them.
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
     _check_same(generators)
+    least = {
+        name: _least(trained, rates, chosen, drafts)
+        for name, drafts in ((PLAIN, 0), (ORACLE, max(DEPTHS)))
+    }
     return [
-        _rollout_row(bench, name, times, generators, chosen) for name in (*generators, *bench.peers)
+        _rollout_row(bench, name, times, generators, chosen, least.get(name, {}))
+        for name in (*generators, *bench.peers)
     ]
 
 
+def _least(
+    trained: Trained, rates: MachineRates, chosen: Responses, drafts: int
+) -> dict[str, float]:
+    prompts = [len(r.prompt_ids) for r in chosen.requests]
+    config = trained.decoder.config
+    return {
+        LEAST: least_seconds(config, rates, prompts, chosen.lengths, drafts),
+        "machine_gflops": rates.flops / 1e9,
+        "machine_gigabytes_per_second": rates.bytes / 1e9,
+    }
+
+
 def most_possible(rows: Sequence[Row]) -> dict[str, float]:
-    """What drafts that are right and free gain over plain decoding in a rollout, whole and tail."""
-    (oracle,) = (row for row in rows if row.contender == ORACLE)
+    """What drafts that are right and free gain over plain decoding in a rollout: `whole` and `tail`
+    on this engine, and `roofline`, the whole on one that wastes nothing of what the machine can
+    do."""
+    by_name = {row.contender: row for row in rows}
+    oracle = by_name[ORACLE]
     return {
         "whole": _median(oracle, "speculative_over_plain"),
         "tail": _median(oracle, "tail_speculative_over_plain"),
+        "roofline": _median(by_name[PLAIN], LEAST) / _median(oracle, LEAST),
     }
 
 
@@ -201,10 +227,12 @@ def _rollout_row(
     times: Mapping[str, Times],
     generators: Mapping[str, _Generator],
     chosen: Responses,
+    least: Mapping[str, float],
 ) -> Row:
     values: dict[str, float | Spread] = {
         "tokens_per_second": Spread.of([sum(chosen.lengths) / s for s in times[name].wall]),
         "speculative_over_plain": ratio(times[PLAIN].wall, times[name].wall),
+        **least,
     }
     if name in generators:
         mine, plain = generators[name], generators[PLAIN]

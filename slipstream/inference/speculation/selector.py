@@ -147,8 +147,8 @@ class CostModelSelector:
     batch sizes differ from it as far as they have been seen to, for what runs last is the long and
     difficult. Seconds are those of `StepCosts`. A plan that might be better than
     the current one, the more so the less or the longer ago it was seen, is looked at for two steps,
-    or, where the drafter must catch up first, for longer, perhaps with others; what looks lose is bounded to a share of the time. Switches only where the gain is beyond
-    `hysteresis`.
+    or, where the drafter must catch up first, for longer, perhaps with others; what looks lose is
+    bounded to a share of the time. Switches only where the gain is beyond `hysteresis`.
     """
 
     def __init__(

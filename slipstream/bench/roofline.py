@@ -1,0 +1,79 @@
+"""What the machine's own rates allow: the least seconds of a rollout (Williams et al. 2009).
+
+A decode step reads all weights once, and the keys and values of every running request; it
+multiplies with all of them for every row. It takes at least as long as the slower of the two does
+at the rate that the machine reaches alone. Drafts put several rows where one was: free while memory
+is what a step waits for, dear from where multiplying takes longer. Called by `speculation`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from slipstream.bench.shapes import matmul_parameters
+from slipstream.models.config import ModelConfig
+
+_SIDE = 1536
+_READ_BYTES = 1 << 28
+"""More than caches hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRates:
+    """`flops` a second in products of large fp32 matrices (a multiply-add counts as two), `bytes` a
+    second out of memory: medians of several tries with torch's threads."""
+
+    flops: float
+    bytes: float
+
+
+def measure_rates() -> MachineRates:
+    """Takes about two seconds."""
+    a, b = torch.randn(2, _SIDE, _SIDE).unbind()
+    long = torch.ones(_READ_BYTES // 4)
+    return MachineRates(
+        flops=2 * _SIDE**3 / _seconds(lambda: a @ b), bytes=_READ_BYTES / _seconds(long.sum)
+    )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    call()
+    found = []
+    for _ in range(15):
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return median(found)
+
+
+def least_seconds(
+    config: ModelConfig,
+    rates: MachineRates,
+    prompts: Sequence[int],
+    lengths: Sequence[int],
+    drafts: int,
+) -> float:
+    """Of a rollout that begins all requests at once: prompts and responses of so many tokens, and
+    up to `drafts` drafts a step (0: none), always right, free, as many as is best at each step.
+
+    Whoever runs is as far as all others are.
+    """
+    layers, head = matmul_parameters(config)
+    weights = layers + head
+    # Of each key-value pair that a row sees: two products of every query head, and what is read.
+    pair_flops = 4 * config.num_layers * config.num_heads * config.head_dim
+    pair_bytes = 8 * config.num_layers * config.num_kv_heads * config.head_dim
+    total = 2 * weights * sum(prompts) / rates.flops
+    for done in range(max(lengths)):
+        seen = [p + done for p, n in zip(prompts, lengths, strict=True) if n > done]
+        row_flops = 2 * weights * len(seen) + pair_flops * sum(seen)
+        read = (4 * weights + pair_bytes * sum(seen)) / rates.bytes
+        total += min(
+            max(rows * row_flops / rates.flops, read) / rows for rows in range(1, drafts + 2)
+        )
+    return total
