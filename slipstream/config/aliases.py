@@ -68,7 +68,6 @@ _LOADING = "data is read in the training process"
 
 WITHOUT_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.free_cache_engine": _MEMORY,
-    f"{_ROLLOUT}.enforce_eager": _ENGINE,
     f"{_ROLLOUT}.enable_chunked_prefill": _ENGINE,
     f"{_ROLLOUT}.disable_log_stats": _ENGINE,
     f"{_ROLLOUT}.load_format": _ENGINE,

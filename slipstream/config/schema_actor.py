@@ -245,6 +245,9 @@ class RolloutConfig:
     enable_prefix_caching: bool = False
     """Keep keys and values of ended responses, where the budget has room and until the next weight
     update, for prompts that begin as theirs did: conversations of several turns."""
+    enforce_eager: bool = False
+    """On a GPU, start every operation of a decode step by itself instead of replaying recorded
+    steps (CUDA graphs): slower, with less memory."""
     max_model_len: PositiveInt | None = None
     """Longest sequence, prompt and response; null: the sum of the two length limits of `data`."""
     over_sample_rate: NonNegativeFloat = 0.0

@@ -368,6 +368,7 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         kv_budget_bytes=kv_bytes(config, model),
         max_prefill_tokens=rollout.max_num_batched_tokens,
         prefix_caching=rollout.enable_prefix_caching,
+        enforce_eager=rollout.enforce_eager,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
     )
 

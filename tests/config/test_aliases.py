@@ -93,7 +93,7 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.model.use_remove_padding=True",
         "trainer.balance_batch=True",
-        f"{ROLLOUT}.enforce_eager=False",
+        f"{ROLLOUT}.disable_log_stats=False",
         f"{ROLLOUT}.free_cache_engine=True",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
         "critic.optim.lr=1e-5",

@@ -75,10 +75,10 @@ class Engine:
         self.settings = settings
         self.version = 0
         self._decode_text = decode
-        self._runner = Runner(decoder, settings.dtype)
+        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager)
         prefixes = PrefixCache() if settings.prefix_caching else None
         self._scheduler = Scheduler(
-            self._store(prefixes, self._runner.packed.row_multiple),
+            self._store(prefixes, self._runner.row_multiple),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,

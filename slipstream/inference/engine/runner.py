@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import EngineError
+from slipstream.inference.engine.graphs import ROWS, CudaRecorder, DecodeGraphs
 from slipstream.inference.engine.kv_cache import DecodeView, ExtendView, KVStore, PrefillView
 from slipstream.inference.engine.request import Running
 from slipstream.models.decoder import Decoder
@@ -24,13 +25,21 @@ from slipstream.types import WeightUpdate
 class Runner:
     """The policy in compute form, and one batch at a time through it."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, *, eager: bool = False) -> None:
+        """Unless `eager`, decode steps on a GPU become recordings."""
         self.config = decoder.config
         self.dtype = dtype
         self.device = decoder.device
         self._decoder = decoder
         with torch.no_grad():
             self.packed = decoder.pack(dtype)
+        recorded = self.device.type == "cuda" and not eager
+        self.graphs = DecodeGraphs(CudaRecorder()) if recorded else None
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a decode step, padding included, come in so many at most."""
+        return self.packed.row_multiple if self.graphs is None else ROWS
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors of an update that fits. Raises EngineError for one that does not."""
@@ -102,6 +111,10 @@ class Runner:
         `longest` context with all of them, `shortest` with the known one; rows of padding may be
         shorter.
         """
+        if self.graphs is not None:
+            hidden = self.graphs.decode(self.packed, store, ids_NW, slots_NW, longest)
+            if hidden is not None:
+                return hidden
         view = DecodeView(store, slots_NW, longest, shortest)
         positions_NW = self._positions(slots_NW)
         return self.packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)

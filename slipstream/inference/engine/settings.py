@@ -22,7 +22,8 @@ class EngineSettings:
     that begin as theirs did, until the weights change: for conversations of several turns; others
     only pay for the copy. With `stagger_samples` samples of one prompt run one after the other as
     long as there are others to run beside them, so that one can be drafted for from what another
-    has written. Raises ConfigError for limits that allow nothing.
+    has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. Raises
+    ConfigError for limits that allow nothing.
     """
 
     max_model_len: int
@@ -32,6 +33,7 @@ class EngineSettings:
     max_prefill_tokens: int = 8192
     prefix_caching: bool = False
     stagger_samples: bool = False
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:
