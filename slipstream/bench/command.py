@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.bench.targets import Target
 
-_KINDS = "{rollout,decode,speculation,lossless,train,startup}"
+_KINDS = "{rollout,decode,speculation,lossless,selector,train,startup}"
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -32,7 +32,8 @@ EXAMPLES = """\
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench startup
-  slipstream bench lossless --json lossless.json"""
+  slipstream bench lossless --json lossless.json
+  slipstream bench selector --trace runs/mine/speculation.jsonl"""
 
 _CASES = ("equal", "mixed")
 _SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
@@ -51,11 +52,23 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "speculation", help="a trained policy with and without drafts: by batch size, and a rollout"
     )
     lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
+    selector = kinds.add_parser(
+        "selector", help="what choosing draft plans costs against the best ones in hindsight"
+    )
     _add_rollout_flags(rollout)
     _add_decode_flags(decode)
     _add_train_flags(train)
     _add_speculation_flags(speculation)
     _add_lossless_flags(lossless)
+    selector.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="recorded traces (speculative.trace=true) instead of simulated machines",
+    )
+    selector.add_argument("--seeds", metavar="N", type=positive, default=9, help="default: 9")
     startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
     both = ("quickstart", "d512x12")
     for kind, shapes in ((rollout, both), (decode, ("d512x12",)), (train, both)):
@@ -75,7 +88,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     for kind in (rollout, decode, train, speculation, lossless):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-    for kind in (rollout, decode, speculation, lossless, train, startup):
+    for kind in (rollout, decode, speculation, lossless, selector, train, startup):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
@@ -222,6 +235,7 @@ def run(args: argparse.Namespace) -> int:
         "decode": _decode,
         "speculation": _speculation,
         "lossless": _lossless,
+        "selector": _selector,
         "train": _train,
         "startup": _startup,
     }
@@ -391,6 +405,18 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
         measured = lossless.run(bench, lambda line: print(line, file=sys.stderr, flush=True))
         _print(f"speculation against plain decoding, {name}", measured)
         rows += measured
+    return rows
+
+
+def _selector(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import regret
+
+    rows = regret.run(args.trace, seeds=args.seeds)
+    print(
+        f"regret: share of the time that the best draft plans would have saved; {args.seeds} seeds"
+    )
+    print(regret.table(rows))
+    print(f"  floor: within {regret.FLOOR:.0%} of the best fixed plans in hindsight")
     return rows
 
 

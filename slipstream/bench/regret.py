@@ -1,0 +1,269 @@
+"""What choosing costs: a selector of draft plans against the best plans in hindsight.
+
+On simulated machines, where every plan's true rate is known, and on recorded traces
+(`speculative.trace=true`), where it is estimated from the steps that were recorded:
+
+    still      nothing changes
+    shrinking  a rollout's batch: 64 requests, then fewer and fewer
+    drifting   drafts become useless and useful again, as a policy moves away from its draft head
+    moods      all steps take longer or less long for tens of steps: neighbours on the hardware
+
+Regret is the share of the time that the same tokens would not have taken: by the plan that is best
+on average at each batch size (`hindsight`), and by the best one at each single step, which nobody
+can know (`clairvoyant`). Called by `slipstream bench selector`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.acceptance import AcceptanceCurve
+from slipstream.inference.speculation.costs import StepCosts
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    StepRecord,
+    StrategySelector,
+    bucket_of,
+)
+
+FLOOR = 0.05
+"""The project promises less regret than this against the best fixed plan of each batch size."""
+
+_NOISE = 0.05
+"""Relative: of the time of a simulated step."""
+
+_ENOUGH = 3
+"""Recorded steps of a plan whose median says what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What happens at each step: how many requests run, what a plan takes, which drafts are
+    right."""
+
+    sizes: Sequence[int]
+    seconds: Callable[[int, int, int], float]
+    """Of (step, running, drafts), without noise."""
+    rates: Callable[[int, int], Sequence[float]]
+    """Of (step, running): how often the draft of each depth is right after right ones."""
+
+    def rate(self, step: int, drafts: int) -> float:
+        """Tokens a second and request."""
+        running = self.sizes[step]
+        return (1 + _reach(self.rates(step, running), drafts)) / self.seconds(step, running, drafts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regret:
+    """Shares of the time of one run, and how much of it went by with drafts."""
+
+    seconds: float
+    hindsight: float
+    clairvoyant: float
+    drafting: float
+
+
+def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], seed: int) -> Regret:
+    """Let a selector that knows `plans` go through a world. What it is charged for is the expected
+    time of its plans: luck, and catching up where nothing had been drafted, only reach it."""
+    rng, spent, drafting, before = random.Random(seed), 0.0, 0.0, OFF
+    hindsight = _best_of_each_size(world, plans)
+    best = sharpest = 0.0
+    for step, running in enumerate(world.sizes):
+        plan = selector.select(running)
+        seconds = world.seconds(step, running, plan.steps)
+        accepted = _drawn(world.rates(step, running), plan.steps, running, rng)
+        selector.record(
+            StepRecord(
+                running=running,
+                plan=plan,
+                seconds=seconds * math.exp(rng.gauss(0, _NOISE)),
+                drafted=[plan.steps] * running if plan.steps else [],
+                accepted=accepted if plan.steps else [],
+                steady=plan == OFF or before != OFF,
+            )
+        )
+        tokens = world.rate(step, plan.steps) * seconds
+        spent += seconds
+        drafting += seconds * (plan != OFF)
+        best += tokens / world.rate(step, hindsight[bucket_of(running)].steps)
+        sharpest += tokens / max(world.rate(step, p.steps) for p in plans)
+        before = plan
+    return Regret(
+        seconds=spent,
+        hindsight=1 - best / spent,
+        clairvoyant=1 - sharpest / spent,
+        drafting=drafting / spent,
+    )
+
+
+def _best_of_each_size(world: World, plans: Sequence[DraftPlan]) -> dict[int, DraftPlan]:
+    """By the time that one token takes, summed over the steps of each size."""
+    total: dict[int, dict[DraftPlan, float]] = defaultdict(lambda: dict.fromkeys(plans, 0.0))
+    for step, running in enumerate(world.sizes):
+        for plan in plans:
+            total[bucket_of(running)][plan] += 1 / world.rate(step, plan.steps)
+    return {size: min(sums, key=sums.__getitem__) for size, sums in total.items()}
+
+
+def _reach(rates: Sequence[float], drafts: int) -> float:
+    """Drafts that are accepted on average."""
+    total, reach = 0.0, 1.0
+    for rate in rates[:drafts]:
+        reach *= rate
+        total += reach
+    return total
+
+
+def _drawn(rates: Sequence[float], drafts: int, running: int, rng: random.Random) -> list[int]:
+    """How many drafts of each request are accepted."""
+    found = []
+    for _ in range(running):
+        right = 0
+        while right < drafts and rng.random() < rates[right]:
+            right += 1
+        found.append(right)
+    return found
+
+
+def _two_cores(step: int, running: int, drafts: int) -> float:
+    """Seconds, about as two cores and a model of 19M parameters: reading the weights, rows beyond
+    those that reading hides, and the drafts."""
+    rows = running * (drafts + 1)
+    drafting = 1e-4 * (1 + drafts) + 4e-5 * drafts * running if drafts else 0.0
+    return 2.2e-3 + 2.8e-4 * max(rows - 6, 0) + drafting
+
+
+def simulated(seed: int, deepest: int) -> dict[str, World]:
+    """The worlds of the module's docstring, some thousand steps each."""
+    rng = random.Random(seed)
+    shrinking = [size for size in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1) for _ in range(40)]
+    moods: list[float] = []
+    while len(moods) < 2000:
+        moods += [math.exp(rng.gauss(0, 0.15))] * rng.randrange(20, 120)
+
+    def good(step: int, running: int) -> Sequence[float]:
+        return [0.95 - 0.02 * depth for depth in range(deepest)]
+
+    def drifting(step: int, running: int) -> Sequence[float]:
+        return [0.45 + 0.45 * math.cos(step / 500)] * deepest
+
+    def moody(step: int, running: int, drafts: int) -> float:
+        return _two_cores(step, running, drafts) * moods[step]
+
+    worlds = {f"still, {size}": World([size] * 1000, _two_cores, good) for size in (1, 4, 16, 64)}
+    worlds["shrinking"] = World(shrinking * 4, _two_cores, good)
+    worlds["drifting, 2"] = World([2] * 4000, _two_cores, drifting)
+    worlds["drifting, 16"] = World([16] * 4000, _two_cores, drifting)
+    worlds["moods, 2"] = World([2] * 2000, moody, good)
+    worlds["moods, 16"] = World([16] * 2000, moody, good)
+    return worlds
+
+
+def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
+    """The world that a trace tells of, and the plans that were tried in it.
+
+    A plan's time at a batch size is the median of its steps there or, where it had few, what a fit
+    to all steps says; how often drafts are right is taken over the whole trace.
+
+    Raises ConfigError for a trace without steps.
+    """
+    costs, curve = StepCosts(), AcceptanceCurve(kept=math.inf)
+    sizes: list[int] = []
+    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
+    plans = {OFF}
+    for line in lines:
+        event: dict[str, Any] = json.loads(line)
+        if event.get("changed"):
+            continue
+        running, drafted = event["running"], event["drafted"]
+        depth = max(drafted, default=0)
+        sizes.append(running)
+        plans.add(DraftPlan.chain(depth) if depth else OFF)
+        if drafted:
+            curve.record(drafted, event["accepted"])
+        if event["steady"]:
+            costs.record(running, depth, bucket_of(running), event["seconds"])
+            seen[bucket_of(running), depth].append(event["seconds"])
+    if not sizes or not costs.known:
+        raise ConfigError("a trace without steps; record one with speculative.trace=true")
+    rates = curve.rates(max(plan.steps for plan in plans))
+
+    def seconds(step: int, running: int, drafts: int) -> float:
+        found = seen.get((bucket_of(running), drafts), [])
+        if len(found) >= _ENOUGH:
+            return median(found)
+        return costs.seconds(running, drafts, bucket_of(running))
+
+    world = World(sizes, seconds, lambda step, running: rates)
+    return world, sorted(plans, key=lambda plan: plan.steps)
+
+
+def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
+    """A row for each world: of the simulated ones or, where traces are given, of those.
+
+    Raises ConfigError for a trace that cannot be read.
+    """
+    deepest = [DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7)]
+    if not traces:
+        names = list(simulated(0, 7))
+        return [
+            _row(name, lambda seed, name=name: simulated(seed, 7)[name], [OFF, *deepest], seeds)  # type: ignore[misc]
+            for name in names
+        ]
+    rows = []
+    for path in traces:
+        try:
+            world, plans = recorded(path.read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is no trace of speculation: {error}") from error
+        if len(plans) == 1:
+            raise ConfigError(f"{path}: nothing was drafted, so there is nothing to choose from")
+        rows.append(_row(str(path), lambda seed, world=world: world, plans, seeds))  # type: ignore[misc]
+    return rows
+
+
+def _row(name: str, world: Callable[[int], World], plans: Sequence[DraftPlan], seeds: int) -> Row:
+    found = [play(world(seed), CostModelSelector(plans), plans, seed) for seed in range(seeds)]
+    return Row(
+        benchmark="selector",
+        case=name,
+        contender="cost model",
+        dtype="",
+        threads=None,
+        seconds=Spread.of([regret.seconds for regret in found]),
+        machine=this_machine(),
+        values={
+            "regret_hindsight": Spread.of([regret.hindsight for regret in found]),
+            "regret_clairvoyant": Spread.of([regret.clairvoyant for regret in found]),
+            "on_fraction": Spread.of([regret.drafting for regret in found]),
+        },
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Regrets in per cent by world: median and most."""
+    lines = [f"  {'world':<24}{'hindsight':>20}{'clairvoyant':>20}{'with drafts':>14}"]
+    for row in rows:
+        cells = []
+        for name in ("regret_hindsight", "regret_clairvoyant"):
+            value = row.values[name]
+            assert isinstance(value, Spread)
+            cells.append(f"{100 * value.median:.1f} % (to {100 * value.max:.1f})")
+        drafting = row.values["on_fraction"]
+        assert isinstance(drafting, Spread)
+        lines.append(
+            f"  {row.case:<24}{cells[0]:>20}{cells[1]:>20}{100 * drafting.median:>12.0f} %"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""Regret of selectors whose choices are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench.regret import World, play, recorded, run, simulated, table
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
+
+ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
+
+
+def world(steps: int = 100) -> World:
+    """One draft is free and always right, the second one takes as long as a step and is wrong."""
+    return World([3] * steps, lambda _, __, drafts: 1.0 + (drafts > 1), lambda _, __: [1.0, 0.0])
+
+
+def test_regret_of_fixed_plans_by_hand() -> None:
+    plans = [OFF, ONE, TWO]
+    best = play(world(), PredefinedSelector(ONE), plans, 0)
+    assert (best.seconds, best.hindsight, best.drafting) == (100, 0, 1)
+    # Plain decoding takes twice as long for the same tokens, and two drafts too.
+    for plan, seconds in ((OFF, 100), (TWO, 200)):
+        regret = play(world(), PredefinedSelector(plan), plans, 0)
+        assert regret.seconds == pytest.approx(seconds)
+        assert regret.hindsight == regret.clairvoyant == pytest.approx(0.5)
+
+
+def test_only_the_clairvoyant_changes_plans_within_a_batch_size() -> None:
+    turning = World(
+        [1] * 100, lambda _, __, drafts: 1.0 + 0.5 * drafts, lambda step, _: [float(step >= 50)]
+    )
+    regret = play(turning, PredefinedSelector(OFF), [OFF, ONE], 0)
+    # Over all steps a draft yields as much as it costs: 1.5 and 0.75 seconds a token.
+    assert regret.hindsight == pytest.approx(0)
+    assert regret.clairvoyant == pytest.approx(0.125)
+
+
+def test_the_cost_model_stays_near_the_best_plans() -> None:
+    plans = [OFF, *(DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7))]
+    worlds = simulated(0, 7)
+    assert {"shrinking", "drifting, 2", "moods, 16"} < worlds.keys()
+    for name in ("still, 1", "still, 16", "drifting, 2"):
+        regret = play(worlds[name], CostModelSelector(plans), plans, 0)
+        assert regret.hindsight < 0.05
+        # A selector that never drafts does worse.
+        assert regret.hindsight < play(worlds[name], PredefinedSelector(OFF), plans, 0).hindsight
+
+
+def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2) -> str:
+    drafted = [plan.steps] * running if plan.steps else []
+    event = {
+        "running": running,
+        "plan": str(plan),
+        "seconds": seconds,
+        "drafted": drafted,
+        "accepted": [accepted] * len(drafted),
+        "steady": True,
+    }
+    return json.dumps(event)
+
+
+def test_a_trace_says_what_plans_take_and_yield() -> None:
+    lines = [line(OFF, 1.0)] * 60 + [json.dumps({"changed": True})] + [line(ONE, 1.2, 1)] * 60
+    found, plans = recorded(lines)
+    assert plans == [OFF, ONE]
+    assert list(found.sizes) == [2] * 120
+    assert (found.seconds(0, 2, 0), found.seconds(0, 2, 1)) == (1.0, 1.2)
+    assert found.rates(0, 2)[0] == pytest.approx(1, abs=0.05)
+    # Two drafts were never tried: what the fit says.
+    assert found.seconds(0, 2, 2) > 1.2
+
+
+def test_traces_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "speculation.jsonl"
+    with pytest.raises(ConfigError, match="no trace of speculation"):
+        run([path], seeds=1)
+    path.write_text("[]\n{")
+    with pytest.raises(ConfigError, match="no trace of speculation"):
+        run([path], seeds=1)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"speculative\.trace=true"):
+        run([path], seeds=1)
+    path.write_text(line(OFF, 1.0))
+    with pytest.raises(ConfigError, match="nothing was drafted"):
+        run([path], seeds=1)
+    path.write_text("\n".join([line(OFF, 1.0)] * 30 + [line(ONE, 1.2, 1)] * 30))
+    rows = run([path], seeds=2)
+    assert [row.case for row in rows] == [str(path)]
+    assert str(path) in table(rows)
