@@ -6,8 +6,11 @@ measuring of its own:
     seconds = a + b R + c max(R - 8, 0)     R = running * (drafts + 1) rows through the policy
             + [drafts > 0] d + e drafts + f running * drafts     the drafts themselves
 
-No number is below 0. They are fitted to relative errors by least squares in which old steps fade;
-what one batch size and depth then still differ by is learned beside it. Used by `selector`.
+No number is below 0. They are fitted to relative errors by least squares in which old steps fade.
+A batch size and depth that has been measured goes by its own steps. Beside both, the mood of the
+machine is followed, by which all steps differ for a while. How far a step moves either depends on
+how well each is known (the gains of Kalman 1960): a plan that was seen often tells of the mood, a
+new one tells of itself, against what was measured just before. Used by `selector`.
 """
 
 from __future__ import annotations
@@ -25,28 +28,26 @@ _FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
 
+_SURPRISE = 0.25
+"""As a logarithm: more than this a single step is not believed to say."""
 
-_DOUBT = 0.25
-"""How far, as a logarithm, one step may move what is believed of its batch size and depth."""
-
-_FOLLOW = 0.12
-"""How much of what a step is off by is held to be the machine's mood, which all steps share. Moods
-last for tens of steps; followed more slowly they are taken for what the current plan costs."""
-
-_KEPT = 0.98
-"""What is left of a step's say about its batch size and depth after each further one of them."""
+_NOISE = 0.08**2
+"""Variances of logarithms: of a step's time,"""
+_MOODY = 0.04**2
+"""of what the mood changes by from step to step,"""
+_UNKNOWN = 0.15**2
+"""of what a batch size and depth may differ by from the fit,"""
+_DRIFT = 0.003**2
+"""and of what that changes by from step to step."""
 
 
 @dataclass(slots=True)
-class _Cell:
-    """What one batch size and depth differ by, as a logarithm, from so many steps."""
+class _Belief:
+    """A logarithm, its variance, and the step that it was last of use in."""
 
-    total: float = 0.0
-    count: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        return exp(self.total / (self.count + 4))
+    value: float
+    variance: float
+    step: int = 0
 
 
 class StepCosts:
@@ -58,9 +59,9 @@ class StepCosts:
         self._weights: list[float] = []
         self._unfitted: list[list[float]] = []
         self._steps = 0
-        # Follows what all steps share: contexts grow longer, a machine is busy.
-        self._scale = 1.0
-        self._cells: dict[tuple[int, int], _Cell] = {}
+        # Contexts grow longer, a machine is busy.
+        self._mood = _Belief(0.0, _MOODY)
+        self._cells: dict[tuple[int, int], _Belief] = {}
 
     @property
     def known(self) -> bool:
@@ -70,7 +71,9 @@ class StepCosts:
     def seconds(self, running: int, drafts: int, bucket: int) -> float:
         """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
         cell = self._cells.get((bucket, drafts))
-        return self._scale * self._shape(running, drafts) * (cell.factor if cell else 1.0)
+        if cell is None:
+            return exp(self._mood.value) * self._shape(running, drafts)
+        return exp(self._mood.value + cell.value)
 
     def record(self, running: int, drafts: int, bucket: int, seconds: float) -> None:
         """A step has taken so many seconds."""
@@ -78,13 +81,22 @@ class StepCosts:
             self._begin(running, seconds)
         expected = self.seconds(running, drafts, bucket)
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
-        shape = off * expected / self._scale
+        shape = off * expected / exp(self._mood.value)
         self._unfitted.append([x / shape for x in _features(running, drafts)])
-        self._scale *= off**_FOLLOW
-        cell = self._cells.setdefault((bucket, drafts), _Cell())
-        cell.total = _KEPT * cell.total + min(max(log(off), -_DOUBT), _DOUBT)
-        cell.count = _KEPT * cell.count + 1
         self._steps += 1
+        cell = self._cells.get((bucket, drafts))
+        if cell is None:
+            cell = _Belief(log(expected) - self._mood.value, _UNKNOWN, self._steps)
+            self._cells[bucket, drafts] = cell
+        cell.variance = min(cell.variance + _DRIFT * (self._steps - cell.step), _UNKNOWN)
+        cell.step = self._steps
+        surprise = min(max(log(off), -_SURPRISE), _SURPRISE)
+        total = self._mood.variance + cell.variance + _NOISE
+        for belief in (self._mood, cell):
+            gain = belief.variance / total
+            belief.value += gain * surprise
+            belief.variance *= 1 - gain
+        self._mood.variance += _MOODY
 
     def _begin(self, running: int, seconds: float) -> None:
         for size in _PRIOR_SIZES:

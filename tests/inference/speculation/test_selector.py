@@ -179,7 +179,7 @@ def test_a_choice_is_kept_where_little_would_be_gained() -> None:
     selector = CostModelSelector(PLANS)
     _, _, plans = simulate(selector, [3] * 2000, cost=flat, noise=0.02)
     switches = sum(a != b for a, b in pairwise(plans[200:]))
-    assert switches < 80  # looking again takes two each time
+    assert switches < 100  # looking again takes two each time
 
 
 def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_before() -> None:
