@@ -154,7 +154,7 @@ class Engine:
         with torch.inference_mode():
             self._admit()
             self._decode()
-            self._scheduler.release_when_idle()
+            self._release_when_idle()
         ended, self._ended = self._ended, []
         return _ordinary(ended)
 
@@ -180,7 +180,7 @@ class Engine:
                 self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 request.stop_reason = StopReason.ABORT
-            self._scheduler.release_when_idle()
+            self._release_when_idle()
         self._count(aborted=len(stopped))
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
@@ -212,6 +212,12 @@ class Engine:
         self.version = update.version
         if self._selector is not None:
             self._selector.changed()
+
+    def _release_when_idle(self) -> None:
+        """Give memory back when nobody runs or waits."""
+        if self._scheduler.idle:
+            self._runner.forget_recordings()
+            self._scheduler.store.release()
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""

@@ -72,10 +72,17 @@ class DecodeGraphs:
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._made_for: tuple[PackedDecoder, Tensor] | None = None
+        self._data: Tensor | None = None
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._seen: dict[tuple[int, int, int], int] = {}
         self.replayed = 0
+
+    def clear(self) -> None:
+        """Let go of all recordings, and of the memory that they hold: other weights come, or the
+        store gives its memory back."""
+        self._data = None
+        self._steps.clear()
+        self._seen.clear()
 
     def decode(
         self,
@@ -85,18 +92,14 @@ class DecodeGraphs:
         slots_NW: Tensor,
         longest: int,
     ) -> Tensor | None:
-        """`Runner.decode` by a recording; None where there is none, for a shape that is seldom or a
-        store that lacks the rows for padding."""
-        made_for = self._made_for
-        if made_for is None or made_for[0] is not packed or made_for[1] is not store.data:
-            self._steps.clear()
-            self._seen.clear()
-            self._made_for = packed, store.data
+        """`Runner.decode` by a recording; None where there is none yet. The store has rows in
+        multiples of `ROWS`."""
+        if self._data is not store.data:
+            self.clear()
+            self._data = store.data
         N, W = ids_NW.shape
         rows = bucket_of_rows(N)
         keys = min(bucket_of_keys(longest, packed.dtype, ids_NW.device), store.slots)
-        if rows > store.rows:
-            return None
         shape = rows, W, keys
         step = self._steps.get(shape)
         if step is None:

@@ -54,9 +54,15 @@ class Runner:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by tensors that `check` returned."""
+        self.forget_recordings()
         copy_tensors(self._decoder, tensors)
         with torch.no_grad():
             self.packed = self._decoder.pack(self.dtype)
+
+    def forget_recordings(self) -> None:
+        """The store is about to give its memory back, or the weights to change."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def prefill(
         self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]

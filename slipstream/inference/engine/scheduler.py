@@ -237,10 +237,10 @@ class Scheduler:
         self.running.pop()
         self._left(request)
 
-    def release_when_idle(self) -> None:
-        """Give the store's memory back when nobody runs or waits."""
-        if not self.running and not self.waiting:
-            self.store.release()
+    @property
+    def idle(self) -> bool:
+        """Whether nobody runs or waits."""
+        return not self.running and not self.waiting
 
     def row(self, request: Running) -> int:
         """Where a running request's keys and values are."""

@@ -6,6 +6,8 @@ addresses and shapes that they had, and nothing of the Python around them.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -86,6 +88,20 @@ def test_recordings_end_with_the_weights_that_they_were_made_for() -> None:
     before = graphs.replayed
     assert all_bits(drain(recorded)) == all_bits(drain(eager))
     assert graphs.replayed > before > 0
+
+
+def test_an_idle_engine_holds_no_memory_of_recordings() -> None:
+    engine = make_engine(dtype=torch.bfloat16)
+    graphs = recording(engine)
+    engine.add(make_request("a", max_tokens=30))
+    for _ in range(10):
+        engine.step()
+    kept = weakref.ref(engine._scheduler.store.data)
+    assert graphs.replayed > 0
+    assert kept() is not None
+    drain(engine)
+    gc.collect()
+    assert kept() is None
 
 
 def test_buckets_waste_at_most_half() -> None:
