@@ -272,7 +272,7 @@ def test_launchers_take_the_same_path(
         "actor_rollout_ref.model.path=m",
         "algorithm.adv_estimator=grpo",
         "data.train_batch_size=8",
-        "actor_rollout_ref.rollout.free_cache_engine=True",
+        "actor_rollout_ref.rollout.load_format=auto",
     ]
     assert entry(line) == 0
     (_, config, mode), *rest = calls
@@ -280,7 +280,7 @@ def test_launchers_take_the_same_path(
     assert config.data.train_batch_size == 8
     notes = capsys.readouterr().err.splitlines()
     assert notes[0] == "note: --config-name ppo_trainer is taken as --recipe default"
-    assert notes[1].startswith("note: actor_rollout_ref.rollout.free_cache_engine has no")
+    assert notes[1].startswith("note: actor_rollout_ref.rollout.load_format has no")
     assert "actor_rollout_ref.rollout.n=8 (there 1)" in notes[2]
     assert "adv_estimator" not in notes[2]
     assert "train_batch_size" not in notes[2]

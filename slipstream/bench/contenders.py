@@ -156,7 +156,7 @@ def embedded(
     model: Callable[[], Decoder], max_positions: int, dtype: torch.dtype, compute: ComputeThread
 ) -> Iterator[EmbeddedEngine]:
     """The embedded engine, made on `compute` and running there."""
-    settings = EngineSettings(max_model_len=max_positions, dtype=dtype)
+    settings = EngineSettings(max_model_len=max_positions, dtype=dtype, free_cache_engine=False)
     engine = compute.run(lambda: EmbeddedEngine(model(), settings, executor=compute.executor))
     try:
         yield engine

@@ -36,6 +36,7 @@ def make_engine(bench: LosslessBench, limit: int, proposer: Proposer | None = No
         max_model_len=bench.target.decoder.config.max_position_embeddings,
         dtype=bench.dtype,
         max_num_seqs=limit,
+        free_cache_engine=False,
     )
     plan = OFF if proposer is None else DraftPlan.chain(3)
     return Engine(deepcopy(bench.target.decoder), settings, proposer=proposer, plan=plan)

@@ -145,7 +145,7 @@ def _proposer(
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
     if name in ("eagle head", "union"):
-        head = EagleProposer(bench.target.head, dtype=bench.dtype)
+        head = EagleProposer(bench.target.head, dtype=bench.dtype, free_cache=False)
         if name == "eagle head":
             return head
     if name in ("seeded history", "union"):

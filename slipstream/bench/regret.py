@@ -15,7 +15,6 @@ can know (`clairvoyant`). Called by `slipstream bench selector`.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import defaultdict
@@ -23,13 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.speculation import DEPTHS, plans
 from slipstream.errors import ConfigError
-from slipstream.inference.speculation.acceptance import AcceptanceCurve
+from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.report import read_trace
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     StepRecord,
@@ -61,7 +61,8 @@ class World:
     def rate(self, step: int, drafts: int) -> float:
         """Tokens a second and request."""
         running = self.sizes[step]
-        return (1 + _reach(self.rates(step, running), drafts)) / self.seconds(step, running, drafts)
+        made = 1 + expected_accepted(self.rates(step, running)[:drafts])
+        return made / self.seconds(step, running, drafts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +118,6 @@ def _best_of_each_size(world: World, plans: Sequence[DraftPlan]) -> dict[int, Dr
     return {size: min(sums, key=sums.__getitem__) for size, sums in total.items()}
 
 
-def _reach(rates: Sequence[float], drafts: int) -> float:
-    """Drafts that are accepted on average."""
-    total, reach = 0.0, 1.0
-    for rate in rates[:drafts]:
-        reach *= rate
-        total += reach
-    return total
-
-
 def _drawn(rates: Sequence[float], drafts: int, running: int, rng: random.Random) -> list[int]:
     """How many drafts of each request are accepted."""
     found = []
@@ -145,7 +137,7 @@ def _two_cores(step: int, running: int, drafts: int) -> float:
     return 2.2e-3 + 2.8e-4 * max(rows - 6, 0) + drafting
 
 
-def simulated(seed: int, deepest: int) -> dict[str, World]:
+def simulated(seed: int) -> dict[str, World]:
     """The worlds of the module's docstring, some thousand steps each."""
     rng = random.Random(seed)
     shrinking = [size for size in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1) for _ in range(40)]
@@ -154,10 +146,10 @@ def simulated(seed: int, deepest: int) -> dict[str, World]:
         moods += [math.exp(rng.gauss(0, 0.15))] * rng.randrange(20, 120)
 
     def good(step: int, running: int) -> Sequence[float]:
-        return [0.95 - 0.02 * depth for depth in range(deepest)]
+        return [0.95 - 0.02 * depth for depth in range(max(DEPTHS))]
 
     def drifting(step: int, running: int) -> Sequence[float]:
-        return [0.45 + 0.45 * math.cos(step / 500)] * deepest
+        return [0.45 + 0.45 * math.cos(step / 500)] * max(DEPTHS)
 
     def moody(step: int, running: int, drafts: int) -> float:
         return _two_cores(step, running, drafts) * moods[step]
@@ -177,28 +169,26 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
     A plan's time at a batch size is the median of its steps there or, where it had few, what a fit
     to all steps says; how often drafts are right is taken over the whole trace.
 
-    Raises ConfigError for a trace without steps.
+    Raises ConfigError for a trace without steps, ValueError for lines that are none of a trace.
     """
     costs, curve = StepCosts(), AcceptanceCurve(kept=math.inf)
     sizes: list[int] = []
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
-    plans = {OFF}
-    for line in lines:
-        event: dict[str, Any] = json.loads(line)
-        if event.get("changed"):
+    tried = {OFF}
+    for event in read_trace(lines):
+        if event is None:
             continue
-        running, drafted = event["running"], event["drafted"]
-        depth = max(drafted, default=0)
-        sizes.append(running)
-        plans.add(DraftPlan.chain(depth) if depth else OFF)
-        if drafted:
-            curve.record(drafted, event["accepted"])
-        if event["steady"]:
-            costs.record(running, depth, bucket_of(running), event["seconds"])
-            seen[bucket_of(running), depth].append(event["seconds"])
+        depth, size = max(event.drafted, default=0), bucket_of(event.running)
+        sizes.append(event.running)
+        tried.add(DraftPlan.chain(depth))
+        if event.drafted:
+            curve.record(event.drafted, event.accepted)
+        if event.steady:
+            costs.record(event.running, depth, size, event.seconds)
+            seen[size, depth].append(event.seconds)
     if not sizes or not costs.known:
         raise ConfigError("a trace without steps; record one with speculative.trace=true")
-    rates = curve.rates(max(plan.steps for plan in plans))
+    rates = curve.rates(max(plan.steps for plan in tried))
 
     def seconds(step: int, running: int, drafts: int) -> float:
         found = seen.get((bucket_of(running), drafts), [])
@@ -207,7 +197,7 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
         return costs.seconds(running, drafts, bucket_of(running))
 
     world = World(sizes, seconds, lambda step, running: rates)
-    return world, sorted(plans, key=lambda plan: plan.steps)
+    return world, sorted(tried)
 
 
 def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
@@ -215,27 +205,26 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
 
     Raises ConfigError for a trace that cannot be read.
     """
-    deepest = [DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7)]
     if not traces:
-        names = list(simulated(0, 7))
-        return [
-            _row(name, lambda seed, name=name: simulated(seed, 7)[name], [OFF, *deepest], seeds)  # type: ignore[misc]
-            for name in names
-        ]
+        by_seed = [simulated(seed) for seed in range(seeds)]
+        return [_row(name, [worlds[name] for worlds in by_seed], plans()) for name in by_seed[0]]
     rows = []
     for path in traces:
         try:
-            world, plans = recorded(path.read_text(encoding="utf-8").splitlines())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            world, tried = recorded(path.read_text(encoding="utf-8").splitlines())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is no trace of speculation: {error}") from error
-        if len(plans) == 1:
+        if len(tried) == 1:
             raise ConfigError(f"{path}: nothing was drafted, so there is nothing to choose from")
-        rows.append(_row(str(path), lambda seed, world=world: world, plans, seeds))  # type: ignore[misc]
+        rows.append(_row(str(path), [world] * seeds, tried))
     return rows
 
 
-def _row(name: str, world: Callable[[int], World], plans: Sequence[DraftPlan], seeds: int) -> Row:
-    found = [play(world(seed), CostModelSelector(plans), plans, seed) for seed in range(seeds)]
+def _row(name: str, worlds: Sequence[World], plans: Sequence[DraftPlan]) -> Row:
+    """`worlds`: one for each seed."""
+    found = [
+        play(world, CostModelSelector(plans), plans, seed) for seed, world in enumerate(worlds)
+    ]
     return Row(
         benchmark="selector",
         case=name,

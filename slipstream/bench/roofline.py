@@ -26,14 +26,15 @@ _READ_BYTES = 1 << 28
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
     """`flops` a second in products of large fp32 matrices (a multiply-add counts as two), `bytes` a
-    second out of memory: medians of several tries with torch's threads."""
+    second out of memory: medians of a few tries with torch's threads. Neighbours on the hardware
+    change both within minutes."""
 
     flops: float
     bytes: float
 
 
 def measure_rates() -> MachineRates:
-    """Takes about two seconds."""
+    """Takes less than a second."""
     a, b = torch.randn(2, _SIDE, _SIDE).unbind()
     long = torch.ones(_READ_BYTES // 4)
     return MachineRates(
@@ -44,7 +45,7 @@ def measure_rates() -> MachineRates:
 def _seconds(call: Callable[[], object]) -> float:
     call()
     found = []
-    for _ in range(15):
+    for _ in range(5):
         started = time.perf_counter()
         call()
         found.append(time.perf_counter() - started)

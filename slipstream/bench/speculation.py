@@ -56,7 +56,7 @@ TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
 
 LEAST = "least_seconds"
-"""By the machine's own rates."""
+"""By the machine's own rates, which are measured in each round."""
 
 FLOORS = {"whole": 1.4, "tail": 1.8}
 """What the project promises over its own plain decoding at temperature 1."""
@@ -152,7 +152,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     chosen = long_tailed(natural, bench.batch, bench.spread)
     plain = make_engine(trained, bench.dtype)
     known = {g.request_id: g.token_ids for g in plain.run(chosen.requests)}
-    rates = measure_rates()
+    rates: list[MachineRates] = []
     vocabulary = trained.decoder.config.vocab_size
     alone, beside = HistoryProposer(), HistoryProposer()
     proposers: dict[str, tuple[Proposer, HistoryProposer | None]] = {
@@ -167,6 +167,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
         generators[name] = _Generator(engine, [chosen], history)
     calls: dict[str, Callable[[], object]] = dict(generators)
+    calls["machine"] = lambda: rates.append(measure_rates())
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}
         for name in bench.peers:
@@ -187,7 +188,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
     _check_same(generators)
     least = {
-        name: _least(trained, rates, chosen, drafts)
+        name: _least(trained, rates[-bench.rounds :], chosen, drafts)
         for name, drafts in ((PLAIN, 0), (ORACLE, max(DEPTHS)))
     }
     return [
@@ -197,14 +198,16 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
 
 
 def _least(
-    trained: Trained, rates: MachineRates, chosen: Responses, drafts: int
-) -> dict[str, float]:
+    trained: Trained, rates: Sequence[MachineRates], chosen: Responses, drafts: int
+) -> dict[str, Spread]:
+    """By the rates of each round."""
     prompts = [len(r.prompt_ids) for r in chosen.requests]
     config = trained.decoder.config
+    least = [least_seconds(config, r, prompts, chosen.lengths, drafts) for r in rates]
     return {
-        LEAST: least_seconds(config, rates, prompts, chosen.lengths, drafts),
-        "machine_gflops": rates.flops / 1e9,
-        "machine_gigabytes_per_second": rates.bytes / 1e9,
+        LEAST: Spread.of(least),
+        "machine_gflops": Spread.of([r.flops / 1e9 for r in rates]),
+        "machine_gigabytes_per_second": Spread.of([r.bytes / 1e9 for r in rates]),
     }
 
 
@@ -227,7 +230,7 @@ def _rollout_row(
     times: Mapping[str, Times],
     generators: Mapping[str, _Generator],
     chosen: Responses,
-    least: Mapping[str, float],
+    least: Mapping[str, Spread],
 ) -> Row:
     values: dict[str, float | Spread] = {
         "tokens_per_second": Spread.of([sum(chosen.lengths) / s for s in times[name].wall]),
@@ -322,7 +325,7 @@ def _median(row: Row, name: str) -> float:
 
 
 def _eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
-    return EagleProposer(trained.head, dtype=dtype)
+    return EagleProposer(trained.head, dtype=dtype, free_cache=False)
 
 
 def _check_same(generators: Mapping[str, _Generator]) -> None:

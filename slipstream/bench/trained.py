@@ -93,8 +93,10 @@ def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) 
 
 
 def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
-    """An engine for the policy; `more` goes to `Engine`."""
-    settings = EngineSettings(max_model_len=trained.max_model_len, dtype=dtype)
+    """An engine for the policy, as rollouts on a CPU have it; `more` goes to `Engine`."""
+    settings = EngineSettings(
+        max_model_len=trained.max_model_len, dtype=dtype, free_cache_engine=False
+    )
     return Engine(trained.decoder, settings, **more)  # type: ignore[arg-type]
 
 

@@ -67,7 +67,6 @@ _LOG_PROB = "log-probabilities are computed in chunks (actor.log_prob_chunk_toke
 _LOADING = "data is read in the training process"
 
 WITHOUT_EFFECT: dict[str, str] = {
-    f"{_ROLLOUT}.free_cache_engine": _MEMORY,
     f"{_ROLLOUT}.enable_chunked_prefill": _ENGINE,
     f"{_ROLLOUT}.disable_log_stats": _ENGINE,
     f"{_ROLLOUT}.load_format": _ENGINE,

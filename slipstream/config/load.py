@@ -35,6 +35,7 @@ RESUMABLE_KEYS = frozenset(
     {
         "actor_rollout_ref.rollout.enable_prefix_caching",
         "actor_rollout_ref.rollout.enforce_eager",
+        "actor_rollout_ref.rollout.free_cache_engine",
         "actor_rollout_ref.rollout.gpu_memory_utilization",
         "actor_rollout_ref.rollout.kv_cache_bytes",
         "actor_rollout_ref.rollout.max_num_batched_tokens",

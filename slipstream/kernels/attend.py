@@ -181,8 +181,8 @@ _LINE = 64
 
 @kernel
 def _score(query, keys, K, n, scores, ask, end):
-    """Scores of `n` keys, while memory is asked at an even pace for what lies from `ask` to `end`:
-    the first address that was not asked for."""
+    """Scores of `n` keys, while memory is asked at an even pace for what lies from `ask` to `end`.
+    Returns the first address that was not asked for."""
     j, first = 0, ask
     while j < n:
         few = min(_KEYS, n - j)

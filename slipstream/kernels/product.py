@@ -15,7 +15,11 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
-from slipstream.kernels.tile import AHEAD, PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+
+_AHEAD = 16384
+"""Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
+too short for memory that several rows keep busy. Single rows gain nothing."""
 
 _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
@@ -32,9 +36,9 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         while p + 2 <= end:
             w, b, o = panels + p * panel_step, bias + 4 * PANEL * p, out + 4 * PANEL * p
             if M == 1:
-                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + AHEAD, 64)
+                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + _AHEAD, 64)
             else:
-                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + AHEAD, 64)
+                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + _AHEAD, 64)
             p += 2
         begin = p
     block = 0
@@ -43,12 +47,9 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         for p in range(begin, end):
             w, b = panels + p * panel_step, bias + 4 * PANEL * p
             o = out + block * out_step + 4 * PANEL * p
-            ask, ask_step = w + AHEAD, 4 * PANEL
-            if rows > 6:
-                # The next panel, a share of it by each tile: memory is read at an even pace.
-                ask = panels + min(p + 1, total - 1) * panel_step
-                ask_step //= (rows + 5) // 6
-            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, ask, ask_step)
+            # Several tiles ask for the next panel, so that memory is read at an even pace.
+            ask = w + _AHEAD if rows <= 6 else panels + min(p + 1, total - 1) * panel_step
+            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, ask, 4 * PANEL)
         block += rows
 
 

@@ -22,10 +22,6 @@ PANEL = 16
 
 _LANES = 8
 
-AHEAD = 16384
-"""Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
-too short for memory that several rows keep busy. Single rows gain nothing."""
-
 
 class _Emitter:
     """Instructions of a tile: addresses are integers, numbers fp32, vectors of eight."""
@@ -88,8 +84,8 @@ def _tile(rows: int, panels: int) -> Any:
     """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
     weights, bytes between weights of one input and the next, bytes between panels, number of
     inputs, at least 1, numbers to begin with, out, bytes between rows of out, what to ask for at
-    the first input, bytes from there to what to ask for at the next). Tiles of several panels ask
-    for nothing."""
+    the first input, bytes from there to what to ask for at the next). The same place
+    of every panel is asked for."""
     per_panel = PANEL // _LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -165,8 +161,9 @@ def tiles(
     ask: int,
     ask_step: int,
 ) -> None:
-    """One panel for any number of rows; arguments as those of a tile. A tile goes on asking where
-    the one before it stopped."""
+    """One panel for any number of rows; arguments as those of a tile. The tiles share the asking:
+    each goes on where the one before it stopped."""
+    ask_step //= max((rows + 5) // 6, 1)
     m = 0
     while m < rows:
         xm, om, left = x + m * x_step, out + m * out_step, rows - m

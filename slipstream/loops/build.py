@@ -346,6 +346,7 @@ def make_engine(
             dtype=settings.dtype,
             device=device,
             kv_budget_bytes=settings.kv_budget_bytes,
+            free_cache=settings.free_cache_engine,
             notify=speculate,
         )
     return EmbeddedEngine(
@@ -361,6 +362,7 @@ def make_engine(
 def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
     """Limits of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
+    free = rollout.free_cache_engine
     return EngineSettings(
         max_model_len=max_model_len(config),
         dtype=rollout_dtype(config),
@@ -369,6 +371,7 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         max_prefill_tokens=rollout.max_num_batched_tokens,
         prefix_caching=rollout.enable_prefix_caching,
         enforce_eager=rollout.enforce_eager,
+        free_cache_engine=device_of(config).type != "cpu" if free is None else free,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
     )
 

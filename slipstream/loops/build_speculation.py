@@ -50,6 +50,7 @@ def make_speculation(
     dtype: torch.dtype,
     device: torch.device,
     kv_budget_bytes: int,
+    free_cache: bool,
     notify: Callable[[str], None],
 ) -> Speculation | None:
     """After `speculative`; None where it is not enabled.
@@ -74,6 +75,7 @@ def make_speculation(
             load_draft_head(head, policy).to(device),
             dtype=dtype,
             kv_budget_bytes=kv_budget_bytes // policy.num_layers,
+            free_cache=free_cache,
         )
         if speculative.spec_strategy == "union":
             proposer = UnionProposer(proposer, history)

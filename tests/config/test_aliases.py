@@ -94,7 +94,7 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
         "actor_rollout_ref.model.use_remove_padding=True",
         "trainer.balance_batch=True",
         f"{ROLLOUT}.disable_log_stats=False",
-        f"{ROLLOUT}.free_cache_engine=True",
+        f"{ROLLOUT}.load_format=auto",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
         "critic.optim.lr=1e-5",
         "hydra.run.dir=outputs",

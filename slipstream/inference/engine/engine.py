@@ -215,7 +215,7 @@ class Engine:
 
     def _release_when_idle(self) -> None:
         """Give memory back when nobody runs or waits."""
-        if self._scheduler.idle:
+        if self._scheduler.idle and self.settings.free_cache_engine:
             self._runner.forget_recordings()
             self._scheduler.store.release()
 

@@ -2,7 +2,8 @@
 
 A row is a request's whole context: slot s holds position s. When a request ends the last row moves
 into its place, so a shrinking batch stays dense. Rows and slots grow by doubling up to a budget in
-bytes (while they are copied, old and new exist); the engine releases them when it runs out of work.
+bytes (while they are copied, old and new exist), and within memory that is there already in place;
+the engine gives it back when it runs out of work, if it is to.
 Shapes: L layers, N rows, H key-value heads, S slots, K head width.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -50,7 +52,9 @@ class KVStore:
         self.budget = budget_bytes
         self._row_multiple = row_multiple
         self._before_growth = before_growth
-        self.data = self._allocate(0, 0)
+        self._memory = torch.empty(0)
+        self.data = self._memory
+        self.release()
 
     @property
     def rows(self) -> int:
@@ -62,7 +66,7 @@ class KVStore:
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self._memory.nbytes
 
     @property
     def slot_bytes(self) -> int:
@@ -79,27 +83,44 @@ class KVStore:
         return self.size(rows, length) <= self.budget
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room; what is stored stays. The caller has asked `fits`."""
+        """Make room for the first `rows` contexts, none of them longer than `length`; what they
+        have stored stays. The caller has asked `fits`."""
         rows = round_up(rows, self._row_multiple)
         slots = self._slots(length)
         if rows <= self.rows and slots <= self.slots:
             return
-        # Doubling keeps copies rare; near the budget take exactly what is needed.
-        new_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
-        new_slots = self.slots
+        new_rows, new_slots = self._grown(rows, slots)
+        old, wanted = self.data, new_rows * new_slots * self.slot_bytes
+        if wanted > self._memory.nbytes:
+            if self._before_growth is not None:
+                self._before_growth(wanted)
+            # Zeros: an unwritten slot has weight zero, and 0 * NaN would still be NaN.
+            self._memory = torch.zeros(
+                wanted // self._dtype.itemsize, dtype=self._dtype, device=self._device
+            )
+        self.data = self._view(new_rows, new_slots)
+        n, s = min(old.shape[2], rows), min(old.shape[4], slots)
+        # In place, by layers, in the order in which none is written over before its turn.
+        layers = range(len(old))
+        for layer in layers if old.numel() >= self.data.numel() else reversed(layers):
+            self.data[layer, :, :n, :, :s] = old[layer, :, :n, :, :s].clone()
+
+    def _grown(self, rows: int, slots: int) -> tuple[int, int]:
+        """Rows and slots to have next, where so many are needed: more, for copies should be rare."""
+        more_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
         if slots > self.slots:
-            new_slots = max(slots, 2 * self.slots)
             # Contexts grow longest when few are left: rows that have ended are not taken along.
-            new_rows = min(new_rows, 2 * rows)
-        if new_rows * new_slots * self.slot_bytes > self.budget:
-            new_rows, new_slots = rows, slots
-        if self._before_growth is not None:
-            self._before_growth(new_rows * new_slots * self.slot_bytes)
-        old = self.data
-        self.data = self._allocate(new_rows, new_slots)
-        n, s = min(old.shape[2], new_rows), min(old.shape[4], new_slots)
-        if n and s:
-            self.data[:, :, :n, :, :s] = old[:, :, :n, :, :s]
+            more_rows = min(more_rows, 2 * rows)
+        there = self._memory.nbytes // self.slot_bytes
+        if rows * slots <= there:
+            most = there // slots
+            more_rows = min(more_rows, most - most % self._row_multiple)
+            more_slots = there // more_rows
+            return more_rows, more_slots - more_slots % self._slots(1)
+        more_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
+        # Near the budget take exactly what is needed.
+        within = more_rows * more_slots * self.slot_bytes <= self.budget
+        return (more_rows, more_slots) if within else (rows, slots)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of one row over another."""
@@ -119,18 +140,18 @@ class KVStore:
 
     def release(self) -> None:
         """Give all memory back; nothing stored is kept."""
-        self.data = self._allocate(0, 0)
+        self._memory = torch.zeros(0, dtype=self._dtype, device=self._device)
+        self.data = self._view(0, 0)
 
     def _slots(self, length: int) -> int:
         """Some in reserve, so that a row's slots seldom need to grow."""
         step = max(SLOT_STEP, key_step(self._dtype, self._device))
         return round_up(max(length, 1), step)
 
-    def _allocate(self, rows: int, slots: int) -> Tensor:
+    def _view(self, rows: int, slots: int) -> Tensor:
         c = self._config
         shape = (c.num_layers, 2, rows, c.num_kv_heads, slots, c.head_dim)
-        # Zeros: an unwritten slot has weight zero, and 0 * NaN would still be NaN.
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        return self._memory[: prod(shape)].view(shape)
 
 
 class PrefillView:

@@ -22,8 +22,9 @@ class EngineSettings:
     that begin as theirs did, until the weights change: for conversations of several turns; others
     only pay for the copy. With `stagger_samples` samples of one prompt run one after the other as
     long as there are others to run beside them, so that one can be drafted for from what another
-    has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. Raises
-    ConfigError for limits that allow nothing.
+    has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. The memory
+    of keys and values is given back when no request is left, unless `free_cache_engine` is off: to
+    get it again takes time. Raises ConfigError for limits that allow nothing.
     """
 
     max_model_len: int
@@ -34,6 +35,7 @@ class EngineSettings:
     prefix_caching: bool = False
     stagger_samples: bool = False
     enforce_eager: bool = False
+    free_cache_engine: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:

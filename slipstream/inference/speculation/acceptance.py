@@ -60,8 +60,13 @@ class AcceptanceCurve:
 
     def expected(self, drafts: int) -> float:
         """Accepted tokens of a chain of `drafts`, on average."""
-        total, reach = 0.0, 1.0
-        for rate in self.rates(drafts):
-            reach *= rate
-            total += reach
-        return total
+        return expected_accepted(self.rates(drafts))
+
+
+def expected_accepted(rates: Sequence[float]) -> float:
+    """Accepted tokens of a chain, on average, whose drafts are right so often after right ones."""
+    total, reach = 0.0, 1.0
+    for rate in rates:
+        reach *= rate
+        total += reach
+    return total

@@ -22,6 +22,9 @@ import numpy as np
 
 _FADE = 0.998
 _KNEE = 8
+_REFIT = 64
+"""Steps between two fits, at most."""
+
 _PRIOR_WEIGHT = 0.05
 _PRIOR_SIZES, _PRIOR_DRAFTS = (1, 4, 16, 64), (0, 1, 3, 7)
 _FARTHEST = 2.5
@@ -31,14 +34,19 @@ else runs on the machine disturbs single steps by any factor."""
 _SURPRISE = 0.25
 """As a logarithm: more than this a single step is not believed to say."""
 
+# Variances of logarithms.
+
 _NOISE = 0.08**2
-"""Variances of logarithms: of a step's time,"""
+"""Of the time of a step, mood and plan being known."""
+
 _MOODY = 0.04**2
-"""of what the mood changes by from step to step,"""
+"""Of the mood's change from one step to the next."""
+
 _UNKNOWN = 0.15**2
-"""of what a batch size and depth may differ by from the fit,"""
+"""Of how a batch size and depth that was never measured differs from the fit."""
+
 _DRIFT = 0.003**2
-"""and of what that changes by from step to step."""
+"""Of the change of that difference from one step to the next."""
 
 
 @dataclass(slots=True)
@@ -107,7 +115,9 @@ class StepCosts:
                 self._right += _PRIOR_WEIGHT * x
 
     def _shape(self, running: int, drafts: int) -> float:
-        if not self._weights or len(self._unfitted) >= (1 if self._steps < 32 else 16):
+        # The more steps there were, the less the next ones change. A fit takes a tenth of a small
+        # model's step.
+        if not self._weights or len(self._unfitted) >= min(1 + self._steps // 8, _REFIT):
             self._take_in()
         return max(self._fit(running, drafts), 1e-12)
 

@@ -62,10 +62,12 @@ class EagleProposer:
         dtype: torch.dtype,
         kv_budget_bytes: int = 1 << 30,
         waiting_bytes: int = 1 << 28,
+        free_cache: bool = True,
     ) -> None:
         """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
         more, nothing is drafted, which is said once. Features that wait take at most
-        `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them."""
+        `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them. With
+        `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
         self._dtype = dtype
         device = head.fc.weight.device
@@ -78,6 +80,7 @@ class EagleProposer:
         self._waiting = 0
         self._waiting_bytes = waiting_bytes
         self._short_of_memory = False
+        self._free_cache = free_cache
 
     def begin(
         self,
@@ -129,7 +132,8 @@ class EagleProposer:
         self._order.pop()
         if not self._order:
             self._forget_steps()
-            self._store.release()
+            if self._free_cache:
+                self._store.release()
 
     def update(self, update: WeightUpdate) -> None:
         """See `LearningProposer`. What the head had cached is dropped: running requests are drafted

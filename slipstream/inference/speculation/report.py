@@ -2,13 +2,13 @@
 
 Messages come once: that nothing is gained, and that a draft head is never right. A trace has a JSON
 line for each step and each change of weights, and can be replayed through a selector of the same
-settings (`replay`).
+settings (`read_trace`, `replay`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -104,6 +104,27 @@ class ReportedSelector:
                 )
 
 
+def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | None]:
+    """The steps of a trace; None where weights changed. Raises ValueError for a line of neither."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+            yield None if event.get("changed") else _step_of(event)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number} is none of a trace: {error}") from error
+
+
+def _step_of(event: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(
+        running=event["running"],
+        plan=DraftPlan.parse(event["plan"]),
+        seconds=event["seconds"],
+        drafted=event["drafted"],
+        accepted=event["accepted"],
+        steady=event["steady"],
+    )
+
+
 def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[DraftPlan, DraftPlan]]:
     """What `selector` would choose at each step of a trace, beside what was chosen.
 
@@ -111,23 +132,12 @@ def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[Draft
     where a lack of memory had turned drafts off.
     """
     pairs = []
-    for line in lines:
-        event: dict[str, Any] = json.loads(line)
-        if event.get("changed"):
+    for step in read_trace(lines):
+        if step is None:
             selector.changed()
             continue
-        chosen = DraftPlan.parse(event["plan"])
-        pairs.append((selector.select(event["running"]), chosen))
-        selector.record(
-            StepRecord(
-                running=event["running"],
-                plan=chosen,
-                seconds=event["seconds"],
-                drafted=event["drafted"],
-                accepted=event["accepted"],
-                steady=event["steady"],
-            )
-        )
+        pairs.append((selector.select(step.running), step.plan))
+        selector.record(step)
     return pairs
 
 
