@@ -191,8 +191,8 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "--spread",
         metavar="X",
         type=float,
-        default=8.2,
-        help="longest response of the rollout over the median (default: 8.2; at least 8)",
+        default=16.0,
+        help="longest response of the rollout over the median (default: 16; at least 8)",
     )
     speculation.add_argument(
         "--peer", metavar="NAME", nargs="*", default=[], help="vLLM's settings in the rollout"

@@ -73,7 +73,7 @@ class SpeculationBench:
     dtype: torch.dtype = torch.float32
     rounds: int = 5
     batch: int = 64
-    spread: float = 8.2
+    spread: float = 16.0
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     new_tokens: int = 64
     least_responses: int = 24

@@ -106,7 +106,7 @@ class KVStore:
             self.data[layer, :, :n, :, :s] = old[layer, :, :n, :, :s].clone()
 
     def _grown(self, rows: int, slots: int) -> tuple[int, int]:
-        """Rows and slots to have next, where so many are needed: more, for copies should be rare."""
+        """Rows and slots to have next where so many are needed: more, for copies should be rare."""
         more_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
         if slots > self.slots:
             # Contexts grow longest when few are left: rows that have ended are not taken along.
