@@ -246,8 +246,9 @@ class RolloutConfig:
     """Keep keys and values of ended responses, where the budget has room and until the next weight
     update, for prompts that begin as theirs did: conversations of several turns."""
     free_cache_engine: bool | None = None
-    """Give the memory of keys and values back after each rollout; null: on a GPU, where training
-    needs it. On a CPU to get it again takes a tenth of a rollout's time."""
+    """Give the memory of the embedded engine's keys and values back after each rollout; null: on a
+    GPU, where training needs it, and with `enable_prefix_caching`, which needs room in the budget.
+    On a CPU getting it again takes up to a tenth of a rollout's time."""
     enforce_eager: bool = False
     """On a GPU, start every operation of a decode step by itself instead of replaying recorded
     steps (CUDA graphs): slower, with less memory."""

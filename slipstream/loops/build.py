@@ -363,6 +363,9 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
     """Limits of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
     free = rollout.free_cache_engine
+    if free is None:
+        # Kept prefixes live in what the store leaves of the budget.
+        free = device_of(config).type != "cpu" or rollout.enable_prefix_caching
     return EngineSettings(
         max_model_len=max_model_len(config),
         dtype=rollout_dtype(config),
@@ -371,7 +374,7 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         max_prefill_tokens=rollout.max_num_batched_tokens,
         prefix_caching=rollout.enable_prefix_caching,
         enforce_eager=rollout.enforce_eager,
-        free_cache_engine=device_of(config).type != "cpu" if free is None else free,
+        free_cache_engine=free,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
     )
 

@@ -52,8 +52,8 @@ class KVStore:
         self.budget = budget_bytes
         self._row_multiple = row_multiple
         self._before_growth = before_growth
-        self._memory = torch.empty(0)
-        self.data = self._memory
+        self._memory: Tensor
+        self.data: Tensor
         self.release()
 
     @property

@@ -109,9 +109,10 @@ def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | None]:
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-            yield None if event.get("changed") else _step_of(event)
+            step = None if event.get("changed") else _step_of(event)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} is none of a trace: {error}") from error
+        yield step
 
 
 def _step_of(event: Mapping[str, Any]) -> StepRecord:
