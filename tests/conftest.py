@@ -1,10 +1,16 @@
-"""What holds for all tests: one thread, and no verdict that depends on how busy the machine is."""
+"""What holds for all tests: one thread, and no verdict that depends on how busy the machine is; and
+the ways to compute."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    import torch
 
 # Before torch is imported anywhere, and inherited by the processes that tests start. The tensors of
 # tests are so small that a second thread costs more than it brings; OMP_NUM_THREADS=2 overrides.
@@ -12,3 +18,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own operations compute, as on a GPU."""
+    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+
+
+@pytest.fixture(params=["float32", "bfloat16", "bfloat16-torch"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """What is computed in: by the kernels, and by torch's own operations."""
+    import torch
+
+    from slipstream.models.numerics import dtype_from_name
+
+    name, *by_torch = request.param.split("-")
+    if by_torch:
+        request.getfixturevalue("without_kernels")
+    return dtype_from_name(name, torch.device("cpu"))

@@ -129,11 +129,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_log_probs is not None:
                 g = grad_log_probs[rows].unsqueeze(-1)
                 grad_logits.sub_(p.mul_(g)).scatter_add_(-1, labels[rows].unsqueeze(-1), g)
-            grad_logits = grad_logits.div_(ctx.temperature).to(hidden.dtype)
+            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
+                grad_weight += grad_logits.T @ hidden[rows].to(weight.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None

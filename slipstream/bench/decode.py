@@ -88,10 +88,10 @@ def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> I
     with ExitStack() as stack:
         compute = ComputeThread()
         stack.callback(compute.close)
-        contenders: dict[str, Contender] = {}
-        for name in names:
+
+        def load(name: str) -> Contender:
             say(f"loading {name}")
-            contenders[name] = stack.enter_context(
+            return stack.enter_context(
                 contender(
                     name,
                     shape=bench.shape,
@@ -102,18 +102,23 @@ def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> I
                     compute=compute,
                 )
             )
+
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            contenders[name] = load(name)
             if name == OURS:
-                ours = contenders[name]
-                contenders[INEXACT] = replace(ours, generate=_inexactly(ours))
+                with inexact():
+                    another = load(name)
+                contenders[INEXACT] = replace(another, generate=_inexactly(another))
         for batch in bench.batches:
             say(f"batch {batch}: {len(contenders)} contenders in turns")
             yield _measure(bench, batch, contenders)
 
 
-def _inexactly(ours: Contender) -> Callable[[Workload], list[list[int]]]:
+def _inexactly(made: Contender) -> Callable[[Workload], list[list[int]]]:
     def generate(workload: Workload) -> list[list[int]]:
         with inexact():
-            return ours.generate(workload)
+            return made.generate(workload)
 
     return generate
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.inference.engine import runner
+from slipstream.inference.engine import kv_cache, runner
 from slipstream.models import attention, decoder, functional
+from slipstream.models import linear as linears
 from slipstream.models.attention import Context
 from slipstream.models.linear import PackedLinear
 
@@ -31,6 +32,8 @@ def inexact() -> Iterator[None]:
         (decoder, "row_multiple", lambda *_: 1),
     ]
     swaps += [(module, "has_kernels", lambda *_: False) for module in (decoder, functional)]
+    kept_as = ("activation_dtype", lambda dtype, device: dtype)
+    swaps += [(module, *kept_as) for module in (decoder, kv_cache, linears)]
     swaps += [(module, "ROW_MULTIPLE", 1) for module in (runner, attention)]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:

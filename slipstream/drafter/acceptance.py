@@ -105,7 +105,7 @@ def measure_acceptance(
 
     `ends` are those of the policy that wrote the responses; the head computes in their dtype.
     """
-    packed = head.pack(ends.embedding_VD.dtype)
+    packed = head.pack(ends.dtype)
     lengths: list[list[int]] = [[] for _ in held_out]
     order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
     for start in range(0, len(order), batch_size):

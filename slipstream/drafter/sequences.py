@@ -16,7 +16,7 @@ from slipstream.drafter.losses import DraftSamples
 from slipstream.errors import DataError
 from slipstream.models.decoder import Decoder, PackedDecoder
 from slipstream.models.linear import PackedLinear
-from slipstream.models.numerics import round_up
+from slipstream.models.numerics import activation_dtype, round_up
 from slipstream.training.packing import LENGTH_MULTIPLE, plan_micro_batches
 
 
@@ -52,14 +52,17 @@ class PolicyEnds:
 
     embedding_VD: Tensor
     lm_head: PackedLinear
+    dtype: torch.dtype
+    """What is computed in."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, policy: Decoder, dtype: torch.dtype) -> PolicyEnds:
         """A copy, which stays what it is while the policy goes on learning."""
         head = policy.lm_head_weight.detach().to(dtype, copy=True)
-        embedding = policy.model.embed_tokens.weight.detach().to(dtype, copy=True)
-        return cls(embedding_VD=embedding, lm_head=PackedLinear.of(head))
+        rows = activation_dtype(dtype, policy.device)
+        embedding = policy.model.embed_tokens.weight.detach().to(rows, copy=True)
+        return cls(embedding_VD=embedding, lm_head=PackedLinear.of(head), dtype=dtype)
 
 
 def collate(sequences: Sequence[DraftSequence], ends: PolicyEnds) -> DraftSamples:

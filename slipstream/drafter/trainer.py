@@ -118,7 +118,7 @@ class DraftTrainer:
         batch = collate(sequences, ends)
         self._optimizer.zero_grad()
         loss = eagle_loss(
-            self.head.pack(ends.embedding_VD.dtype),
+            self.head.pack(ends.dtype),
             batch,
             value_weight=s.value_weight,
             soft_weight=s.soft_weight,

@@ -39,12 +39,12 @@ def _join(embedding, ids, features, both, M, D, part, parts):
 @kernel
 def _take_in(
     spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
-    head_stride, keys, values, D, Q, H, K, part, parts,
+    head_stride, keys, values, D, Q, H, K, size, part, parts,
 ):  # fmt: skip
     """Keys and values of E tokens whose own predictions nobody asks for: the rest of the layer is
     left out."""
     table = carray(ints_at(weights), (WEIGHTS,))
-    panels, start, norms = table[1] + 4 * Q * K * D, table[2] + 4 * Q * K, table[3]
+    panels, start, norms = table[1] + size * Q * K * D, table[2] + 4 * Q * K, table[3]
     if norms:
         norms += 4 * Q * K
     begin = 0
@@ -52,9 +52,9 @@ def _take_in(
         rows, at = min(_BLOCK, E - begin), spots + 8 * begin
         _join(embedding, at + 8 * E, at, both, rows, D, part, parts)
         wait(parts)
-        product_part(both, fc, fc_start, x, rows, D, 2 * D, part, parts)
+        product_part(both, fc, fc_start, x, rows, D, 2 * D, size, part, parts)
         wait(parts)
-        product_part(x, panels, start, qkv, rows, 2 * H * K, D, part, parts)
+        product_part(x, panels, start, qkv, rows, 2 * H * K, D, size, part, parts)
         wait(parts)
         place_part(
             qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
@@ -69,11 +69,11 @@ def _chain(
     spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
     keys_N2, temperatures, tokens, steps,
     weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, part, parts,
+    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     _take_in(
         spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
-        head_stride, keys, values, D, Q, H, K, part, parts,
+        head_stride, keys, values, D, Q, H, K, size, part, parts,
     )  # fmt: skip
     begin, end = N * part // parts, N * (part + 1) // parts
     heat = carray(floats_at(temperatures), (N,))
@@ -86,16 +86,16 @@ def _chain(
     for step in range(steps):
         _join(embedding, words, now, both, N, D, part, parts)
         wait(parts)
-        product_part(both, fc, fc_start, x, N, D, 2 * D, part, parts)
+        product_part(both, fc, fc_start, x, N, D, 2 * D, size, part, parts)
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
             now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N,
-            head_stride, longest, keys, values, 0, N, D, Q, H, K, W, part, parts,
+            head_stride, longest, keys, values, 0, N, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         now, words = later, tokens + step * N * 8
-        product_part(normed, lm_head, lm_start, logits, N, padded, D, part, parts)
+        product_part(normed, lm_head, lm_start, logits, N, padded, D, size, part, parts)
         wait(parts)
         for n in range(begin, end):
             t = heat[n]
@@ -117,7 +117,7 @@ def _chain(
 
 @for_team
 def _chain_shared(p):
-    _chain(*to_fixed_tuple(carray(p, (39,)), 39), part_number(), part_count())
+    _chain(*to_fixed_tuple(carray(p, (40,)), 40), part_number(), part_count())
 
 
 def chain(*arguments: int, work: int) -> None:
@@ -130,7 +130,7 @@ def chain(*arguments: int, work: int) -> None:
     weights, eps: as in `layers`, of one layer; room: logits (N, padded), both (R, 2D), x (R, D),
     and as in `layers` for R rows, R = `most_rows(N, E)`;
     cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
-    N, D, Q, H, K, W.
+    N, D, Q, H, K, W; size: bytes of a packed weight.
 
     `spots` holds, one after the other: of the E new tokens that are not the last of their sequence
     the address of the feature (D,) before them, themselves, the place in the rotation tables, `own`

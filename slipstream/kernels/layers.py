@@ -26,7 +26,7 @@ packed gates, their beginning, packed down. The beginning of `down` is that of `
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
-    M, D, Q, H, K, W, part, parts,
+    M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     table = carray(ints_at(weights), (layers * WEIGHTS,))
     now, other, added = x, spare, 0
@@ -39,7 +39,9 @@ def layers_part(
             if added:
                 now, other = other, now
             wait(parts)
-        product_part(rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, D, part, parts)
+        product_part(
+            rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, D, size, part, parts
+        )
         wait(parts)
         k, v = keys + layer * layer_step, values + layer * layer_step
         place_part(
@@ -51,16 +53,16 @@ def layers_part(
             q, k, v, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
         )  # fmt: skip
         wait(parts)
-        product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, part, parts)
+        product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
         wait(parts)
         add_norm_part(now, delta, table[t + 6], eps, other, normed, M, D, part, parts)
         now, other = other, now
         wait(parts)
-        product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, part, parts)
+        product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
         wait(parts)
         gate_part(gates, gated, M, W, part, parts)
         wait(parts)
-        product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
+        product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, size, part, parts)
         added = delta
         wait(parts)
     if final_norm:
@@ -71,7 +73,7 @@ def layers_part(
 
 @for_team
 def _layers_shared(p):
-    layers_part(*to_fixed_tuple(carray(p, (30,)), 30), part_number(), part_count())
+    layers_part(*to_fixed_tuple(carray(p, (31,)), 31), part_number(), part_count())
 
 
 def layers(*arguments: int, work: int) -> None:
@@ -83,6 +85,6 @@ def layers(*arguments: int, work: int) -> None:
     normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
-    M, D, Q, H, K, W.
+    M, D, Q, H, K, W; size: bytes of a packed weight.
     """
     run(layers_part, _layers_shared, arguments, work)

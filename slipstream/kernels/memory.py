@@ -32,6 +32,9 @@ ints_at = intrinsic(_typed(types.int64, ir.IntType(64)))
 words_at = intrinsic(_typed(types.uint32, ir.IntType(32)))
 """Pointer to the bits of int32 numbers at an address."""
 
+halves_at = intrinsic(_typed(types.uint16, ir.IntType(16)))
+"""Pointer to the bits of bf16 numbers at an address."""
+
 bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
 """Pointer to bytes, or booleans, at an address."""
 

@@ -1,21 +1,24 @@
-"""Matrix products with packed weights: kernels whose every output is one chain of fused
-multiply-adds over the inputs in order, whatever the number of rows.
+"""Matrix products with packed weights: kernels whose every output is one chain of multiply-adds
+over the inputs in order, whatever the number of rows.
 
 A weight (N, K) is packed into panels of 16 outputs, [panel][input][output], the last one filled up
-with zeros, for `tile` (the scheme of Goto and van de Geijn 2008). Every argument is an address or a
-size.
+with zeros, for `tile` (the scheme of Goto and van de Geijn 2008). In bf16 the two inputs of a pair
+stand side by side, [panel][pair][output][2], for `tile_bf16`; the rows that are multiplied are
+rounded to bf16, sums and results are fp32. Every argument is an address or a size.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at
+from slipstream.kernels.memory import floats_at, halves_at, words_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tile_bf16 import MOST_ROWS, single_panel, tiles_bf16
 
 _AHEAD = 16384
 """Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
@@ -25,9 +28,21 @@ _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
 
 
+FP32, BF16 = 4, 2
+"""Bytes of a packed weight."""
+
+
 @kernel
-def product_part(x, panels, bias, out, M, N, K, part, parts):
+def product_part(x, panels, bias, out, M, N, K, size, part, parts):
     """See `product`; one of `parts` parts."""
+    if size == BF16:
+        _bf16_part(x, panels, bias, out, M, N, K, part, parts)
+    else:
+        _fp32_part(x, panels, bias, out, M, N, K, part, parts)
+
+
+@kernel
+def _fp32_part(x, panels, bias, out, M, N, K, part, parts):
     x_step, panel_step, out_step = 4 * K, 4 * PANEL * K, 4 * N
     total = N // PANEL
     begin, end = total * part // parts, total * (part + 1) // parts
@@ -53,14 +68,93 @@ def product_part(x, panels, bias, out, M, N, K, part, parts):
         block += rows
 
 
+_U, _H = np.uint32, np.uint16
+_HALF, _ODD, _SIXTEEN = _U(0x7FFF), _U(1), _U(16)
+_NUMBER, _INFINITE, _QUIET = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x40)
+
+
+@kernel
+def _round(x, out, count):
+    """fp32 to bf16, to the nearest, of two as near the even one; NaN stays NaN."""
+    a, o = carray(words_at(x), (count,)), carray(halves_at(out), (count,))
+    for i in range(count):
+        upper = _U(a[i] >> _SIXTEEN)
+        rounded = _U(_U(a[i] + _U(_HALF + _U(upper & _ODD))) >> _SIXTEEN)
+        o[i] = _H(_U(upper | _QUIET) if _U(a[i] & _NUMBER) > _INFINITE else rounded)
+
+
+@kernel
+def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
+    panel_step, out_step, line = 2 * PANEL * K, 4 * N, 4 * PANEL
+    pairs, x_step = K // 2, 2 * K
+    total = N // PANEL
+    begin, end = total * part // parts, total * (part + 1) // parts
+    if begin == end:
+        return
+    rounded = np.empty(min(M, _BLOCK) * K, np.uint16)
+    xs = rounded.ctypes.data
+    block = 0
+    while block < M:
+        rows = min(_BLOCK, M - block)
+        _round(x + block * 4 * K, xs, rows * K)
+        o = out + block * out_step
+        if total == 1:
+            single_panel(xs, x_step, panels, pairs, bias, o, out_step, rows)
+        count = (rows + MOST_ROWS - 1) // MOST_ROWS
+        p = begin
+        while p < end and total > 1:
+            # The last two may be computed twice: the same numbers come out.
+            q = min(p, total - 2)
+            w, b, to = panels + q * panel_step, bias + line * q, o + line * q
+            # Several tiles ask for the next two panels, so that memory is read at an even pace.
+            ask, step = w + _AHEAD // 2, line
+            if count > 1:
+                ask, step = panels + min(q + 2, total - 2) * panel_step, line // count
+            m = 0
+            for tile in range(count):
+                here = rows * (tile + 1) // count - m
+                tiles_bf16(
+                    xs + m * x_step, x_step, w, panel_step, pairs, b, to + m * out_step, out_step,
+                    here, ask + tile * step * pairs, step,
+                )  # fmt: skip
+                m += here
+            p += 2
+        block += rows
+
+
 @for_team
 def _product_shared(p):
-    product_part(*to_fixed_tuple(carray(p, (7,)), 7), part_number(), part_count())
+    product_part(*to_fixed_tuple(carray(p, (8,)), 8), part_number(), part_count())
 
 
-def product(x: int, panels: int, bias: int, out: int, M: int, N: int, K: int) -> None:
-    """out (M, N) = x (M, K) W^T + bias; N a multiple of 16, `bias` N numbers."""
-    run(product_part, _product_shared, (x, panels, bias, out, M, N, K), (M + 3) * N * K // 8)
+def product(x: int, panels: int, bias: int, out: int, M: int, N: int, K: int, size: int) -> None:
+    """out (M, N) = x (M, K) W^T + bias; N a multiple of 16, `bias` N numbers. Weights of `size`
+    bytes: `FP32` or `BF16`; K is even for the latter."""
+    work = (M + 3) * N * K // 8 * size // FP32
+    run(product_part, _product_shared, (x, panels, bias, out, M, N, K, size), work)
+
+
+@kernel
+def _pack_bf16(weight, panels, N, K, part, parts):
+    total = (N + PANEL - 1) // PANEL
+    for p in range(total * part // parts, total * (part + 1) // parts):
+        out = carray(halves_at(panels + p * PANEL * K * 2), (K // 2, PANEL, 2))
+        for j in range(PANEL):
+            n = p * PANEL + j
+            if n < N:
+                row = carray(halves_at(weight + n * K * 2), (K // 2, 2))
+                for k in range(K // 2):
+                    out[k, j, 0] = row[k, 0]
+                    out[k, j, 1] = row[k, 1]
+            else:
+                for k in range(K // 2):
+                    out[k, j, 0] = _H(0)
+                    out[k, j, 1] = _H(0)
+
+
+@for_team
+def _pack_bf16_shared(p):
+    _pack_bf16(*to_fixed_tuple(carray(p, (4,)), 4), part_number(), part_count())
 
 
 @kernel
@@ -84,6 +178,7 @@ def _pack_shared(p):
     _pack(*to_fixed_tuple(carray(p, (4,)), 4), part_number(), part_count())
 
 
-def pack(weight: int, panels: int, N: int, K: int) -> None:
-    """A weight (N, K) into panels."""
-    run(_pack, _pack_shared, (weight, panels, N, K), N * K)
+def pack(weight: int, panels: int, N: int, K: int, size: int) -> None:
+    """A weight (N, K) into panels of the same type: `size` bytes, `FP32` or `BF16`."""
+    whole, shared = (_pack_bf16, _pack_bf16_shared) if size == BF16 else (_pack, _pack_shared)
+    run(whole, shared, (weight, panels, N, K), N * K)

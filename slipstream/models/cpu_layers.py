@@ -1,4 +1,4 @@
-"""All layers of a forward pass by one compiled kernel: fp32 on a CPU, without gradients.
+"""All layers of a forward pass by one compiled kernel on a CPU, without gradients.
 
 What `decoder.layer_forward` computes layer by layer, to the bit, without the calls in between.
 """
@@ -44,10 +44,12 @@ class CpuLayers:
         eps: Tensor,
         final_norm: Tensor | None,
     ) -> None:
+        """All weights in the same dtype, of `weight_size` bytes."""
         # Held: the table is of addresses.
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
         self._config = config
         self._table = torch.tensor([_addresses(layer) for layer in layers])
+        self.weight_size = present(layers[0].qkv.panels).itemsize
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
 
     @property
@@ -114,6 +116,7 @@ class CpuLayers:
             H,
             K,
             W,
+            self.weight_size,
             work=self._weights,
         )
         del memory  # until here

@@ -1,10 +1,11 @@
 """The decoder: token ids to hidden states. Qwen2, Qwen3 and Llama in one readable form.
 
 `Decoder` owns the parameters under their Hugging Face names (fp32 master weights when it trains).
-`Decoder.pack` turns them into a `PackedDecoder`: cast to the compute dtype, q|k|v and gate|up
-concatenated. The forward pass is a function of the packed weights alone, so the trainer (which
-packs with gradients, once per micro-batch) and the engine (once per weight update) run the same
-operations on the same shapes. It does not know about sampling, losses, log-probs or batching.
+`Decoder.pack` turns them into a `PackedDecoder`: matrices cast to the compute dtype, the rest to
+that of activations (`numerics.activation_dtype`), q|k|v and gate|up concatenated. The forward pass
+is a function of the packed weights alone, so the trainer (which packs with gradients, once per
+micro-batch) and the engine (once per weight update) run the same operations on the same shapes. It
+does not know about sampling, losses, log-probs or batching.
 
 Shapes: B sequences, T tokens, M = B * T rows, D hidden width, H key-value heads, G query heads per
 key-value head, K head width, S key slots.
@@ -27,7 +28,7 @@ from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
 from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
-from slipstream.models.numerics import has_kernels, row_multiple
+from slipstream.models.numerics import activation_dtype, has_kernels, row_multiple
 
 
 class PlacedKVCache(KVCache, Protocol):
@@ -116,31 +117,32 @@ class Layer(nn.Module):
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
         """Weights as `layer_forward` uses them. Differentiable."""
         a, m, first = self.self_attn, self.mlp, self.input_layernorm
+        rows = activation_dtype(dtype, a.q_proj.weight.device)
         bias = norm = None
         bounded = False
         if c.attention_bias:
-            bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(dtype)
+            bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(rows)
         if c.qk_norm:
             norm = torch.cat(
                 [
                     a.q_norm.weight.expand(c.num_heads, -1),
                     a.k_norm.weight.expand(c.num_kv_heads, -1),
                 ]
-            ).to(dtype)
+            ).to(rows)
             # Of a device's memory the question would be waited for.
             if norm.device.type == "cpu":
                 widest = norm.detach().float().abs().amax(-1)
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
                 bounded = float(bound) * c.head_dim**0.5 <= SCORE_BOUND
         return PackedLayer(
-            input_norm=None if first is None else first.weight.to(dtype),
+            input_norm=None if first is None else first.weight.to(rows),
             qkv=PackedLinear.of(
                 torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype), bias
             ),
             qk_norm=norm,
             bounded_scores=bounded,
             out=PackedLinear.of(a.o_proj.weight.to(dtype)),
-            post_norm=self.post_attention_layernorm.weight.to(dtype),
+            post_norm=self.post_attention_layernorm.weight.to(rows),
             gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
@@ -209,14 +211,15 @@ class Decoder(nn.Module):
         for layer in layers:
             assert isinstance(layer, Layer)
             packed.append(layer.pack(self.config, dtype))
-        norm = self.model.norm.weight.to(dtype)
+        rows = activation_dtype(dtype, self.device)
+        norm = self.model.norm.weight.to(rows)
         eps = torch.full((), self.config.rms_norm_eps, device=self.device)
         together = None
-        if has_kernels(dtype, self.device) and suits(self.config):
+        if has_kernels(rows, self.device) and suits(self.config):
             together = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
-            embedding=self.model.embed_tokens.weight.to(dtype),
+            embedding=self.model.embed_tokens.weight.to(rows),
             layers=packed,
             norm=norm,
             eps=eps,
@@ -241,6 +244,7 @@ class PackedDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of hidden states, keys and values."""
         return self.embedding.dtype
 
     @property

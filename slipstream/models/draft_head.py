@@ -31,7 +31,7 @@ from slipstream.models.decoder import (
     layer_forward,
 )
 from slipstream.models.linear import PackedLinear
-from slipstream.models.numerics import has_kernels
+from slipstream.models.numerics import activation_dtype, has_kernels
 
 
 class DraftHead(nn.Module):
@@ -63,7 +63,7 @@ class DraftHead(nn.Module):
         device = self.fc.weight.device
         eps = torch.full((), self.config.rms_norm_eps, device=device)
         together = None
-        if has_kernels(dtype, device) and suits(self.config):
+        if has_kernels(activation_dtype(dtype, device), device) and suits(self.config):
             together = CpuLayers([packed], self.config, eps, None)
         return PackedDraftHead(
             config=self.config,

@@ -37,7 +37,7 @@ def draft_chain(
     temperatures_N: Tensor,
     steps: int,
 ) -> Tensor:
-    """`steps` tokens (steps, N) in a row for each sequence, in one call: fp32 on a CPU.
+    """`steps` tokens (steps, N) in a row for each sequence, in one call, on a CPU.
 
     First the head takes in `ids`, at least one for each sequence, with the features before them:
     the addresses of rows (D,), which the caller holds. They go to the slots after the `cached`
@@ -46,6 +46,8 @@ def draft_chain(
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
+    if fc.weight.dtype != lm_head.weight.dtype:
+        raise ValueError(f"the head is {fc.weight.dtype}, and its policy {lm_head.weight.dtype}")
     c = head.config
     _, _, heads, slots, K = kv.shape
     n, D = len(ids), c.hidden_size
@@ -121,6 +123,7 @@ def draft_chain(
         heads,
         K,
         c.intermediate_size,
+        together.weight_size,
         work=together.size,
     )
     del memory, layer_memory  # until here

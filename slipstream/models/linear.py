@@ -1,7 +1,8 @@
 """Linear layers over weights in compute form.
 
-fp32 on a CPU: the weight is packed once, and compiled kernels multiply (`kernels.product`); they
-beat the libraries that torch calls at any number of rows (`python bench/linear.py`). A row of them
+On a CPU the weight is packed once, and compiled kernels multiply (`kernels.product`); they beat the
+libraries that torch calls at any number of rows (`python bench/linear.py`). Rows and results are
+fp32; with a weight in bf16 the kernel rounds the rows that it multiplies, and sums in fp32. A row
 does not depend on how many are computed at once, nor on the thread count. Elsewhere torch's product
 is used, whose rows come in fours (`numerics`). Trainer and engine decide alike. Called by
 `decoder`.
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from slipstream.kernels import product
 from slipstream.kernels.tile import PANEL
-from slipstream.models.numerics import has_kernels, round_up
+from slipstream.models.numerics import activation_dtype, has_kernels, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,24 @@ class PackedLinear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Pack `weight` where there are kernels for it."""
-        if not has_kernels(weight.dtype, weight.device):
+        """Pack `weight` where there are kernels for it.
+
+        Raises:
+            ValueError: an odd number of inputs in bf16, which kernels take in pairs.
+        """
+        rows = activation_dtype(weight.dtype, weight.device)
+        if not has_kernels(rows, weight.device):
             return cls(weight, bias, None, None)
         outs, ins = weight.shape
+        if weight.dtype == torch.bfloat16 and ins % 2:
+            raise ValueError(f"{ins} inputs; kernels take those of a weight in bf16 in pairs")
         rounded = round_up(outs, PANEL)
         source = weight.detach().contiguous()
         panels = source.new_empty(rounded * ins)
-        product.pack(source.data_ptr(), panels.data_ptr(), outs, ins)
+        product.pack(source.data_ptr(), panels.data_ptr(), outs, ins, source.itemsize)
         if bias is None:
             return cls(weight, None, panels, _zeros(rounded))
-        return cls(weight, bias, panels, F.pad(bias.detach(), (0, rounded - outs)))
+        return cls(weight, bias, panels, F.pad(bias.detach().float(), (0, rounded - outs)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -76,6 +84,7 @@ class PackedLinear:
             rows,
             width,
             ins,
+            self.panels.itemsize,
         )
         # What is computed over the vocabulary takes dense rows.
         return out if width == outs else out[..., :outs].contiguous()
@@ -100,7 +109,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: PackedLinear
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x.to(weight.dtype), weight)
         return linear.product(x)
 
     @staticmethod
@@ -110,10 +119,12 @@ class _Product(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        total = grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None
+        dtype, grad = grad.dtype, grad.to(weight.dtype)
         rows = grad.reshape(-1, grad.shape[-1])
         return (
-            grad @ weight if need_x else None,
+            (grad @ weight).to(dtype) if need_x else None,
             rows.T @ x.reshape(-1, x.shape[-1]) if need_weight else None,
-            rows.sum(0) if need_bias else None,
+            total,
             None,
         )

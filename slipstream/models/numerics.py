@@ -1,6 +1,8 @@
 """Row and width rules of exact mode: what makes a token's numbers independent of its neighbours.
 
-In fp32 on a CPU compiled kernels compute every row by itself (`has_kernels`). Where torch's own
+On a CPU compiled kernels compute every row by itself (`has_kernels`); bf16 means there that both
+factors of a matrix product are rounded to it, and everything else is fp32 (`activation_dtype`).
+Where torch's own
 operations are used instead, a matrix product computes row i the same way whatever else is in the
 batch only if the row count avoids the library's special cases, and an element-wise operation
 handles the last few elements of a buffer with other instructions. The rules here avoid both
@@ -54,9 +56,16 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 and device.type == "cpu" and suited()
 
 
+def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What rows, keys and values are stored in where `dtype` is computed in: the same, but for bf16
+    beside the kernels, which round only what they multiply (as autocast does), fp32."""
+    narrow = dtype == torch.bfloat16 and has_kernels(torch.float32, device)
+    return torch.float32 if narrow else dtype
+
+
 def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
     """How many rows products need at a time to be exact."""
-    return 1 if has_kernels(dtype, device) else ROW_MULTIPLE
+    return 1 if has_kernels(activation_dtype(dtype, device), device) else ROW_MULTIPLE
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:

@@ -19,6 +19,7 @@ def test_rollout_prints_and_writes_its_rows(
 ) -> None:
     file = tmp_path / "rollout.json"
     line = "bench rollout --case equal --shape tiny --batch 2 --new-tokens 2 --rounds 1 --no-memory"
+    line += " --dtype float32"
     assert cli.main([*line.split(), "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["contender"] for row in rows] == ["slipstream", *PEERS["hf"]]

@@ -206,7 +206,7 @@ def test_inexact_attention_is_attention_up_to_rounding() -> None:
     torch.testing.assert_close(sdpa(q, context, none), attend(q, context, none))
 
 
-def test_inexact_functions_are_put_back() -> None:
+def test_inexact_functions_are_put_back(without_kernels: None) -> None:
     packed = make_decoder("tiny", max_positions=8).pack(torch.bfloat16)
 
     def seen() -> tuple[object, ...]:
@@ -299,7 +299,7 @@ def test_the_command_prints_a_table_and_writes_rows(
     monkeypatch.setattr(decode, "alternate", fixed_times)
     file = tmp_path / "decode.json"
     line = "bench decode --shape tiny --batch 2 --prompt 4 --new-tokens 5 --vocab 32 --rounds 1"
-    line += " --only transformers-dynamic"
+    line += " --dtype float32 --only transformers-dynamic"
     assert cli.main([*line.split(), "--json", str(file)]) == 0
     written = json.loads(file.read_text())["rows"]
     assert [row["contender"] for row in written] == [OURS, INEXACT, "transformers-dynamic"]

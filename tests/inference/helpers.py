@@ -25,7 +25,6 @@ from slipstream.types import (
 
 VOCAB = 64
 EOS = 2
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_decoder(seed: int = 0, *, eos: int | None = None, **sizes: Any) -> Decoder:

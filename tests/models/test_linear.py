@@ -10,32 +10,43 @@ from torch.nn import functional as F
 
 from slipstream.models.linear import PackedLinear
 
+DTYPES = [torch.float32, torch.bfloat16]
+
 
 def weights(outs: int, ins: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(outs)
     return torch.randn(outs, ins, generator=generator) * (1 / math.sqrt(ins))
 
 
-def test_only_fp32_weights_are_packed_for_kernels() -> None:
+def test_fp32_and_bf16_weights_are_packed_for_kernels() -> None:
     assert PackedLinear.of(weights(16, 16)).panels is not None
-    assert PackedLinear.of(weights(16, 16).bfloat16()).panels is None
+    assert PackedLinear.of(weights(16, 16).bfloat16()).panels is not None
+    with pytest.raises(ValueError, match="5 inputs; kernels take those of a weight in bf16 in pa"):
+        PackedLinear.of(weights(16, 5).bfloat16())
     assert PackedLinear.of(weights(16, 16).double()).panels is None
 
 
+SHAPES = [(1408, 192), (512, 512), (3072, 512), (512, 1536), (101, 48), (40, 2)]
+
+
 @pytest.mark.parametrize(
-    ("outs", "ins"), [(1408, 192), (512, 512), (3072, 512), (512, 1536), (101, 48), (7, 5), (1, 1)]
+    ("outs", "ins", "dtype"),
+    [(*shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    + [(7, 5, torch.float32), (1, 1, torch.float32), (7, 4, torch.bfloat16)],
 )
-def test_a_row_does_not_depend_on_its_company(outs: int, ins: int) -> None:
-    linear = PackedLinear.of(weights(outs, ins), weights(1, outs)[0])
+def test_a_row_does_not_depend_on_its_company(outs: int, ins: int, dtype: torch.dtype) -> None:
+    linear = PackedLinear.of(weights(outs, ins).to(dtype), weights(1, outs)[0])
     x = torch.randn(1200, ins, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         together = linear(x)
-        torch.testing.assert_close(together, F.linear(x, linear.weight, linear.bias))
+        torch.testing.assert_close(
+            together, F.linear(x.to(dtype).float(), linear.weight.float(), linear.bias)
+        )
         threads = torch.get_num_threads()
         try:
             for count in (1, threads):
                 torch.set_num_threads(count)
-                for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 32, 33, 97, 100, 500):
+                for rows in (*range(1, 14), 32, 33, 97, 100, 500):
                     start = 5 * rows % 600
                     assert torch.equal(linear(x[start : start + rows]), together[start:][:rows])
         finally:
@@ -50,8 +61,36 @@ def test_every_output_is_a_sum_in_the_order_of_the_inputs() -> None:
     assert torch.equal(PackedLinear.of(weight)(x[:, [0, 2, 1]]), torch.ones(1, 16))
 
 
-def test_weights_that_are_not_finite_are_seen() -> None:
-    weight = weights(32, 16)
+def test_bf16_takes_pairs_of_inputs_in_order() -> None:
+    # Powers of two, which bf16 holds: a sum of 2^30 and 1 is 2^30 in fp32.
+    weight, big = torch.ones(32, 4).bfloat16(), 2.0**30
+    linear = PackedLinear.of(weight)
+    rows = [
+        [big, 0, 1, -big],
+        [big, 0, -big, 1],
+        [big, -big, 1, 0],
+        [1, 0, -big, big],
+        [1, 1, 1, 1],
+    ]
+    # Of a pair the second comes first.
+    totals = torch.tensor([1.0, 0.0, 1.0, 0.0, 4.0])
+    assert torch.equal(linear(torch.tensor(rows)), totals[:, None].expand(5, 32))
+
+
+def test_rows_are_rounded_to_the_nearest_bf16() -> None:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
+    # Halfway between two neighbours: to the even one, up and down.
+    x[0, :4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 65535.0])
+    x[1, 2] = math.inf
+    linear = PackedLinear.of(torch.eye(16).bfloat16())
+    assert torch.equal(linear(x).isfinite(), x.isfinite().all(1, keepdim=True).expand(64, 16))
+    rows = [0, *range(2, 64)]
+    assert torch.equal(linear(x)[rows], x[rows].bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_not_finite_are_seen(dtype: torch.dtype) -> None:
+    weight = weights(32, 16).to(dtype)
     weight[3, 4] = math.nan
     weight[20, 5] = math.inf
     out = PackedLinear.of(weight)(torch.ones(5, 16))
@@ -60,17 +99,21 @@ def test_weights_that_are_not_finite_are_seen() -> None:
     assert int(out.isfinite().sum()) == 5 * 30
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outs", [1040, 640, 33])
-def test_gradients_are_those_of_a_plain_layer(outs: int) -> None:
+def test_gradients_are_those_of_a_plain_layer(outs: int, dtype: torch.dtype) -> None:
     x = torch.randn(40, 256, requires_grad=True)
     weight, bias = weights(outs, 256).requires_grad_(), torch.randn(outs, requires_grad=True)
-    linear = PackedLinear.of(weight, bias)
+    linear = PackedLinear.of(weight.to(dtype), bias)
     upstream = torch.randn(40, outs)
     inputs = (x, weight, bias)
     ours = torch.autograd.grad((linear(x) * upstream).sum(), inputs)
     theirs = torch.autograd.grad((F.linear(x, weight, bias) * upstream).sum(), inputs)
+    # In bf16 both factors of each product are rounded, and the results.
+    close = 1e-4 if dtype == torch.float32 else 2**-7
     for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        assert a.dtype == torch.float32
+        assert float((a - b).norm() / b.norm()) < close
 
 
 def test_rows_in_any_number_of_dimensions_and_of_no_other_width() -> None:

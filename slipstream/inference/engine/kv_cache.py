@@ -23,6 +23,7 @@ from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.numerics import (
     KEY_CHUNK,
     WIDTH_MULTIPLE,
+    activation_dtype,
     key_step,
     round_up,
 )
@@ -44,10 +45,11 @@ class KVStore:
         row_multiple: int = 1,
         before_growth: Callable[[int], None] | None = None,
     ) -> None:
-        """Rows are allocated in multiples of `row_multiple`. `before_growth` is told how many bytes
-        the store will take, so that who shares its budget can make way."""
+        """For what is computed in `dtype`. Rows are allocated in multiples of `row_multiple`.
+        `before_growth` is told how many bytes the store will take, so that who shares its budget
+        can make way."""
         self._config = config
-        self._dtype = dtype
+        self._dtype = activation_dtype(dtype, device)
         self._device = device
         self.budget = budget_bytes
         self._row_multiple = row_multiple

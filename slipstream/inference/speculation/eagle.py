@@ -24,6 +24,7 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.draft_pass import DraftPass, draft_chain
 from slipstream.models.hf_io import copy_tensors, tensor_problems
+from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
 from slipstream.types import WeightUpdate
 
@@ -69,8 +70,8 @@ class EagleProposer:
         `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them. With
         `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
-        self._dtype = dtype
         device = head.fc.weight.device
+        self._dtype = activation_dtype(dtype, device)
         with torch.no_grad():
             self._packed: PackedDraftHead = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)

@@ -18,7 +18,6 @@ from slipstream.types import (
     WeightUpdate,
 )
 from tests.inference.helpers import (
-    DTYPES,
     all_bits,
     bits,
     drain,
@@ -36,7 +35,6 @@ SLOT_BYTES = 2 * 2 * 2 * 16
 """Layers, keys and values, heads, width: numbers in one slot of one row."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_batch_limits_and_arrival_order_do_not_matter(dtype: torch.dtype) -> None:
     count, tokens = (14, 40) if dtype == torch.float32 else (8, 12)
     requests = mixed_requests(count, tokens=tokens)
@@ -49,7 +47,6 @@ def test_batch_limits_and_arrival_order_do_not_matter(dtype: torch.dtype) -> Non
         assert all_bits(engine.run(shuffled)) == reference
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_arrivals_in_mid_flight_do_not_matter(dtype: torch.dtype) -> None:
     requests = mixed_requests(8, tokens=12, seed=1)
     reference = all_bits(make_engine(dtype=dtype).run(requests))
@@ -61,7 +58,6 @@ def test_arrivals_in_mid_flight_do_not_matter(dtype: torch.dtype) -> None:
     assert all_bits(done + drain(engine)) == reference
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_preemption_does_not_matter(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=2)
     reference = all_bits(make_engine(dtype=dtype).run(requests))
@@ -98,7 +94,6 @@ def test_a_tight_budget_preempts_and_does_not_matter() -> None:
     assert {g.request_id for g in done[:4]} == {"r0", "r1", "r2", "r3"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_abort_and_resume_with_prior_ids(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=3)
     requests = [r for r in requests if r.params.max_tokens > 3]
@@ -131,7 +126,6 @@ def test_abort_and_resume_with_prior_ids(dtype: torch.dtype) -> None:
         assert part.sampling_log_probs + rest.sampling_log_probs == law
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_shared_prefill_equals_separate_ones(dtype: torch.dtype) -> None:
     prompt = random_prompt(random.Random(4), 45)
     requests = [make_request(f"s{i}", prompt, max_tokens=8) for i in range(5)]
@@ -190,7 +184,6 @@ def test_large_weights_give_every_caller_the_same_bits() -> None:
     assert len({token for g in reference for token in g.token_ids}) > 20
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_log_probs_equal_those_of_the_trainer(dtype: torch.dtype) -> None:
     requests = mixed_requests(8, tokens=14, seed=5)
     done = make_engine(dtype=dtype).run(requests)
@@ -199,7 +192,6 @@ def test_log_probs_equal_those_of_the_trainer(dtype: torch.dtype) -> None:
         assert generation.log_probs == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", [(60, 130), (508, 700), (1020, 1500), (2000,)])
 def test_long_contexts(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
     rng = random.Random(6)
@@ -254,7 +246,6 @@ def run_with_update(
     return {g.request_id: g for g in done}, engine
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("policy", list(KVPolicy))
 def test_an_update_in_mid_request_and_preemption(dtype: torch.dtype, policy: KVPolicy) -> None:
     plain, _ = run_with_update(policy, dtype, preempt_at=())
@@ -369,7 +360,6 @@ def test_widths_that_exact_mode_does_not_cover_are_refused(name: str) -> None:
         make_engine(make_decoder(**{name: 40}))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_any_vocabulary_is_exact(dtype: torch.dtype) -> None:
     decoder = make_decoder(vocab_size=67)
     requests = mixed_requests(7, tokens=12, seed=8)

@@ -30,6 +30,8 @@ from tests.inference.helpers import (
     update_from,
 )
 
+pytestmark = pytest.mark.usefixtures("without_kernels")
+
 
 def trace(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
     """A `Recorder`."""

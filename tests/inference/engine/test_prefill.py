@@ -21,7 +21,6 @@ from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
 from tests.inference.contract import until
 from tests.inference.engine.test_speculation import oracle_of
 from tests.inference.helpers import (
-    DTYPES,
     all_bits,
     bits,
     drain,
@@ -40,7 +39,6 @@ def long_request(name: str, length: int, **more: Any) -> Any:
     return make_request(name, random_prompt(random.Random(length), length), **more)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [4, 20, 52, 100])
 def test_where_pieces_end_does_not_matter(dtype: torch.dtype, limit: int) -> None:
     requests = mixed_requests(8, tokens=8, seed=limit, longest=160)
@@ -69,7 +67,6 @@ def count_pieces(engine: Engine) -> list[int]:
     return pieces
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_pieces_of_long_contexts(dtype: torch.dtype) -> None:
     decoder = make_decoder(num_layers=1, num_heads=1, num_kv_heads=1)
     length = 1100 if dtype == torch.float32 else 600

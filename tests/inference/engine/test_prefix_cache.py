@@ -15,7 +15,6 @@ from slipstream.types import Generation, KVPolicy, StopReason
 from tests.inference.engine.test_prefill import Listener
 from tests.inference.engine.test_speculation import oracle_of
 from tests.inference.helpers import (
-    DTYPES,
     all_bits,
     bits,
     make_decoder,
@@ -95,7 +94,6 @@ def talk(
     return done
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_turns_of_a_conversation_have_the_same_bits(dtype: torch.dtype) -> None:
     reference = talk(make_engine(dtype=dtype), turns=4)
     engine = make_engine(dtype=dtype, prefix_caching=True)
@@ -111,7 +109,6 @@ def test_turns_of_a_conversation_have_the_same_bits(dtype: torch.dtype) -> None:
         assert generation.log_probs == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_any_boundary_has_the_same_bits(dtype: torch.dtype) -> None:
     rng = random.Random(9)
     base = random_prompt(rng, 150)

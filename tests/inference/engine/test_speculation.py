@@ -16,7 +16,6 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
 from tests.inference.helpers import (
-    DTYPES,
     EOS,
     VOCAB,
     all_bits,
@@ -75,7 +74,6 @@ def speculated(
     return done
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 def test_drafts_do_not_matter(dtype: torch.dtype, drafts: int) -> None:
     count, tokens = (14, 40) if dtype == torch.float32 else (6, 12)
@@ -126,7 +124,6 @@ def test_ends_inside_an_accepted_run_cut_it() -> None:
         assert torch.equal(one.hidden_states, other.hidden_states)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=2)
     reference = make_engine(dtype=dtype).run(requests)
@@ -191,7 +188,6 @@ def test_memory_goes_to_requests_before_drafts() -> None:
     assert engine.stats().accepted_tokens > 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_and_the_last_position(dtype: torch.dtype) -> None:
     sizes = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     lengths = (120, 500, 1015) if dtype == torch.float32 else (505,)

@@ -1,0 +1,221 @@
+"""Tiles over bf16: a few rows times a few vectors of weights, summed up in fp32.
+
+Rows and weights are bf16, two inputs side by side in 32 bits. Every output is one chain over the
+pairs of inputs in order, of each pair the second first, whatever the number of rows of its tile.
+Where the processor has an instruction that multiplies and adds pairs (AVX512_BF16) it is that
+chain's link, elsewhere two fused multiply-adds are. Called by `product`.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import prefetch
+from slipstream.kernels.tile import PANEL
+
+_FEATURES = binding.get_host_cpu_features()
+_IN_HARDWARE = bool(_FEATURES.get("avx512bf16", False))
+
+MOST_ROWS = 12 if _IN_HARDWARE else 3
+"""Rows of the largest tile: two panels of so many are what fits into the vector registers."""
+
+_LINE = 4 * PANEL
+"""Bytes of a panel's weights of a pair of inputs."""
+
+
+class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no bf16
+    null = "0.0"
+    intrinsic_name = "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def format_constant(self, value: Any) -> str:
+        raise NotImplementedError
+
+
+_BFloat._create_instance()
+
+
+class _Emitter:
+    """Instructions of a tile: addresses are integers, sums vectors of sixteen fp32 numbers."""
+
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+    sums = ir.VectorType(ir.FloatType(), PANEL)
+    pairs = ir.VectorType(i32, PANEL)
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+        if _IN_HARDWARE:
+            self._halves = ir.VectorType(_BFloat(), 2 * PANEL)
+            kind = ir.FunctionType(self.sums, [self.sums, self._halves, self._halves])
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        else:
+            kind = ir.FunctionType(self.sums, [self.sums] * 3)
+            name = f"llvm.fma.v{PANEL}f32"
+        self._function = cgutils.get_or_insert_function(builder.module, kind, name)
+
+    def plus(self, address: Any, nbytes: int) -> Any:
+        return self.builder.add(address, ir.Constant(self.i64, nbytes))
+
+    def load(self, address: Any, kind: Any) -> Any:
+        return self.builder.load(self._at(address, kind), align=4)
+
+    def spread(self, address: Any) -> Any:
+        """Load one pair into all places of a vector."""
+        b, undefined = self.builder, ir.Constant(self.pairs, ir.Undefined)
+        one = b.insert_element(undefined, self.load(address, self.i32), ir.Constant(self.i32, 0))
+        return b.shuffle_vector(one, undefined, ir.Constant(self.pairs, [0] * PANEL))
+
+    def add_products(self, row: Any, weights: Any, total: Any) -> Any:
+        """`total` plus the products of two pairs, place by place."""
+        b = self.builder
+        if _IN_HARDWARE:
+            halves = [b.bitcast(pair, self._halves) for pair in (row, weights)]
+            return b.call(self._function, [total, *halves])
+        for half in (self._second, self._first):
+            total = b.call(self._function, [half(row), half(weights), total])
+        return total
+
+    def _first(self, pairs: Any) -> Any:
+        sixteen = ir.Constant(self.pairs, [16] * PANEL)
+        return self.builder.bitcast(self.builder.shl(pairs, sixteen), self.sums)
+
+    def _second(self, pairs: Any) -> Any:
+        upper = ir.Constant(self.pairs, [0xFFFF0000] * PANEL)
+        return self.builder.bitcast(self.builder.and_(pairs, upper), self.sums)
+
+    def store(self, vector: Any, address: Any) -> None:
+        self.builder.store(vector, self._at(address, self.sums), align=4)
+
+    def phis(self, kind: Any, values: list[Any], block: Any) -> list[Any]:
+        """What is `values` when `block` was before."""
+        found = [self.builder.phi(kind) for _ in values]
+        for phi, value in zip(found, values, strict=True):
+            phi.add_incoming(value, block)
+        return found
+
+    def _at(self, address: Any, kind: Any) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+
+_THREE = 3
+"""Rows that are reached from one address: itself, plus a step, plus two."""
+
+
+def _tile(rows: int, panels: int) -> Any:
+    """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
+    weights, bytes between panels, pairs of inputs, at least 1, numbers to begin with, out, bytes
+    between rows of out, what to ask for at the first pair, bytes from there to what to ask for at
+    the next). The same place of every panel is asked for."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, x_step, weights, panel_step, count, start, out, out_step, ask, ask_step = args
+        emit = _Emitter(builder)
+        two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
+        begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
+        bases, base = [x], x
+        while len(bases) * _THREE < rows:
+            base = builder.add(builder.add(base, two_steps), x_step)
+            bases.append(base)
+        before = builder.basic_block
+        loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
+        places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
+        steps = [ir.Constant(emit.i64, 1), ask_step, ir.Constant(emit.i64, _LINE)]
+        steps += [ir.Constant(emit.i64, 4)] * len(bases)
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        here = emit.phis(emit.i64, places, before)
+        sums = [emit.phis(emit.sums, begin, before) for _ in range(rows)]
+        asked, line, loaded = here[1], here[2], []
+        for p in range(panels):
+            if p:
+                asked, line = builder.add(asked, panel_step), builder.add(line, panel_step)
+            prefetch(builder, asked)
+            loaded.append(emit.load(line, emit.pairs))
+        done = []
+        for m, row in enumerate(sums):
+            address = here[3 + m // _THREE]
+            if m % _THREE:
+                address = builder.add(address, x_step if m % _THREE == 1 else two_steps)
+            factor = emit.spread(address)
+            both = zip(loaded, row, strict=True)
+            done.append([emit.add_products(factor, w, total) for w, total in both])
+        following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
+        for phi, value in zip([*here, *chain(*sums)], [*following, *chain(*done)], strict=True):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following[0], count), loop, after)
+        builder.position_at_end(after)
+        for row in done:
+            for p, vector in enumerate(row):
+                emit.store(vector, emit.plus(out, _LINE * p))
+            out = builder.add(out, out_step)
+        return context.get_dummy_value()
+
+    def tile(
+        typingctx: Any,
+        x: Any,
+        x_step: Any,
+        weights: Any,
+        panel_step: Any,
+        count: Any,
+        start: Any,
+        out: Any,
+        out_step: Any,
+        ask: Any,
+        ask_step: Any,
+    ) -> Any:
+        return types.void(*[types.int64] * 10), generate
+
+    return intrinsic(tile)
+
+
+_1x1 = _tile(1, 1)
+_1, _2, _3 = _tile(1, 2), _tile(2, 2), _tile(3, 2)
+_4, _5, _6, _7, _8, _9, _10, _11, _12 = (_tile(rows, 2) for rows in range(4, 13))
+
+
+@kernel
+def tiles_bf16(
+    x, x_step, weights, panel_step, count, start, out, out_step, rows, ask, ask_step
+):  # fmt: skip
+    """Two panels for up to `MOST_ROWS` rows; arguments as those of a tile."""
+    w, s, c, b, o, t, a, d = weights, panel_step, count, start, out, out_step, ask, ask_step
+    if rows == 1:
+        _1(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 2:
+        _2(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 3:
+        _3(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 4:
+        _4(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 5:
+        _5(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 6:
+        _6(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 7:
+        _7(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 8:
+        _8(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 9:
+        _9(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 10:
+        _10(x, x_step, w, s, c, b, o, t, a, d)
+    elif rows == 11:
+        _11(x, x_step, w, s, c, b, o, t, a, d)
+    else:
+        _12(x, x_step, w, s, c, b, o, t, a, d)
+
+
+@kernel
+def single_panel(x, x_step, weights, count, start, out, out_step, rows):
+    """One panel, row by row."""
+    for m in range(rows):
+        _1x1(x + m * x_step, 0, weights, 0, count, start, out + m * out_step, 0, weights, 0)
