@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.inference.engine import kv_cache, runner
+from slipstream.inference.engine import runner
 from slipstream.models import attention, decoder, functional
 from slipstream.models import linear as linears
 from slipstream.models.attention import Context
@@ -33,7 +33,7 @@ def inexact() -> Iterator[None]:
     ]
     swaps += [(module, "has_kernels", lambda *_: False) for module in (decoder, functional)]
     kept_as = ("activation_dtype", lambda dtype, device: dtype)
-    swaps += [(module, *kept_as) for module in (decoder, kv_cache, linears)]
+    swaps += [(module, *kept_as) for module in (decoder, linears)]
     swaps += [(module, "ROW_MULTIPLE", 1) for module in (runner, attention)]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in swaps]
     try:

@@ -11,12 +11,13 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.attend import place_part
+from slipstream.kernels.attend_bf16 import place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import draw_part
 from slipstream.kernels.layers import WEIGHTS, layers_part
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
-from slipstream.kernels.product import product_part
+from slipstream.kernels.product import BF16, product_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
 _BLOCK = 512
@@ -56,10 +57,16 @@ def _take_in(
         wait(parts)
         product_part(x, panels, start, qkv, rows, 2 * H * K, D, size, part, parts)
         wait(parts)
-        place_part(
-            qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
-            rows, 0, H, K, part, parts,
-        )  # fmt: skip
+        if size == BF16:
+            place_bf16_part(
+                qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
+                rows, 0, H, K, part, parts,
+            )  # fmt: skip
+        else:
+            place_part(
+                qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
+                rows, 0, H, K, part, parts,
+            )  # fmt: skip
         wait(parts)
         begin += rows
 
@@ -130,7 +137,7 @@ def chain(*arguments: int, work: int) -> None:
     weights, eps: as in `layers`, of one layer; room: logits (N, padded), both (R, 2D), x (R, D),
     and as in `layers` for R rows, R = `most_rows(N, E)`;
     cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
-    N, D, Q, H, K, W; size: bytes of a packed weight.
+    N, D, Q, H, K, W; size: as in `layers`.
 
     `spots` holds, one after the other: of the E new tokens that are not the last of their sequence
     the address of the feature (D,) before them, themselves, the place in the rotation tables, `own`

@@ -10,9 +10,10 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.attend import attend_part, place_part
+from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ints_at
-from slipstream.kernels.product import product_part
+from slipstream.kernels.product import BF16, product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
@@ -20,6 +21,32 @@ WEIGHTS = 10
 """Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
 begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
 packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
+
+
+@kernel
+def attention_part(
+    qkv, norms, eps, cos, sin, positions, q, keys, values, own, first, seen, head_stride, longest,
+    mixed, M, Q, H, K, size, part, parts,
+):  # fmt: skip
+    """From joined projections to mixed values, keys and values in the type of the weights."""
+    if size == BF16:
+        place_bf16_part(
+            qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K,
+            part, parts,
+        )  # fmt: skip
+        wait(parts)
+        attend_bf16_part(
+            q, keys, values, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
+        )
+    else:
+        place_part(
+            qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K,
+            part, parts,
+        )  # fmt: skip
+        wait(parts)
+        attend_part(
+            q, keys, values, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
+        )
 
 
 @kernel
@@ -44,13 +71,9 @@ def layers_part(
         )
         wait(parts)
         k, v = keys + layer * layer_step, values + layer * layer_step
-        place_part(
-            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K,
-            part, parts,
-        )  # fmt: skip
-        wait(parts)
-        attend_part(
-            q, k, v, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
+        attention_part(
+            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, first, seen, head_stride,
+            longest, mixed, M, Q, H, K, size, part, parts,
         )  # fmt: skip
         wait(parts)
         product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
@@ -85,6 +108,7 @@ def layers(*arguments: int, work: int) -> None:
     normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
-    M, D, Q, H, K, W; size: bytes of a packed weight.
+    M, D, Q, H, K, W; size: bytes of a packed weight, and
+    of a key's and a value's numbers (2: they lie as in `attend_bf16`).
     """
     run(layers_part, _layers_shared, arguments, work)

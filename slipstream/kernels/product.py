@@ -74,7 +74,7 @@ _NUMBER, _INFINITE, _QUIET = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x40)
 
 
 @kernel
-def _round(x, out, count):
+def round_to_bf16(x, out, count):
     """fp32 to bf16, to the nearest, of two as near the even one; NaN stays NaN."""
     a, o = carray(words_at(x), (count,)), carray(halves_at(out), (count,))
     for i in range(count):
@@ -96,10 +96,10 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
     block = 0
     while block < M:
         rows = min(_BLOCK, M - block)
-        _round(x + block * 4 * K, xs, rows * K)
+        round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
         if total == 1:
-            single_panel(xs, x_step, panels, pairs, bias, o, out_step, rows)
+            single_panel(xs, x_step, panels, line, pairs, bias, o, out_step, rows)
         count = (rows + MOST_ROWS - 1) // MOST_ROWS
         p = begin
         while p < end and total > 1:
@@ -114,8 +114,8 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
             for tile in range(count):
                 here = rows * (tile + 1) // count - m
                 tiles_bf16(
-                    xs + m * x_step, x_step, w, panel_step, pairs, b, to + m * out_step, out_step,
-                    here, ask + tile * step * pairs, step,
+                    xs + m * x_step, x_step, w, line, panel_step, pairs, b, to + m * out_step,
+                    out_step, here, ask + tile * step * pairs, step,
                 )  # fmt: skip
                 m += here
             p += 2

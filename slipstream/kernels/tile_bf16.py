@@ -112,12 +112,14 @@ _THREE = 3
 
 def _tile(rows: int, panels: int) -> Any:
     """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
-    weights, bytes between panels, pairs of inputs, at least 1, numbers to begin with, out, bytes
-    between rows of out, what to ask for at the first pair, bytes from there to what to ask for at
-    the next). The same place of every panel is asked for."""
+    weights, bytes between weights of one pair and the next, bytes between panels, pairs of inputs,
+    at least 1, numbers to begin with, out, bytes between rows of out, what to ask for at the first
+    pair, bytes from there to what to ask for at the next). The same place of every panel is asked
+    for."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, weights, panel_step, count, start, out, out_step, ask, ask_step = args
+        x, x_step, weights, pair_step, panel_step, count, start, out, out_step, *asks = args
+        ask, ask_step = asks
         emit = _Emitter(builder)
         two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
         begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
@@ -128,7 +130,7 @@ def _tile(rows: int, panels: int) -> Any:
         before = builder.basic_block
         loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
         places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
-        steps = [ir.Constant(emit.i64, 1), ask_step, ir.Constant(emit.i64, _LINE)]
+        steps = [ir.Constant(emit.i64, 1), ask_step, pair_step]
         steps += [ir.Constant(emit.i64, 4)] * len(bases)
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -164,6 +166,7 @@ def _tile(rows: int, panels: int) -> Any:
         x: Any,
         x_step: Any,
         weights: Any,
+        pair_step: Any,
         panel_step: Any,
         count: Any,
         start: Any,
@@ -172,7 +175,7 @@ def _tile(rows: int, panels: int) -> Any:
         ask: Any,
         ask_step: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 10), generate
+        return types.void(*[types.int64] * 11), generate
 
     return intrinsic(tile)
 
@@ -184,38 +187,40 @@ _4, _5, _6, _7, _8, _9, _10, _11, _12 = (_tile(rows, 2) for rows in range(4, 13)
 
 @kernel
 def tiles_bf16(
-    x, x_step, weights, panel_step, count, start, out, out_step, rows, ask, ask_step
+    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, rows, ask, ask_step
 ):  # fmt: skip
     """Two panels for up to `MOST_ROWS` rows; arguments as those of a tile."""
-    w, s, c, b, o, t, a, d = weights, panel_step, count, start, out, out_step, ask, ask_step
+    w, k, s, c, b = weights, pair_step, panel_step, count, start
+    o, t, a, d = out, out_step, ask, ask_step
     if rows == 1:
-        _1(x, x_step, w, s, c, b, o, t, a, d)
+        _1(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 2:
-        _2(x, x_step, w, s, c, b, o, t, a, d)
+        _2(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 3:
-        _3(x, x_step, w, s, c, b, o, t, a, d)
+        _3(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 4:
-        _4(x, x_step, w, s, c, b, o, t, a, d)
+        _4(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 5:
-        _5(x, x_step, w, s, c, b, o, t, a, d)
+        _5(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 6:
-        _6(x, x_step, w, s, c, b, o, t, a, d)
+        _6(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 7:
-        _7(x, x_step, w, s, c, b, o, t, a, d)
+        _7(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 8:
-        _8(x, x_step, w, s, c, b, o, t, a, d)
+        _8(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 9:
-        _9(x, x_step, w, s, c, b, o, t, a, d)
+        _9(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 10:
-        _10(x, x_step, w, s, c, b, o, t, a, d)
+        _10(x, x_step, w, k, s, c, b, o, t, a, d)
     elif rows == 11:
-        _11(x, x_step, w, s, c, b, o, t, a, d)
+        _11(x, x_step, w, k, s, c, b, o, t, a, d)
     else:
-        _12(x, x_step, w, s, c, b, o, t, a, d)
+        _12(x, x_step, w, k, s, c, b, o, t, a, d)
 
 
 @kernel
-def single_panel(x, x_step, weights, count, start, out, out_step, rows):
+def single_panel(x, x_step, weights, pair_step, count, start, out, out_step, rows):
     """One panel, row by row."""
     for m in range(rows):
-        _1x1(x + m * x_step, 0, weights, 0, count, start, out + m * out_step, 0, weights, 0)
+        row, o = x + m * x_step, out + m * out_step
+        _1x1(row, 0, weights, pair_step, 0, count, start, o, 0, weights, 0)

@@ -1,8 +1,9 @@
-"""Causal attention by compiled kernels: fp32 on a CPU. Exact mode's other form is `attention`.
+"""Causal attention by compiled kernels on a CPU. Exact mode's other form is `attention`.
 
-Every row is computed by itself, over its own keys in the order of positions, so nothing is padded
-and nothing depends on the batch. Differentiable where keys and values are not cached. Shapes as in
-`attention`; M = B * T rows.
+Keys and values are in the dtype that is computed in; in bf16 they lie as the kernels multiply them
+(`kernels.attend_bf16`). Every row is computed by itself, over its own keys in the order of
+positions, so nothing is padded and nothing depends on the batch. Differentiable where keys and
+values are not cached. Shapes as in `attention`; M = B * T rows.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.kernels import attend
+from slipstream.kernels import attend, attend_bf16
+from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
 from slipstream.models.functional import rope_table
+from slipstream.models.numerics import round_up
+
+SLOT_BLOCK = attend_bf16.BLOCK
+"""Slots of a cache come in so many; the first n, n a multiple of this, are the first n K numbers of
+a head, whatever the order within."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class KeyPlaces:
 
     @classmethod
     def alone(cls, kv: Tensor, batch: int, length: int) -> KeyPlaces:
-        """Of sequences by themselves, in `kv` (2, B, H, T, K): every layer writes over it."""
+        """Of sequences by themselves, in `own_keys`: every layer writes over it."""
         rows_M = torch.arange(batch).repeat_interleave(length)
         slots_M = torch.arange(length).repeat(batch)
         return replace(cls.of(kv[None], rows_M, slots_M, length), layer_step=0)
@@ -78,6 +85,19 @@ class KeyPlaces:
         )
 
 
+def own_keys(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> Tensor:
+    """Room for the keys and values of sequences that stand alone, (2, B, H, S, K) with S slots of
+    which the first T = `length` are used."""
+    # Zeros: in bf16 weights of zero meet slots beyond the last.
+    slots = round_up(length, SLOT_BLOCK) if dtype == torch.bfloat16 else length
+    return torch.zeros(2, batch, config.num_kv_heads, slots, config.head_dim, dtype=dtype)
+
+
+def attends(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether `CpuAttention` can compute such heads: in bf16 they fill whole panels."""
+    return dtype == torch.float32 or config.head_dim % PANEL == 0
+
+
 class CpuAttention:
     """`decoder.Attention` of one forward pass."""
 
@@ -86,11 +106,12 @@ class CpuAttention:
         config: ModelConfig,
         eps: Tensor,
         positions_BT: Tensor,
+        dtype: torch.dtype,
         places: KeyPlaces | None = None,
     ) -> None:
-        """With `places`, keys and values are written and read there; without, each sequence stands
-        alone and positions are 0 .. T-1."""
-        self._c, self._eps = config, eps
+        """Computes in `dtype`. With `places`, keys and values are written and read there; without,
+        each sequence stands alone and positions are 0 .. T-1."""
+        self._c, self._eps, self._dtype = config, eps, dtype
         self._table = rope_table(config, eps.dtype, positions_BT.device)
         self._positions_M = positions_BT.reshape(-1).contiguous()
         self._cached = places
@@ -106,17 +127,29 @@ class CpuAttention:
         if torch.is_grad_enabled():
             attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
             return attended
-        return self.over(qkv, norms, self.own_keys(qkv), logs=0)[0]
+        return self.over(qkv, norms, self.own_keys(), logs=0)[0]
 
-    def own_keys(self, qkv: Tensor) -> Tensor:
-        """Room for this pass's keys and values, (2, B, H, T, K)."""
-        B, T = self._shape
-        return qkv.new_empty(2, B, self._c.num_kv_heads, T, self._c.head_dim)
+    def own_keys(self) -> Tensor:
+        """Room for this pass's keys and values."""
+        return own_keys(self._c, self._dtype, *self._shape)
+
+    def plain(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (M, Q * K) and keys and values (2, B, H, T, K) in fp32 from what `over` gives."""
+        (B, T), H, K = self._shape, self._c.num_kv_heads, self._c.head_dim
+        if self._dtype == torch.float32:
+            return q, kv
+        S = kv.shape[3]
+        keys = kv[0].view(B, H, S // PANEL, K // 2, PANEL, 2).transpose(3, 4)
+        values = kv[1].view(B, H, S // 2, K, 2).transpose(3, 4)
+        both = torch.stack([keys.reshape(B, H, S, K), values.reshape(B, H, S, K)])
+        rows = q.view(H, B * T, -1).transpose(0, 1).reshape(B * T, -1)
+        return rows.float(), both[:, :, :, :T].float()
 
     def over(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention over `own_keys`, which are written; also the queries."""
+        """Attention over `own_keys`, which are written; also the queries, as the kernels take them
+        (`plain`)."""
         if self._alone is None:
             self._alone = KeyPlaces.alone(kv, *self._shape)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
@@ -132,10 +165,13 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor]:
         c = self._c
         M, Q, H, K = qkv.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
-        q, out = qkv.new_empty(M, Q * K), qkv.new_empty(M, Q * K)
+        q, out = qkv.new_empty(M, Q * K, dtype=self._dtype), qkv.new_empty(M, Q * K)
+        narrow = self._dtype == torch.bfloat16
+        place = attend_bf16.place_bf16 if narrow else attend.place
+        mix = attend_bf16.attend_bf16 if narrow else attend.attend
         cos, sin = self._table
         q_at, stride = q.data_ptr(), places.head_stride
-        attend.place(
+        place(
             qkv.data_ptr(),
             0 if norms is None else norms.data_ptr(),
             self._eps.data_ptr(),
@@ -152,7 +188,7 @@ class CpuAttention:
             H,
             K,
         )
-        attend.attend(
+        mix(
             q_at,
             keys,
             values,
@@ -204,7 +240,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, norms: Tensor | None, shared: CpuAttention) -> Tensor:
         c = shared._c
-        kv = shared.own_keys(qkv)
+        kv = shared.own_keys()
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
         out, q = shared.over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
@@ -216,6 +252,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         qkv, norms, q, kv, out, logs = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
+        q, kv = shared.plain(q, kv)
         _, B, H, T, K = kv.shape
         Q = q.shape[1] // K
         G = Q // H

@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels import layers as kernels
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.cpu_attention import KeyPlaces, attends, own_keys
 from slipstream.models.functional import rope_table
 from slipstream.models.linear import PackedLinear, present
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
 
 
-def suits(config: ModelConfig) -> bool:
+def suits(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether `CpuLayers` can compute such layers: their products fill whole panels."""
     heads = config.num_heads + 2 * config.num_kv_heads
     widths = (
@@ -31,7 +31,7 @@ def suits(config: ModelConfig) -> bool:
         heads * config.head_dim,
         2 * config.intermediate_size,
     )
-    return all(width % PANEL == 0 for width in widths)
+    return all(width % PANEL == 0 for width in widths) and attends(config, dtype)
 
 
 class CpuLayers:
@@ -44,12 +44,12 @@ class CpuLayers:
         eps: Tensor,
         final_norm: Tensor | None,
     ) -> None:
-        """All weights in the same dtype, of `weight_size` bytes."""
+        """All weights in the same dtype, which is computed in."""
         # Held: the table is of addresses.
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
         self._config = config
         self._table = torch.tensor([_addresses(layer) for layer in layers])
-        self.weight_size = present(layers[0].qkv.panels).itemsize
+        self.dtype = layers[0].qkv.weight.dtype
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
 
     @property
@@ -84,8 +84,7 @@ class CpuLayers:
         positions = positions_BT.reshape(-1).contiguous()
         if places is None:
             B, T = positions_BT.shape
-            kv = x_MD.new_empty(2, B, H, T, K)
-            places = KeyPlaces.alone(kv, B, T)
+            places = KeyPlaces.alone(own_keys(c, self.dtype, B, T), B, T)
         normed = x_MD.new_empty(M, D)
         memory, (spare, delta, *others) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
@@ -116,7 +115,7 @@ class CpuLayers:
             H,
             K,
             W,
-            self.weight_size,
+            self.dtype.itemsize,
             work=self._weights,
         )
         del memory  # until here

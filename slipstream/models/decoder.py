@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import CpuAttention, KeyPlaces
+from slipstream.models.cpu_attention import CpuAttention, KeyPlaces, attends
 from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         norm = self.model.norm.weight.to(rows)
         eps = torch.full((), self.config.rms_norm_eps, device=self.device)
         together = None
-        if has_kernels(rows, self.device) and suits(self.config):
+        if has_kernels(rows, self.device) and suits(self.config, dtype):
             together = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
@@ -244,8 +244,13 @@ class PackedDecoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states, keys and values."""
+        """Of hidden states."""
         return self.embedding.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of what is multiplied, and of keys and values."""
+        return self.lm_head.weight.dtype
 
     @property
     def row_multiple(self) -> int:
@@ -281,7 +286,7 @@ class PackedDecoder:
             places = None if kv_cache is None else kv_cache.places()
             x = F.embedding(ids_BT.flatten(), self.embedding)
             return HiddenStates(self.together(x, positions_BT, places).view(*ids_BT.shape, -1), {})
-        attention = start_pass(positions_BT, self.config, self.dtype, self.eps, kv_cache)
+        attention = start_pass(positions_BT, self.config, self.compute_dtype, self.eps, kv_cache)
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
@@ -307,10 +312,11 @@ def start_pass(
     kv_cache: PlacedKVCache | None = None,
 ) -> Attention:
     """Attention for queries at `positions_BT`; see `PackedDecoder.forward`."""
-    if has_kernels(dtype, positions_BT.device):
+    rows = activation_dtype(dtype, positions_BT.device)
+    if has_kernels(rows, positions_BT.device) and attends(config, dtype):
         places = None if kv_cache is None else kv_cache.places()
-        return CpuAttention(config, eps, positions_BT, places)
-    return TorchAttention(config, eps, positions_BT, dtype, kv_cache)
+        return CpuAttention(config, eps, positions_BT, dtype, places)
+    return TorchAttention(config, eps, positions_BT, rows, kv_cache)
 
 
 def layer_forward(

@@ -63,7 +63,7 @@ class DraftHead(nn.Module):
         device = self.fc.weight.device
         eps = torch.full((), self.config.rms_norm_eps, device=device)
         together = None
-        if has_kernels(activation_dtype(dtype, device), device) and suits(self.config):
+        if has_kernels(activation_dtype(dtype, device), device) and suits(self.config, dtype):
             together = CpuLayers([packed], self.config, eps, None)
         return PackedDraftHead(
             config=self.config,

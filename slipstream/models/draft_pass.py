@@ -46,8 +46,8 @@ def draft_chain(
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
-    if fc.weight.dtype != lm_head.weight.dtype:
-        raise ValueError(f"the head is {fc.weight.dtype}, and its policy {lm_head.weight.dtype}")
+    if not together.dtype == lm_head.weight.dtype == kv.dtype:
+        raise ValueError(f"the head is {together.dtype}, and its policy {lm_head.weight.dtype}")
     c = head.config
     _, _, heads, slots, K = kv.shape
     n, D = len(ids), c.hidden_size
@@ -75,7 +75,8 @@ def draft_chain(
     # Logits, features beside embeddings, the layer's input and output.
     most = most_rows(n, early)
     sizes = (n * padded, most * 2 * D, most * D, n * D)
-    memory = kv.new_empty(sum(sizes))
+    like = policy.embedding
+    memory = like.new_empty(sum(sizes))
     logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
     spots += range(normed, normed + 4 * n * D, 4 * D)
     spots += [min(end, limit) for end in ends]
@@ -85,8 +86,8 @@ def draft_chain(
     spots += positions
     numbers = torch.tensor(spots)
     tokens = numbers.new_empty(steps, n)
-    layer_memory, (spare, delta, *others) = together.room(kv, most)
-    cos, sin = rope_table(c, kv.dtype, kv.device)
+    layer_memory, (spare, delta, *others) = together.room(like, most)
+    cos, sin = rope_table(c, like.dtype, like.device)
     chain(
         numbers.data_ptr(),
         early,
@@ -123,7 +124,7 @@ def draft_chain(
         heads,
         K,
         c.intermediate_size,
-        together.weight_size,
+        together.dtype.itemsize,
         work=together.size,
     )
     del memory, layer_memory  # until here

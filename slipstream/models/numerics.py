@@ -57,8 +57,9 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What rows, keys and values are stored in where `dtype` is computed in: the same, but for bf16
-    beside the kernels, which round only what they multiply (as autocast does), fp32."""
+    """What rows are stored in where `dtype` is computed in: the same, but for bf16 beside the
+    kernels, which round only what they multiply (as autocast does), fp32. Keys and values are
+    multiplied."""
     narrow = dtype == torch.bfloat16 and has_kernels(torch.float32, device)
     return torch.float32 if narrow else dtype
 
@@ -78,6 +79,8 @@ def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
 
 def key_step(dtype: torch.dtype, device: torch.device) -> int:
     """What the number of keys is rounded up to: whole chunks, or less where that is exact, too."""
+    if activation_dtype(dtype, device) != dtype:
+        return KEY_STEP
     if dtype == torch.float32 and device.type == "cpu" and partial_chunks_are_exact():
         return KEY_STEP
     return KEY_CHUNK[dtype]

@@ -10,7 +10,7 @@ Shapes: L layers, N rows, H key-value heads, S slots, K head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -19,17 +19,39 @@ from torch import Tensor
 
 from slipstream.models.attention import Context, as_context, padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.cpu_attention import SLOT_BLOCK, KeyPlaces
 from slipstream.models.numerics import (
     KEY_CHUNK,
     WIDTH_MULTIPLE,
-    activation_dtype,
     key_step,
     round_up,
 )
 
 SLOT_STEP = 64
 """Slots of a row come in this many."""
+
+
+def _whole(length: int) -> int:
+    """Slots to copy so that the first `length` are among them."""
+    return round_up(length, SLOT_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Keys and values of the first tokens of a context."""
+
+    data: Tensor
+    """(L, 2, H, S, K), whole blocks of slots."""
+    length: int
+    """How many of the slots mean something."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def first(self, length: int) -> Kept:
+        """Those of fewer tokens."""
+        return Kept(self.data[:, :, :, : _whole(length)], length)
 
 
 class KVStore:
@@ -45,11 +67,11 @@ class KVStore:
         row_multiple: int = 1,
         before_growth: Callable[[int], None] | None = None,
     ) -> None:
-        """For what is computed in `dtype`. Rows are allocated in multiples of `row_multiple`.
+        """Rows are allocated in multiples of `row_multiple`.
         `before_growth` is told how many bytes the store will take, so that who shares its budget
         can make way."""
         self._config = config
-        self._dtype = activation_dtype(dtype, device)
+        self._dtype = dtype
         self._device = device
         self.budget = budget_bytes
         self._row_multiple = row_multiple
@@ -124,17 +146,26 @@ class KVStore:
         within = more_rows * more_slots * self.slot_bytes <= self.budget
         return (more_rows, more_slots) if within else (rows, slots)
 
+    def kept_size(self, length: int) -> int:
+        """Bytes of what `take` copies."""
+        return _whole(length) * self.slot_bytes
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of one row over another."""
+        length = _whole(length)
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
-    def take(self, row: int, length: int) -> Tensor:
-        """A copy of one row, (L, 2, H, length, K): what a set-aside request keeps."""
-        return self.data[:, :, row, :, :length].clone()
+    def look(self, row: int, length: int) -> Kept:
+        """The beginning of a row, as long as nothing is written there."""
+        return Kept(self.data[:, :, row, :, : _whole(length)], length)
 
-    def put(self, row: int, saved: Tensor) -> None:
+    def take(self, row: int, length: int) -> Kept:
+        """A copy of the beginning of a row: what a set-aside request keeps."""
+        return Kept(self.look(row, length).data.clone(), length)
+
+    def put(self, row: int, kept: Kept) -> None:
         """Bring a set-aside row back."""
-        self.data[:, :, row, :, : saved.shape[3]] = saved
+        self.data[:, :, row, :, : kept.data.shape[3]] = kept.data
 
     def clear(self, row: int) -> None:
         """Zero a row that may hold NaN: 0 * NaN would reach the row's next user."""
@@ -207,7 +238,7 @@ class PrefillView:
         """After the pass: fill the rows that are still to be filled."""
         if self._copies is not None:
             to, source = self._copies
-            data = self._store.data[:, :, :, :, : self._length]
+            data = self._store.data[:, :, :, :, : _whole(self._length)]
             data[:, :, to] = data[:, :, source]
 
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from slipstream.inference.engine.kv_cache import Kept
 
 BLOCK = 16
 """Tokens by which contexts are indexed: agreement in fewer is not looked for."""
@@ -23,7 +23,7 @@ BLOCK = 16
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     tokens: array[int]
-    kv: Tensor
+    kv: Kept
     """(L, 2, H, len(tokens), K)."""
     keys: list[int]
     """Of its blocks, each hashed with those before it."""
@@ -40,8 +40,8 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, context: Sequence[int]) -> Tensor | None:
-        """Keys and values of the longest known head, (L, 2, H, n, K); None where there is none.
+    def find(self, context: Sequence[int]) -> Kept | None:
+        """Keys and values of the longest known head; None where there is none.
 
         At least one token of `context` is left: its hidden state has to be computed.
         """
@@ -53,10 +53,10 @@ class PrefixCache:
                 count = min(_agreement(entry.tokens, tokens), len(tokens) - 1)
                 if count >= BLOCK:
                     self._entries.move_to_end(id(entry))
-                    return entry.kv[:, :, :, :count]
+                    return entry.kv.first(count)
         return None
 
-    def add(self, context: Sequence[int], kv: Tensor) -> None:
+    def add(self, context: Sequence[int], kv: Kept) -> None:
         """Keep `kv`, those of all tokens of `context`."""
         tokens = array("q", context)
         keys = _keys(tokens)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_cache import Kept, KVStore
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.engine.request import Running
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
@@ -25,8 +25,7 @@ from slipstream.models.numerics import ROW_MULTIPLE, round_up
 class Head:
     """The first tokens of a context, whose keys and values are at hand."""
 
-    kv: Tensor
-    """(L, 2, H, n, K)."""
+    kv: Kept
     features: list[Tensor]
     """Hidden states of the last of them, as far as they are known, in pieces (T, D)."""
     reused: int
@@ -34,7 +33,7 @@ class Head:
 
     @property
     def length(self) -> int:
-        return self.kv.shape[3]
+        return self.kv.length
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class Partial:
 
     def head(self) -> Head:
         """What is there so far."""
-        return Head(self.store.data[:, :, 0, :, : self.done], self.features, self.reused)
+        return Head(self.store.look(0, self.done), self.features, self.reused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class Scheduler:
         self._stagger = stagger
         self.waiting: list[Running] = []
         self.running: list[Running] = []
-        self._saved: dict[str, Tensor] = {}
+        self._saved: dict[str, Kept] = {}
         self._arrivals = 0
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
@@ -146,7 +145,7 @@ class Scheduler:
         if self.partial is not None and self.partial.request is request:
             return self.partial.head()
         kv = None if self.prefixes is None else self.prefixes.find(request.context)
-        return None if kv is None else Head(kv, [], kv.shape[3])
+        return None if kv is None else Head(kv, [], kv.length)
 
     def begin_partial(self, request: Running, store: KVStore) -> Partial:
         """Prefill the context of `request` in pieces; one that was under way begins anew later."""
@@ -167,7 +166,7 @@ class Scheduler:
         if self.prefixes is None or request not in self.running or request.kv_weights != {weights}:
             return
         count = request.length - 1
-        free = self.store.budget - self.store.nbytes - count * self.store.slot_bytes
+        free = self.store.budget - self.store.nbytes - self.store.kept_size(count)
         if free >= 0:
             self.prefixes.shrink(free)
             self.prefixes.add(request.context[:count], self.store.take(self.row(request), count))
@@ -211,7 +210,7 @@ class Scheduler:
         """Preempted requests whose keys and values are nowhere: to be recomputed or set aside."""
         return [r for r in self.waiting if r.token_ids and r.request_id not in self._saved]
 
-    def set_aside(self, request: Running, saved: Tensor) -> None:
+    def set_aside(self, request: Running, saved: Kept) -> None:
         """Keep the keys and values of a waiting request until it runs again."""
         self._saved[request.request_id] = saved
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream.inference.engine import Engine
+from slipstream.inference.engine.kv_cache import Kept
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import Generation, KVPolicy, StopReason
@@ -29,13 +30,14 @@ from tests.inference.helpers import (
 SLOT_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-def kv(tokens: int) -> torch.Tensor:
-    return torch.arange(float(tokens)).expand(1, 2, 1, tokens)[..., None].clone()
+def kv(tokens: int) -> Kept:
+    slots = -(-tokens // 32) * 32
+    return Kept(torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None].clone(), tokens)
 
 
 def found(cache: PrefixCache, context: list[int]) -> int:
     head = cache.find(context)
-    return 0 if head is None else head.shape[3]
+    return 0 if head is None else head.length
 
 
 def test_the_longest_common_head_is_found() -> None:
@@ -50,14 +52,20 @@ def test_the_longest_common_head_is_found() -> None:
     # One token must be left to compute.
     assert found(cache, first) == 39
     assert found(cache, list(range(15))) == found(cache, list(range(1, 40))) == 0
-    assert torch.equal(cache.find([*first, 3]), kv(40))  # type: ignore[arg-type]
+    head = cache.find([*first, 3])
+    assert head is not None
+    assert torch.equal(head.data, kv(40).data)
+    # What means something, in whole blocks of slots.
+    shorter = cache.find([*range(30), 99, 98])
+    assert shorter is not None
+    assert (shorter.length, shorter.data.shape[3]) == (30, 32)
 
 
 def test_a_longer_context_replaces_its_own_head() -> None:
     cache = PrefixCache()
     cache.add(range(40), kv(40))
     cache.add(range(5), kv(5))
-    assert cache.nbytes == 2 * 40 * 4
+    assert cache.nbytes == 2 * 64 * 4
     cache.add(range(64), kv(64))
     assert len(cache) == 1
     assert cache.nbytes == 2 * 64 * 4
@@ -72,7 +80,7 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert found(cache, [0] * 21) == 20
     cache.shrink(cache.nbytes - 1)
     assert [found(cache, [i] * 21) for i in range(4)] == [20, 0, 20, 20]
-    cache.shrink(2 * 20 * 4)
+    cache.shrink(2 * 32 * 4)
     assert [found(cache, [i] * 21) for i in range(4)] == [0, 0, 0, 20]
 
 

@@ -1,0 +1,231 @@
+"""Rotation and causal attention over keys and values in bf16; `attend` is the form in fp32.
+
+The products are those of `tile_bf16`: all queries that look at the same keys (the heads of a group,
+the tokens of a draft or a prompt) form the rows of a tile. Keys and values lie as its weights do:
+
+    keys of a head    [block of 16 slots][pair of places][slot][2]
+    values of a head  [pair of slots][place][2]
+
+so that the first n slots, n a multiple of 16, are the first n K numbers; a store has 32 slots or a
+multiple of that. Queries are rounded to bf16, and so are the weights of values before they are
+divided by their sum; scores, sums and results are fp32. What a slot beyond those that a row sees
+holds has weight zero and has to be finite. Arguments as in `attend`, but for:
+
+    q (H, M, G, K) bf16, G = Q / H: the query heads of a key-value head side by side;
+    K a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import floats_at, halves_at, ints_at
+from slipstream.kernels.numeric import ONE, F, exp, squares, total
+from slipstream.kernels.product import round_to_bf16
+from slipstream.kernels.team import for_team, part_count, part_number, run
+from slipstream.kernels.tile import PANEL
+from slipstream.kernels.tile_bf16 import MOST_ROWS, single_panel, tiles_bf16
+
+BLOCK = 2 * PANEL
+"""Slots come in so many: two panels of keys."""
+
+
+@kernel
+def place_bf16_part(
+    qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
+):
+    at = carray(ints_at(positions), (M,))
+    place = carray(ints_at(own), (M,))
+    tiny = carray(floats_at(eps), (1,))[0]
+    half, G = K // 2, Q // H
+    root = ONE / np.sqrt(F(K))
+    turned, narrow = np.empty(K, np.float32), np.empty(K, np.uint16)
+    wide_at, narrow_at = turned.ctypes.data, narrow.ctypes.data
+    for m in range(M * part // parts, M * (part + 1) // parts):
+        c = carray(floats_at(cos + at[m] * K * 4), (K,))
+        s = carray(floats_at(sin + at[m] * K * 4), (K,))
+        row = qkv + m * (Q + 2 * H) * K * 4
+        kept = place[m] >= 0
+        slot = place[m] % head_stride // K
+        begin = place[m] - slot * K
+        for h in range(Q + H):
+            if h >= Q and not kept:
+                break
+            x = carray(floats_at(row + h * K * 4), (K,))
+            times = root if h < Q else ONE
+            if norms:
+                scale = ONE / np.sqrt(squares(row + h * K * 4, K) / F(K) + tiny)
+                w = carray(floats_at(norms + h * K * 4), (K,))
+                for i in range(half):
+                    a = x[i] * scale * w[i]
+                    b = x[i + half] * scale * w[i + half]
+                    turned[i] = (a * c[i] + b * s[i]) * times
+                    turned[i + half] = (b * c[i + half] + a * s[i + half]) * times
+            else:
+                for i in range(half):
+                    a = x[i]
+                    b = x[i + half]
+                    turned[i] = (a * c[i] + b * s[i]) * times
+                    turned[i + half] = (b * c[i + half] + a * s[i + half]) * times
+            if h < Q:
+                round_to_bf16(wide_at, q + 2 * K * ((h // G * M + m) * G + h % G), K)
+                continue
+            round_to_bf16(wide_at, narrow_at, K)
+            block = begin + (h - Q) * head_stride + slot // PANEL * PANEL * K
+            out = carray(halves_at(keys + 2 * block), (half, PANEL, 2))
+            for i in range(half):
+                out[i, slot % PANEL, 0] = narrow[2 * i]
+                out[i, slot % PANEL, 1] = narrow[2 * i + 1]
+        if kept:
+            for h in range(H):
+                round_to_bf16(row + (Q + H + h) * K * 4, narrow_at, K)
+                pair = begin + h * head_stride + slot // 2 * 2 * K
+                out2 = carray(halves_at(values + 2 * pair), (K, 2))
+                for i in range(K):
+                    out2[i, slot % 2] = narrow[i]
+
+
+@for_team
+def _place_shared(p):
+    place_bf16_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
+
+
+def place_bf16(
+    qkv: int,
+    norms: int,
+    eps: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    q: int,
+    keys: int,
+    values: int,
+    own: int,
+    head_stride: int,
+    M: int,
+    Q: int,
+    H: int,
+    K: int,
+) -> None:
+    """As `attend.place`."""
+    arguments = (
+        qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K
+    )  # fmt: skip
+    run(place_bf16_part, _place_shared, arguments, M * (Q + 2 * H) * K)
+
+
+@kernel
+def _tiles(x, x_step, weights, pair_step, panel_step, panels, pairs, zeros, out, out_step, rows):
+    """`rows` rows by `panels` panels, of which there are two or more, or one."""
+    if panels == 1:
+        single_panel(x, x_step, weights, pair_step, pairs, zeros, out, out_step, rows)
+    count = (rows + MOST_ROWS - 1) // MOST_ROWS
+    p = 0
+    while p < panels and panels > 1:
+        q = min(p, panels - 2)
+        w, to, m = weights + q * panel_step, out + 4 * PANEL * q, 0
+        for tile in range(count):
+            here = rows * (tile + 1) // count - m
+            tiles_bf16(
+                x + m * x_step, x_step, w, pair_step, panel_step, pairs, zeros,
+                to + m * out_step, out_step, here, w + 2 * panel_step, pair_step,
+            )  # fmt: skip
+            m += here
+        p += 2
+
+
+@kernel
+def attend_bf16_part(
+    q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
+):
+    begin = carray(ints_at(first), (M,))
+    count = carray(ints_at(seen), (M,))
+    G = Q // H
+    most = max(MOST_ROWS // G, 1)
+    width = (longest + BLOCK - 1) // BLOCK * BLOCK
+    scores, weights = np.empty(most * G * width, np.float32), np.empty(most * G * width, np.uint16)
+    mixed, masses = np.empty(most * G * K, np.float32), np.empty(most * G, np.float32)
+    nothing = np.zeros(2 * PANEL, np.float32)
+    scores_at, weights_at, zeros = scores.ctypes.data, weights.ctypes.data, nothing.ctypes.data
+    mixed_at = mixed.ctypes.data
+    task = -1
+    m = 0
+    while m < M:
+        # Rows that begin at the same slot, in even shares.
+        together = 1
+        while m + together < M and begin[m + together] == begin[m]:
+            together += 1
+        shares = (together + most - 1) // most
+        for share in range(shares):
+            r0 = m + together * share // shares
+            some = m + together * (share + 1) // shares - r0
+            n = 0
+            for i in range(some):
+                n = max(n, count[r0 + i])
+            for h in range(H):
+                task += 1
+                if task % parts != part:
+                    continue
+                blocks = (n + BLOCK - 1) // BLOCK
+                spot = 2 * (begin[r0] + h * head_stride)
+                rows = some * G
+                _tiles(
+                    q + 2 * K * (h * M + r0) * G, 2 * K, keys + spot, 4 * PANEL, 2 * PANEL * K,
+                    2 * blocks, K // 2, zeros, scores_at, 4 * width, rows,
+                )  # fmt: skip
+                pairs = (n + 1) // 2
+                for i in range(rows):
+                    r = r0 + i // G
+                    sees = count[r]
+                    s = carray(floats_at(scores_at + 4 * width * i), (width,))
+                    top = s[0]
+                    for j in range(sees):
+                        top = max(top, s[j])
+                    for j in range(sees):
+                        s[j] = exp(s[j] - top)
+                    for j in range(sees, 2 * pairs):
+                        s[j] = F(0)
+                    masses[i] = total(scores_at + 4 * width * i, sees)
+                    round_to_bf16(scores_at + 4 * width * i, weights_at + 2 * width * i, 2 * pairs)
+                    if logs:
+                        place = logs + (r * Q + h * G + i % G) * 4
+                        carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
+                _tiles(
+                    weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, K // PANEL, pairs,
+                    zeros, mixed_at, 4 * K, rows,
+                )  # fmt: skip
+                for i in range(rows):
+                    o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))
+                    x = carray(floats_at(mixed_at + 4 * K * i), (K,))
+                    over = ONE / masses[i]
+                    for j in range(K):
+                        o[j] = x[j] * over
+        m += together
+
+
+@for_team
+def _attend_shared(p):
+    attend_bf16_part(*to_fixed_tuple(carray(p, (13,)), 13), part_number(), part_count())
+
+
+def attend_bf16(
+    q: int,
+    keys: int,
+    values: int,
+    first: int,
+    seen: int,
+    head_stride: int,
+    longest: int,
+    out: int,
+    logs: int,
+    M: int,
+    Q: int,
+    H: int,
+    K: int,
+) -> None:
+    """As `attend.attend`."""
+    arguments = (q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K)
+    run(attend_bf16_part, _attend_shared, arguments, M * Q * longest * K // 16)
