@@ -43,7 +43,7 @@ bench: install ## speed: command line, rollouts against transformers, training s
 bench-model: install ## the policy and draft head that benchmarks use, trained once: half an hour
 	$(BIN)/slipstream sft --recipe long_tail trainer.default_local_dir=$(BENCH_MODEL) \
 		trainer.device=cpu sft.test_freq=-1
-	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL)
+	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL) speculative.draft.total_training_steps=960
 
 bench-peers: $(PEERS_INSTALLED) ## make .venv-vllm (vLLM on CPU, 3.4 GB) for `slipstream bench decode`
 

@@ -25,20 +25,23 @@ _READ_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """`flops` a second in products of large fp32 matrices (a multiply-add counts as two), `bytes` a
-    second out of memory: medians of a few tries with torch's threads. Neighbours on the hardware
-    change both within minutes."""
+    """`flops` a second in products of large matrices (a multiply-add counts as two) of numbers of
+    `itemsize` bytes, `bytes` a second out of memory: medians of a few tries with torch's threads.
+    Neighbours on the hardware change both within minutes."""
 
     flops: float
     bytes: float
+    itemsize: int
 
 
-def measure_rates() -> MachineRates:
+def measure_rates(dtype: torch.dtype) -> MachineRates:
     """Takes less than a second."""
-    a, b = torch.randn(2, _SIDE, _SIDE).unbind()
+    a, b = torch.randn(2, _SIDE, _SIDE).to(dtype).unbind()
     long = torch.ones(_READ_BYTES // 4)
     return MachineRates(
-        flops=2 * _SIDE**3 / _seconds(lambda: a @ b), bytes=_READ_BYTES / _seconds(long.sum)
+        flops=2 * _SIDE**3 / _seconds(lambda: a @ b),
+        bytes=_READ_BYTES / _seconds(long.sum),
+        itemsize=dtype.itemsize,
     )
 
 
@@ -68,12 +71,12 @@ def least_seconds(
     weights = layers + head
     # Of each key-value pair that a row sees: two products of every query head, and what is read.
     pair_flops = 4 * config.num_layers * config.num_heads * config.head_dim
-    pair_bytes = 8 * config.num_layers * config.num_kv_heads * config.head_dim
+    pair_bytes = 2 * rates.itemsize * config.num_layers * config.num_kv_heads * config.head_dim
     total = 2 * weights * sum(prompts) / rates.flops
     for done in range(max(lengths)):
         seen = [p + done for p, n in zip(prompts, lengths, strict=True) if n > done]
         row_flops = 2 * weights * len(seen) + pair_flops * sum(seen)
-        read = (4 * weights + pair_bytes * sum(seen)) / rates.bytes
+        read = (rates.itemsize * weights + pair_bytes * sum(seen)) / rates.bytes
         total += min(
             max(rows * row_flops / rates.flops, read) / rows for rows in range(1, drafts + 2)
         )

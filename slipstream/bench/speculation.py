@@ -167,7 +167,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
         generators[name] = _Generator(engine, [chosen], history)
     calls: dict[str, Callable[[], object]] = dict(generators)
-    calls["machine"] = lambda: rates.append(measure_rates())
+    calls["machine"] = lambda: rates.append(measure_rates(bench.dtype))
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}
         for name in bench.peers:
