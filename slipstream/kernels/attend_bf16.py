@@ -118,8 +118,11 @@ def place_bf16(
 
 
 @kernel
-def _tiles(x, x_step, weights, pair_step, panel_step, panels, pairs, zeros, out, out_step, rows):
-    """`rows` rows by `panels` panels, of which there are two or more, or one."""
+def _tiles(
+    x, x_step, weights, pair_step, panel_step, panels, pairs, zeros, out, out_step, rows, ahead
+):  # fmt: skip
+    """`rows` rows by `panels` panels, of which there are two or more, or one. Memory is asked for
+    what lies `ahead` bytes from each weight."""
     if panels == 1:
         single_panel(x, x_step, weights, pair_step, pairs, zeros, out, out_step, rows)
     count = (rows + MOST_ROWS - 1) // MOST_ROWS
@@ -131,7 +134,7 @@ def _tiles(x, x_step, weights, pair_step, panel_step, panels, pairs, zeros, out,
             here = rows * (tile + 1) // count - m
             tiles_bf16(
                 x + m * x_step, x_step, w, pair_step, panel_step, pairs, zeros,
-                to + m * out_step, out_step, here, w + 2 * panel_step, pair_step,
+                to + m * out_step, out_step, here, w + ahead, pair_step,
             )  # fmt: skip
             m += here
         p += 2
@@ -171,10 +174,11 @@ def attend_bf16_part(
                     continue
                 blocks = (n + BLOCK - 1) // BLOCK
                 spot = 2 * (begin[r0] + h * head_stride)
+                after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
                 _tiles(
                     q + 2 * K * (h * M + r0) * G, 2 * K, keys + spot, 4 * PANEL, 2 * PANEL * K,
-                    2 * blocks, K // 2, zeros, scores_at, 4 * width, rows,
+                    2 * blocks, K // 2, zeros, scores_at, 4 * width, rows, values - keys,
                 )  # fmt: skip
                 pairs = (n + 1) // 2
                 for i in range(rows):
@@ -195,7 +199,7 @@ def attend_bf16_part(
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
                 _tiles(
                     weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, K // PANEL, pairs,
-                    zeros, mixed_at, 4 * K, rows,
+                    zeros, mixed_at, 4 * K, rows, keys + after - values - spot,
                 )  # fmt: skip
                 for i in range(rows):
                     o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))

@@ -179,7 +179,7 @@ def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
     return "quickstart_small", name, f"{measured}: the smaller model, so that it ends in minutes"
 
 
-FAST_GFLOPS = 300.0
+FAST_GFLOPS = 600.0
 """From this measured rate on, the full recipe should end within its seven minutes: an estimate from
 the small one's time (300 s at 150 GFLOP/s, a third of the parameters and fewer steps)."""
 

@@ -2,8 +2,8 @@
 
 The update of each matrix is its momentum, orthogonalised by Newton-Schulz iterations (Jordan et al.
 2024, https://kellerjordan.github.io/posts/muon/). Same rule and defaults as `torch.optim.Muon`, but
-matrices of equal shape are iterated as one batch, and in the parameters' precision: bf16, which
-torch uses, is emulated on most CPUs. Called by `optim`.
+matrices of equal shape are iterated as one batch, and in bf16, as torch does, only where that is
+what the run computes in: many CPUs emulate it. Called by `optim`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ class BatchedMuon:
     """Momentum and updates of named 2-D parameters."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], *, momentum: float, weight_decay: float
+        self,
+        parameters: dict[str, nn.Parameter],
+        *,
+        momentum: float,
+        weight_decay: float,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Iterates in `dtype`."""
+        self._dtype = dtype
         self._parameters = parameters
         self._momentum = momentum
         self._weight_decay = weight_decay
@@ -58,7 +65,7 @@ class BatchedMuon:
                 self._buffers[shape] = torch.zeros_like(grads)
             buffer = self._buffers[shape]
             buffer.lerp_(grads, 1 - self._momentum)
-            updates = orthogonalize(grads.lerp_(buffer, self._momentum))
+            updates = orthogonalize(grads.lerp_(buffer, self._momentum).to(self._dtype))
             for name, update in zip(names, updates, strict=True):
                 parameter = self._parameters[name]
                 rows, columns = parameter.shape

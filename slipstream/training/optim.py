@@ -125,7 +125,9 @@ class PolicyOptimizer:
         settings: OptimSettings,
         *,
         schedule: LearningRateFactor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`dtype` is what the run computes in; parameters and their averages stay what they are."""
         self.settings = settings
         self.schedule = schedule or settings.factor
         self._parameters = {n: p for n, p in named_parameters if p.requires_grad}
@@ -147,7 +149,10 @@ class PolicyOptimizer:
         self._muon: BatchedMuon | None = None
         if matrices:
             self._muon = BatchedMuon(
-                matrices, momentum=settings.muon_momentum, weight_decay=settings.weight_decay
+                matrices,
+                momentum=settings.muon_momentum,
+                weight_decay=settings.weight_decay,
+                dtype=dtype,
             )
 
     @property

@@ -85,7 +85,7 @@ class SingleProcessBackend:
         )
         self.decoder = decoder.to(torch.device(device))
         if isinstance(optim, OptimSettings):
-            optim = PolicyOptimizer(self.decoder.named_parameters(), optim)
+            optim = PolicyOptimizer(self.decoder.named_parameters(), optim, dtype=dtype)
         self._optimizer = optim
         self._dtype = dtype
         self._grad_clip = grad_clip

@@ -71,15 +71,18 @@ def fp32_newton_schulz(
     return x.T if tall else x
 
 
-@pytest.mark.parametrize(("in_fp32", "tolerance"), [(True, 2e-6), (False, 0.02)])
+@pytest.mark.parametrize(
+    ("in_fp32", "dtype", "tolerance"),
+    [(True, torch.float32, 2e-6), (False, torch.float32, 0.02), (False, torch.bfloat16, 0.01)],
+)
 def test_batched_muon_is_torch_muon(
-    monkeypatch: pytest.MonkeyPatch, in_fp32: bool, tolerance: float
+    monkeypatch: pytest.MonkeyPatch, in_fp32: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     if in_fp32:
         # torch iterates in bf16; the rule itself is compared in full precision.
         monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", fp32_newton_schulz)
     ours, theirs = parameters(0), parameters(0)
-    muon = BatchedMuon(ours, momentum=0.9, weight_decay=0.1)
+    muon = BatchedMuon(ours, momentum=0.9, weight_decay=0.1, dtype=dtype)
     reference = torch.optim.Muon(theirs.values(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
     for step in range(3):
