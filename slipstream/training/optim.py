@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError, ConfigError

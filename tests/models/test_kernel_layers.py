@@ -13,7 +13,7 @@ import torch
 from slipstream.models import decoder as decoder_module
 from slipstream.models import functional
 from slipstream.models.attention import TorchAttention
-from slipstream.models.cpu_attention import CpuAttention
+from slipstream.models.cpu_attention import CpuAttention, attends
 from slipstream.models.functional import add_norm, gated, rms_norm
 from tests.models.helpers import FAMILIES, config, make_decoder, random_ids
 
@@ -70,7 +70,9 @@ def test_kernels_and_torch_agree_up_to_rounding(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
 def test_attention_and_its_gradients(family: str, dtype: torch.dtype, close: float) -> None:
-    c = config(family)
+    c = config(family, head_dim=16)
+    assert attends(c, dtype)
+    assert not attends(config(family, head_dim=24), torch.bfloat16)
     Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
     B, T = 3, 20
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +93,7 @@ def test_attention_and_its_gradients(family: str, dtype: torch.dtype, close: flo
         found.append([out, *torch.autograd.grad((out * upstream).sum(), inputs)])
     for ours, theirs in zip(*found, strict=True):
         assert ours.dtype == torch.float32
-        assert float((ours - theirs).norm() / theirs.norm()) < close
+        assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < close
 
 
 @pytest.mark.parametrize("width", [16, 48, 77])
