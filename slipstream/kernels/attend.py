@@ -14,7 +14,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import ask_for, floats_at, ints_at
+from slipstream.kernels.memory import ask_for, floats_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
@@ -140,6 +140,7 @@ def _place_backward(
             else:
                 for i in range(K):
                     out[i] = d[i]
+    hold(d)
 
 
 @for_team
@@ -254,6 +255,8 @@ def attend_part(
                 for j in range(n):
                     s += p[j] * v[j * K + i]
                 carray(floats_at(o + g * K * 4), (K,))[i] = s
+    hold(scores)
+    hold(nothing)
 
 
 @for_team

@@ -22,7 +22,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, halves_at, ints_at
+from slipstream.kernels.memory import floats_at, halves_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, F, exp, squares, total
 from slipstream.kernels.product import round_to_bf16
 from slipstream.kernels.team import for_team, part_count, part_number, run
@@ -86,6 +86,8 @@ def place_bf16_part(
                 out2 = carray(halves_at(values + 2 * pair), (K, 2))
                 for i in range(K):
                     out2[i, slot % 2] = narrow[i]
+    hold(turned)
+    hold(narrow)
 
 
 @for_team
@@ -208,6 +210,10 @@ def attend_bf16_part(
                     for j in range(K):
                         o[j] = x[j] * over
         m += together
+    hold(scores)
+    hold(weights)
+    hold(mixed)
+    hold(nothing)
 
 
 @for_team

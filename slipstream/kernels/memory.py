@@ -12,6 +12,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from slipstream.kernels.compiling import kernel
+
 
 def _typed(element: Any, llvm_type: ir.Type) -> Any:
     def at(typingctx: Any, address: Any) -> Any:
@@ -37,6 +39,12 @@ halves_at = intrinsic(_typed(types.uint16, ir.IntType(16)))
 
 bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
 """Pointer to bytes, or booleans, at an address."""
+
+
+@kernel
+def hold(array):
+    """Keep an array of which only the address is used until here: compiled code gives its memory
+    back after its last use by name."""
 
 
 @intrinsic

@@ -14,7 +14,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, halves_at, words_at
+from slipstream.kernels.memory import floats_at, halves_at, hold, words_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
@@ -120,6 +120,7 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
                 m += here
             p += 2
         block += rows
+    hold(rounded)
 
 
 @for_team

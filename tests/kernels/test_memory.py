@@ -1,0 +1,68 @@
+"""Memory of arrays of which compiled code uses only the address."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+
+from slipstream import kernels
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import hold
+
+
+@kernel
+def _met_again(size, held):
+    """How often one of five arrays gets the memory of the first."""
+    first = np.empty(size, np.float32)
+    at = first.ctypes.data
+    met = 0
+    for _ in range(5):
+        met += np.empty(size, np.float32).ctypes.data == at
+    if held:
+        hold(first)
+    return met
+
+
+@kernel
+def _met_again_unheld(size):
+    at = np.empty(size, np.float32).ctypes.data
+    met = 0
+    for _ in range(5):
+        met += np.empty(size, np.float32).ctypes.data == at
+    return met
+
+
+def test_memory_that_is_held_is_not_given_to_others() -> None:
+    assert _met_again(100, True) == 0
+    # What it is for: without, the memory goes to whoever asks next.
+    assert _met_again_unheld(100) > 0
+
+
+def test_every_array_whose_address_a_kernel_uses_is_held() -> None:
+    found = 0
+    for path in sorted(Path(kernels.__file__).parent.glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            nodes = list(ast.walk(function))
+            names = {
+                node.value.value.id
+                for node in nodes
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Attribute)
+                and (node.attr, node.value.attr) == ("data", "ctypes")
+                and isinstance(node.value.value, ast.Name)
+            }
+            held = {
+                node.args[0].id
+                for node in nodes
+                if isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "hold"
+                and isinstance(node.args[0], ast.Name)
+            }
+            assert names == held, f"{path.name}, {function.name}"
+            found += len(names)
+    assert found > 5
