@@ -13,7 +13,7 @@ from slipstream.kernels.memory import hold
 
 
 @kernel
-def _met_again(size, held):
+def _met_again(size: int, held: bool) -> int:
     """How often one of five arrays gets the memory of the first."""
     first = np.empty(size, np.float32)
     at = first.ctypes.data
@@ -26,7 +26,7 @@ def _met_again(size, held):
 
 
 @kernel
-def _met_again_unheld(size):
+def _met_again_unheld(size: int) -> int:
     at = np.empty(size, np.float32).ctypes.data
     met = 0
     for _ in range(5):
