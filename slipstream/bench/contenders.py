@@ -64,15 +64,16 @@ vLLM in either dtype, compiled or not, in one process with all threads (its best
 one thread, and as it comes."""
 
 SPECULATING = {
-    "vllm-float32-ngram": VllmSettings(
-        dtype="float32",
+    f"vllm-{dtype}-ngram": VllmSettings(
+        dtype=dtype,
         speculative={
             "method": "ngram",
             "num_speculative_tokens": 3,
             "prompt_lookup_min": 1,
             "prompt_lookup_max": 4,
         },
-    ),
+    )
+    for dtype in ("float32", "bfloat16")
 }
 """vLLM's own speculation, no peer of plain decoding, and greedy only: above temperature 0, vLLM
 0.32 samples other tokens on a CPU than its law says."""

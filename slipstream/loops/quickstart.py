@@ -181,7 +181,7 @@ def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
 
 FAST_GFLOPS = 600.0
 """From this measured rate on, the full recipe should end within its seven minutes: an estimate from
-the small one's time (300 s at 150 GFLOP/s, a third of the parameters and fewer steps)."""
+steps of it at 380 GFLOP/s (SFT alone would take six)."""
 
 
 def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
