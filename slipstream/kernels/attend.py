@@ -21,21 +21,40 @@ from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 
 
 @kernel
+def turn(x, norm, tiny, cos, sin, times, out, K):
+    """One head of K numbers: normed (unless `norm` is 0), rotated and multiplied by `times`."""
+    half = K // 2
+    a, o = carray(floats_at(x), (K,)), carray(floats_at(out), (K,))
+    c, s = carray(floats_at(cos), (K,)), carray(floats_at(sin), (K,))
+    if norm:
+        scale = ONE / np.sqrt(squares(x, K) / F(K) + tiny)
+        w = carray(floats_at(norm), (K,))
+        for i in range(half):
+            left = a[i] * scale * w[i]
+            right = a[i + half] * scale * w[i + half]
+            o[i] = (left * c[i] + right * s[i]) * times
+            o[i + half] = (right * c[i + half] + left * s[i + half]) * times
+    else:
+        for i in range(half):
+            left = a[i]
+            right = a[i + half]
+            o[i] = (left * c[i] + right * s[i]) * times
+            o[i + half] = (right * c[i + half] + left * s[i + half]) * times
+
+
+@kernel
 def place_part(
     qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
 ):
     at = carray(ints_at(positions), (M,))
     place = carray(ints_at(own), (M,))
     tiny = carray(floats_at(eps), (1,))[0]
-    half = K // 2
     root = ONE / np.sqrt(F(K))
     for m in range(M * part // parts, M * (part + 1) // parts):
-        c = carray(floats_at(cos + at[m] * K * 4), (K,))
-        s = carray(floats_at(sin + at[m] * K * 4), (K,))
+        c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
         kept = place[m] >= 0
         for h in range(Q + H):
-            x = carray(floats_at(row + h * K * 4), (K,))
             times = root
             target = q + (m * Q + h) * K * 4
             if h >= Q:
@@ -43,21 +62,8 @@ def place_part(
                     break
                 times = ONE
                 target = keys + (place[m] + (h - Q) * head_stride) * 4
-            out = carray(floats_at(target), (K,))
-            if norms:
-                scale = ONE / np.sqrt(squares(row + h * K * 4, K) / F(K) + tiny)
-                w = carray(floats_at(norms + h * K * 4), (K,))
-                for i in range(half):
-                    a = x[i] * scale * w[i]
-                    b = x[i + half] * scale * w[i + half]
-                    out[i] = (a * c[i] + b * s[i]) * times
-                    out[i + half] = (b * c[i + half] + a * s[i + half]) * times
-            else:
-                for i in range(half):
-                    a = x[i]
-                    b = x[i + half]
-                    out[i] = (a * c[i] + b * s[i]) * times
-                    out[i + half] = (b * c[i + half] + a * s[i + half]) * times
+            norm = norms + h * K * 4 if norms else 0
+            turn(row + h * K * 4, norm, tiny, c, s, times, target, K)
         if kept:
             for h in range(H):
                 x = carray(floats_at(row + (Q + H + h) * K * 4), (K,))

@@ -21,9 +21,10 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, halves_at, hold, ints_at
-from slipstream.kernels.numeric import ONE, F, exp, squares, total
+from slipstream.kernels.numeric import ONE, F, exp, total
 from slipstream.kernels.product import round_to_bf16
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
@@ -45,8 +46,7 @@ def place_bf16_part(
     turned, narrow = np.empty(K, np.float32), np.empty(K, np.uint16)
     wide_at, narrow_at = turned.ctypes.data, narrow.ctypes.data
     for m in range(M * part // parts, M * (part + 1) // parts):
-        c = carray(floats_at(cos + at[m] * K * 4), (K,))
-        s = carray(floats_at(sin + at[m] * K * 4), (K,))
+        c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
         kept = place[m] >= 0
         slot = place[m] % head_stride // K
@@ -54,22 +54,9 @@ def place_bf16_part(
         for h in range(Q + H):
             if h >= Q and not kept:
                 break
-            x = carray(floats_at(row + h * K * 4), (K,))
+            norm = norms + h * K * 4 if norms else 0
             times = root if h < Q else ONE
-            if norms:
-                scale = ONE / np.sqrt(squares(row + h * K * 4, K) / F(K) + tiny)
-                w = carray(floats_at(norms + h * K * 4), (K,))
-                for i in range(half):
-                    a = x[i] * scale * w[i]
-                    b = x[i + half] * scale * w[i + half]
-                    turned[i] = (a * c[i] + b * s[i]) * times
-                    turned[i + half] = (b * c[i + half] + a * s[i + half]) * times
-            else:
-                for i in range(half):
-                    a = x[i]
-                    b = x[i + half]
-                    turned[i] = (a * c[i] + b * s[i]) * times
-                    turned[i + half] = (b * c[i + half] + a * s[i + half]) * times
+            turn(row + h * K * 4, norm, tiny, c, s, times, wide_at, K)
             if h < Q:
                 round_to_bf16(wide_at, q + 2 * K * ((h // G * M + m) * G + h % G), K)
                 continue
