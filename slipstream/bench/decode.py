@@ -90,7 +90,6 @@ def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> I
         stack.callback(compute.close)
 
         def load(name: str) -> Contender:
-            say(f"loading {name}")
             return stack.enter_context(
                 contender(
                     name,
@@ -105,6 +104,7 @@ def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> I
 
         contenders: dict[str, Contender] = {}
         for name in names:
+            say(f"loading {name}")
             contenders[name] = load(name)
             if name == OURS:
                 with inexact():

@@ -28,7 +28,7 @@ from slipstream.kernels.numeric import ONE, F, exp, total
 from slipstream.kernels.product import round_to_bf16
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
-from slipstream.kernels.tile_bf16 import MOST_ROWS, single_panel, tiles_bf16
+from slipstream.kernels.tile_bf16 import MOST_ROWS, panels_bf16
 
 BLOCK = 2 * PANEL
 """Slots come in so many: two panels of keys."""
@@ -82,51 +82,10 @@ def _place_shared(p):
     place_bf16_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
 
 
-def place_bf16(
-    qkv: int,
-    norms: int,
-    eps: int,
-    cos: int,
-    sin: int,
-    positions: int,
-    q: int,
-    keys: int,
-    values: int,
-    own: int,
-    head_stride: int,
-    M: int,
-    Q: int,
-    H: int,
-    K: int,
-) -> None:
+def place_bf16(*arguments: int) -> None:
     """As `attend.place`."""
-    arguments = (
-        qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K
-    )  # fmt: skip
+    M, Q, H, K = arguments[-4:]
     run(place_bf16_part, _place_shared, arguments, M * (Q + 2 * H) * K)
-
-
-@kernel
-def _tiles(
-    x, x_step, weights, pair_step, panel_step, panels, pairs, zeros, out, out_step, rows, ahead
-):  # fmt: skip
-    """`rows` rows by `panels` panels, of which there are two or more, or one. Memory is asked for
-    what lies `ahead` bytes from each weight."""
-    if panels == 1:
-        single_panel(x, x_step, weights, pair_step, pairs, zeros, out, out_step, rows)
-    count = (rows + MOST_ROWS - 1) // MOST_ROWS
-    p = 0
-    while p < panels and panels > 1:
-        q = min(p, panels - 2)
-        w, to, m = weights + q * panel_step, out + 4 * PANEL * q, 0
-        for tile in range(count):
-            here = rows * (tile + 1) // count - m
-            tiles_bf16(
-                x + m * x_step, x_step, w, pair_step, panel_step, pairs, zeros,
-                to + m * out_step, out_step, here, w + ahead, pair_step,
-            )  # fmt: skip
-            m += here
-        p += 2
 
 
 @kernel
@@ -165,9 +124,10 @@ def attend_bf16_part(
                 spot = 2 * (begin[r0] + h * head_stride)
                 after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
-                _tiles(
+                panels_bf16(
                     q + 2 * K * (h * M + r0) * G, 2 * K, keys + spot, 4 * PANEL, 2 * PANEL * K,
-                    2 * blocks, K // 2, zeros, scores_at, 4 * width, rows, values - keys,
+                    0, 2 * blocks, 2 * blocks, K // 2, zeros, 0, scores_at, 4 * width, rows,
+                    values - keys,
                 )  # fmt: skip
                 pairs = (n + 1) // 2
                 for i in range(rows):
@@ -186,9 +146,10 @@ def attend_bf16_part(
                     if logs:
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
-                _tiles(
-                    weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, K // PANEL, pairs,
-                    zeros, mixed_at, 4 * K, rows, keys + after - values - spot,
+                panels_bf16(
+                    weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, 0, K // PANEL,
+                    K // PANEL, pairs, zeros, 0, mixed_at, 4 * K, rows,
+                    keys + after - values - spot,
                 )  # fmt: skip
                 for i in range(rows):
                     o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))
@@ -208,21 +169,7 @@ def _attend_shared(p):
     attend_bf16_part(*to_fixed_tuple(carray(p, (13,)), 13), part_number(), part_count())
 
 
-def attend_bf16(
-    q: int,
-    keys: int,
-    values: int,
-    first: int,
-    seen: int,
-    head_stride: int,
-    longest: int,
-    out: int,
-    logs: int,
-    M: int,
-    Q: int,
-    H: int,
-    K: int,
-) -> None:
+def attend_bf16(*arguments: int) -> None:
     """As `attend.attend`."""
-    arguments = (q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K)
+    longest, M, Q, _, K = arguments[6], *arguments[-4:]
     run(attend_bf16_part, _attend_shared, arguments, M * Q * longest * K // 16)

@@ -10,14 +10,12 @@ from __future__ import annotations
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend import place_part
-from slipstream.kernels.attend_bf16 import place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import draw_part
-from slipstream.kernels.layers import WEIGHTS, layers_part
+from slipstream.kernels.layers import WEIGHTS, layers_part, place_sized
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
-from slipstream.kernels.product import BF16, product_part
+from slipstream.kernels.product import product_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
 _BLOCK = 512
@@ -57,16 +55,11 @@ def _take_in(
         wait(parts)
         product_part(x, panels, start, qkv, rows, 2 * H * K, D, size, part, parts)
         wait(parts)
-        if size == BF16:
-            place_bf16_part(
-                qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
-                rows, 0, H, K, part, parts,
-            )  # fmt: skip
-        else:
-            place_part(
-                qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
-                rows, 0, H, K, part, parts,
-            )  # fmt: skip
+        placed = (
+            qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
+            rows, 0, H, K,
+        )  # fmt: skip
+        place_sized(size, placed, part, parts)
         wait(parts)
         begin += rows
 

@@ -24,29 +24,21 @@ packed gates, their beginning, packed down. The beginning of `down` is that of `
 
 
 @kernel
-def attention_part(
-    qkv, norms, eps, cos, sin, positions, q, keys, values, own, first, seen, head_stride, longest,
-    mixed, M, Q, H, K, size, part, parts,
-):  # fmt: skip
-    """From joined projections to mixed values, keys and values in the type of the weights."""
+def place_sized(size, arguments, part, parts):
+    """`place` of keys and values of `size` bytes a number."""
     if size == BF16:
-        place_bf16_part(
-            qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K,
-            part, parts,
-        )  # fmt: skip
-        wait(parts)
-        attend_bf16_part(
-            q, keys, values, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
-        )
+        place_bf16_part(*arguments, part, parts)
     else:
-        place_part(
-            qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K,
-            part, parts,
-        )  # fmt: skip
-        wait(parts)
-        attend_part(
-            q, keys, values, first, seen, head_stride, longest, mixed, 0, M, Q, H, K, part, parts
-        )
+        place_part(*arguments, part, parts)
+
+
+@kernel
+def _attend_sized(size, arguments, part, parts):
+    """`attend`, likewise."""
+    if size == BF16:
+        attend_bf16_part(*arguments, part, parts)
+    else:
+        attend_part(*arguments, part, parts)
 
 
 @kernel
@@ -71,10 +63,13 @@ def layers_part(
         )
         wait(parts)
         k, v = keys + layer * layer_step, values + layer * layer_step
-        attention_part(
-            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, first, seen, head_stride,
-            longest, mixed, M, Q, H, K, size, part, parts,
+        placed = (
+            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
         )  # fmt: skip
+        place_sized(size, placed, part, parts)
+        wait(parts)
+        looked = (q, k, v, first, seen, head_stride, longest, mixed, 0, M, Q, H, K)
+        _attend_sized(size, looked, part, parts)
         wait(parts)
         product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
         wait(parts)

@@ -18,7 +18,7 @@ from slipstream.kernels.memory import floats_at, halves_at, hold, words_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
-from slipstream.kernels.tile_bf16 import MOST_ROWS, single_panel, tiles_bf16
+from slipstream.kernels.tile_bf16 import MOST_ROWS, panels_bf16
 
 _AHEAD = 16384
 """Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
@@ -98,27 +98,12 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
         rows = min(_BLOCK, M - block)
         round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
-        if total == 1:
-            single_panel(xs, x_step, panels, line, pairs, bias, o, out_step, rows)
-        count = (rows + MOST_ROWS - 1) // MOST_ROWS
-        p = begin
-        while p < end and total > 1:
-            # The last two may be computed twice: the same numbers come out.
-            q = min(p, total - 2)
-            w, b, to = panels + q * panel_step, bias + line * q, o + line * q
-            # Several tiles ask for the next two panels, so that memory is read at an even pace.
-            ask, step = w + _AHEAD // 2, line
-            if count > 1:
-                ask, step = panels + min(q + 2, total - 2) * panel_step, line // count
-            m = 0
-            for tile in range(count):
-                here = rows * (tile + 1) // count - m
-                tiles_bf16(
-                    xs + m * x_step, x_step, w, line, panel_step, pairs, b, to + m * out_step,
-                    out_step, here, ask + tile * step * pairs, step,
-                )  # fmt: skip
-                m += here
-            p += 2
+        # Several tiles ask for the next two panels, so that memory is read at an even pace.
+        ahead = _AHEAD // 2 if rows <= MOST_ROWS else 2 * panel_step
+        panels_bf16(
+            xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
+            rows, ahead,
+        )  # fmt: skip
         block += rows
     hold(rounded)
 

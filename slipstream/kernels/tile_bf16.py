@@ -110,59 +110,76 @@ _THREE = 3
 """Rows that are reached from one address: itself, plus a step, plus two."""
 
 
-def _tile(rows: int, panels: int) -> Any:
-    """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
-    weights, bytes between weights of one pair and the next, bytes between panels, pairs of inputs,
-    at least 1, numbers to begin with, out, bytes between rows of out, what to ask for at the first
-    pair, bytes from there to what to ask for at the next). The same place of every panel is asked
-    for."""
+def _emit_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
+    """Code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x, weights,
+    bytes between weights of one pair and the next, bytes between panels, pairs of inputs, at least
+    1, numbers to begin with, out, bytes between rows of out, what to ask for at the first pair,
+    bytes from there to what to ask for at the next). The same place of every panel is asked for.
+    """
+    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, ask, ask_step = args
+    emit = _Emitter(builder)
+    two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
+    begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
+    bases, base = [x], x
+    while len(bases) * _THREE < rows:
+        base = builder.add(builder.add(base, two_steps), x_step)
+        bases.append(base)
+    before = builder.basic_block
+    loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
+    places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
+    steps = [ir.Constant(emit.i64, 1), ask_step, pair_step]
+    steps += [ir.Constant(emit.i64, 4)] * len(bases)
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    here = emit.phis(emit.i64, places, before)
+    sums = [emit.phis(emit.sums, begin, before) for _ in range(rows)]
+    asked, line, loaded = here[1], here[2], []
+    for p in range(panels):
+        if p:
+            asked, line = builder.add(asked, panel_step), builder.add(line, panel_step)
+        prefetch(builder, asked)
+        loaded.append(emit.load(line, emit.pairs))
+    done = []
+    for m, row in enumerate(sums):
+        address = here[3 + m // _THREE]
+        if m % _THREE:
+            address = builder.add(address, x_step if m % _THREE == 1 else two_steps)
+        factor = emit.spread(address)
+        both = zip(loaded, row, strict=True)
+        done.append([emit.add_products(factor, w, total) for w, total in both])
+    following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
+    for phi, value in zip([*here, *chain(*sums)], [*following, *chain(*done)], strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following[0], count), loop, after)
+    builder.position_at_end(after)
+    for row in done:
+        for p, vector in enumerate(row):
+            emit.store(vector, emit.plus(out, _LINE * p))
+        out = builder.add(out, out_step)
+
+
+_ARGUMENTS = types.void(*[types.int64] * 12)
+
+
+def _up_to(most: int, panels: int) -> Any:
+    """Compiled code for 1 to `most` rows: arguments as those of a tile, the number of rows before
+    them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, weights, pair_step, panel_step, count, start, out, out_step, *asks = args
-        ask, ask_step = asks
-        emit = _Emitter(builder)
-        two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
-        begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
-        bases, base = [x], x
-        while len(bases) * _THREE < rows:
-            base = builder.add(builder.add(base, two_steps), x_step)
-            bases.append(base)
-        before = builder.basic_block
-        loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
-        places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
-        steps = [ir.Constant(emit.i64, 1), ask_step, pair_step]
-        steps += [ir.Constant(emit.i64, 4)] * len(bases)
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        here = emit.phis(emit.i64, places, before)
-        sums = [emit.phis(emit.sums, begin, before) for _ in range(rows)]
-        asked, line, loaded = here[1], here[2], []
-        for p in range(panels):
-            if p:
-                asked, line = builder.add(asked, panel_step), builder.add(line, panel_step)
-            prefetch(builder, asked)
-            loaded.append(emit.load(line, emit.pairs))
-        done = []
-        for m, row in enumerate(sums):
-            address = here[3 + m // _THREE]
-            if m % _THREE:
-                address = builder.add(address, x_step if m % _THREE == 1 else two_steps)
-            factor = emit.spread(address)
-            both = zip(loaded, row, strict=True)
-            done.append([emit.add_products(factor, w, total) for w, total in both])
-        following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
-        for phi, value in zip([*here, *chain(*sums)], [*following, *chain(*done)], strict=True):
-            phi.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following[0], count), loop, after)
-        builder.position_at_end(after)
-        for row in done:
-            for p, vector in enumerate(row):
-                emit.store(vector, emit.plus(out, _LINE * p))
-            out = builder.add(out, out_step)
+        kinds = [builder.append_basic_block(f"rows{n}") for n in range(1, most + 1)]
+        end = builder.append_basic_block("end")
+        choice = builder.switch(args[0], end)
+        for rows, block in enumerate(kinds, 1):
+            choice.add_case(ir.Constant(_Emitter.i64, rows), block)
+            builder.position_at_end(block)
+            _emit_tile(builder, rows, panels, args[1:])
+            builder.branch(end)
+        builder.position_at_end(end)
         return context.get_dummy_value()
 
     def tile(
         typingctx: Any,
+        rows: Any,
         x: Any,
         x_step: Any,
         weights: Any,
@@ -175,52 +192,40 @@ def _tile(rows: int, panels: int) -> Any:
         ask: Any,
         ask_step: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 11), generate
+        return _ARGUMENTS, generate
 
     return intrinsic(tile)
 
 
-_1x1 = _tile(1, 1)
-_1, _2, _3 = _tile(1, 2), _tile(2, 2), _tile(3, 2)
-_4, _5, _6, _7, _8, _9, _10, _11, _12 = (_tile(rows, 2) for rows in range(4, 13))
+_one_panel, _two_panels = _up_to(1, 1), _up_to(MOST_ROWS, 2)
 
 
 @kernel
-def tiles_bf16(
-    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, rows, ask, ask_step
+def panels_bf16(
+    x, x_step, weights, pair_step, panel_step, begin, end, total, pairs, start, start_step,
+    out, out_step, rows, ahead,
 ):  # fmt: skip
-    """Two panels for up to `MOST_ROWS` rows; arguments as those of a tile."""
-    w, k, s, c, b = weights, pair_step, panel_step, count, start
-    o, t, a, d = out, out_step, ask, ask_step
-    if rows == 1:
-        _1(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 2:
-        _2(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 3:
-        _3(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 4:
-        _4(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 5:
-        _5(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 6:
-        _6(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 7:
-        _7(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 8:
-        _8(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 9:
-        _9(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 10:
-        _10(x, x_step, w, k, s, c, b, o, t, a, d)
-    elif rows == 11:
-        _11(x, x_step, w, k, s, c, b, o, t, a, d)
-    else:
-        _12(x, x_step, w, k, s, c, b, o, t, a, d)
-
-
-@kernel
-def single_panel(x, x_step, weights, pair_step, count, start, out, out_step, rows):
-    """One panel, row by row."""
-    for m in range(rows):
-        row, o = x + m * x_step, out + m * out_step
-        _1x1(row, 0, weights, pair_step, 0, count, start, o, 0, weights, 0)
+    """Panels `begin` to `end` of `total`, for any number of rows: two at a time, of which the last
+    two may be computed twice (the same numbers come out), in tiles of as many rows as is even.
+    `start_step`: bytes between what the sums of one panel and the next begin with. Memory is asked
+    for what lies `ahead` bytes from each weight; the tiles share the asking."""
+    if total == 1 and begin < end:
+        for m in range(rows):
+            row, o = x + m * x_step, out + m * out_step
+            _one_panel(1, row, 0, weights, pair_step, 0, pairs, start, o, 0, weights, 0)
+        return
+    count = (rows + MOST_ROWS - 1) // MOST_ROWS
+    p = begin
+    while p < end:
+        q = min(p, total - 2)
+        w, b, o = weights + q * panel_step, start + q * start_step, out + _LINE * q
+        ask, step = w + ahead, pair_step // count
+        m = 0
+        for tile in range(count):
+            here = rows * (tile + 1) // count - m
+            _two_panels(
+                here, x + m * x_step, x_step, w, pair_step, panel_step, pairs, b,
+                o + m * out_step, out_step, ask + tile * step * pairs, step,
+            )  # fmt: skip
+            m += here
+        p += 2

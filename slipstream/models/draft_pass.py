@@ -39,15 +39,13 @@ def draft_chain(
 ) -> Tensor:
     """`steps` tokens (steps, N) in a row for each sequence, in one call, on a CPU.
 
-    First the head takes in `ids`, at least one for each sequence, with the features before them:
-    the addresses of rows (D,), which the caller holds. They go to the slots after the `cached`
-    ones. The first token drawn from what it then predicts stands at `positions`; each is fed back
-    in its turn. Drawing is that of `sampling.choose.draw`.
+    Head, policy and `kv` are of one dtype. First the head takes in `ids`, at least one for each
+    sequence, with the features before them: the addresses of rows (D,), which the caller holds.
+    They go to the slots after the `cached` ones. The first token drawn from what it then predicts
+    stands at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
-    if not together.dtype == lm_head.weight.dtype == kv.dtype:
-        raise ValueError(f"the head is {together.dtype}, and its policy {lm_head.weight.dtype}")
     c = head.config
     _, _, heads, slots, K = kv.shape
     n, D = len(ids), c.hidden_size

@@ -67,9 +67,8 @@ class KVStore:
         row_multiple: int = 1,
         before_growth: Callable[[int], None] | None = None,
     ) -> None:
-        """Rows are allocated in multiples of `row_multiple`.
-        `before_growth` is told how many bytes the store will take, so that who shares its budget
-        can make way."""
+        """Rows are allocated in multiples of `row_multiple`. `before_growth` is told how many bytes
+        the store will take, so that who shares its budget can make way."""
         self._config = config
         self._dtype = dtype
         self._device = device

@@ -157,6 +157,10 @@ class EagleProposer:
         if list(batch.request_ids) != self._order:
             raise EngineError("the rows of the draft head are not those of the engine")
         rows = [self._rows[name] for name in self._order]
+        ours, theirs = self._packed.fc.weight.dtype, batch.policy.compute_dtype
+        if ours != theirs:
+            # Kernels would read past the end of one of them.
+            raise EngineError(f"the policy computes in {theirs}, and the draft head in {ours}")
         waiting = self._waiting_tokens()
         tokens = [waiting[name] for name in self._order]
         if not all(tokens):

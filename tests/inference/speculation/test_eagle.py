@@ -20,6 +20,7 @@ from slipstream.models.draft_head import DraftHead
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     all_bits,
+    drain,
     make_engine,
     make_request,
     mixed_requests,
@@ -320,3 +321,11 @@ def test_an_update_behind_the_protocol() -> None:
     engine.close()
     assert first == second
     assert torch.equal(proposer._head.fc.weight, new.fc.weight)
+
+
+def test_a_head_in_another_dtype_than_the_policy_is_refused() -> None:
+    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.bfloat16)
+    engine = make_engine(shared_decoder(), proposer=proposer, plan=DraftPlan.chain(2))
+    engine.add(make_request("a", [3, 4, 5], max_tokens=8))
+    with pytest.raises(EngineError, match=r"computes in torch.float32, and the draft head in torc"):
+        drain(engine)
