@@ -6,6 +6,7 @@ loops.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -20,7 +21,8 @@ class GracefulInterrupt:
     """While entered, SIGINT and SIGTERM only set `requested`; a SIGINT after that interrupts.
 
     `plan` tells the user what happens after the first signal; `on_second` is called once, before
-    the second one interrupts. A repeated SIGTERM changes nothing:
+    the second one interrupts: an event loop by cancelling its tasks, at a third one and elsewhere
+    by KeyboardInterrupt. A repeated SIGTERM changes nothing:
     cluster managers send it to the process and to its group. Outside of the main thread Python
     delivers no signals; there only `request()` sets the flag. Handlers are restored on exit.
     """
@@ -35,6 +37,7 @@ class GracefulInterrupt:
         self._on_second = on_second
         self._event = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
+        self._cancelled = False
         self.signal: signal.Signals | None = None
 
     @property
@@ -69,7 +72,9 @@ class GracefulInterrupt:
                 on_second, self._on_second = self._on_second, None
                 if on_second is not None:
                     on_second()
-                raise KeyboardInterrupt
+                if self._cancelled or not _cancel_tasks():
+                    raise KeyboardInterrupt
+                self._cancelled = True
             return
         self.signal = signal.Signals(number)
         self._event.set()
@@ -79,3 +84,19 @@ class GracefulInterrupt:
             os.write(2, text.encode())
         except OSError:
             return  # the terminal is gone, and the flag is what counts
+
+
+def _cancel_tasks() -> bool:
+    """Have the event loop of this thread cancel its tasks; whether there is one. An exception from
+    a handler would come up in whatever callback of the loop is being run, and be lost there."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+
+    def cancel() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    loop.call_soon_threadsafe(cancel)
+    return True

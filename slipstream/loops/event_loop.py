@@ -1,8 +1,8 @@
 """Running a loop's coroutine so that a second Ctrl-C ends it without a traceback.
 
-The event loop raises a KeyboardInterrupt of any task at once, and while it closes it reports the
-same one again, as the failure of each task that stood above it. Called by what the command line
-starts.
+It cancels the tasks (`checkpoint.interrupt`). A third one is raised in any task: the event loop
+raises it at once, and while it closes it reports the same one again, as the failure of each task
+that stood above it. Called by what the command line starts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ T = TypeVar("T")
 
 
 def run_async(work: Callable[..., Awaitable[T]], *args: object) -> T:
-    """What `work(*args)` returns, in an event loop of its own."""
-    return anyio.run(_quietly, work, args)
+    """What `work(*args)` returns, in an event loop of its own. Raises KeyboardInterrupt where its
+    tasks were cancelled."""
+    try:
+        return anyio.run(_quietly, work, args)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def _quietly(work: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> T:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 
 import anyio
 import pytest
 
+from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.loops.event_loop import run_async
 
 
@@ -37,3 +40,37 @@ def test_other_failures_in_the_background_are_reported(caplog: pytest.LogCapture
 
     assert run_async(leave, ValueError("wrong")) == 3
     assert [record.message.splitlines()[0] for record in caplog.records] == ["left behind"]
+
+
+def test_ctrl_c_in_a_callback_of_the_loop_is_not_lost(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[str] = []
+
+    def callback() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append("callback")
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(callback)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+        ended.append("work")
+
+    with GracefulInterrupt(), caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
+        run_async(work)
+    assert ended == ["callback"]
+    assert caplog.records == []
+
+
+def test_a_third_ctrl_c_does_not_wait_for_tasks(capfd: pytest.CaptureFixture[str]) -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        await anyio.sleep_forever()
+
+    with GracefulInterrupt(), pytest.raises(KeyboardInterrupt):
+        run_async(work)
