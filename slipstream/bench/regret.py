@@ -7,6 +7,8 @@ On simulated machines, where every plan's true rate is known, and on recorded tr
     shrinking  a rollout's batch: 64 requests, then fewer and fewer
     drifting   drafts become useless and useful again, as a policy moves away from its draft head
     moods      all steps take longer or less long for tens of steps: neighbours on the hardware
+    noisy      single steps differ by 15 %
+    small      a policy so small that drafts gain little where they gain at all; noisy
 
 Regret is the share of the time that the same tokens would not have taken: by the plan that is best
 on average at each batch size (`hindsight`), and by the best one at each single step, which nobody
@@ -40,7 +42,7 @@ from slipstream.inference.speculation.selector import (
 FLOOR = 0.05
 """The project promises less regret than this against the best fixed plan of each batch size."""
 
-_NOISE = 0.05
+_NOISE, _NOISY = 0.05, 0.15
 """Relative: of the time of a simulated step."""
 
 _ENOUGH = 3
@@ -57,6 +59,7 @@ class World:
     """Of (step, running, drafts), without noise."""
     rates: Callable[[int, int], Sequence[float]]
     """Of (step, running): how often the draft of each depth is right after right ones."""
+    noise: float = _NOISE
 
     def rate(self, step: int, drafts: int) -> float:
         """Tokens a second and request."""
@@ -89,7 +92,7 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
             StepRecord(
                 running=running,
                 plan=plan,
-                seconds=seconds * math.exp(rng.gauss(0, _NOISE)),
+                seconds=seconds * math.exp(rng.gauss(0, world.noise)),
                 drafted=[plan.steps] * running if plan.steps else [],
                 accepted=accepted if plan.steps else [],
                 steady=plan == OFF or before != OFF,
@@ -137,16 +140,26 @@ def _two_cores(step: int, running: int, drafts: int) -> float:
     return 2.2e-3 + 2.8e-4 * max(rows - 6, 0) + drafting
 
 
+def _two_cores_small(step: int, running: int, drafts: int) -> float:
+    """Seconds, about as two cores and a model of 2M parameters: calls and rows."""
+    drafting = 2e-4 + 3e-5 * drafts + 8e-6 * running if drafts else 0.0
+    return 3.5e-4 + 2.7e-5 * running * (drafts + 1) + drafting
+
+
 def simulated(seed: int) -> dict[str, World]:
     """The worlds of the module's docstring, some thousand steps each."""
     rng = random.Random(seed)
     shrinking = [size for size in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1) for _ in range(40)]
+    short = [size for size in (64, 56, 48, 32, 24, 16, 12, 8) for _ in range(22)]
     moods: list[float] = []
     while len(moods) < 2000:
         moods += [math.exp(rng.gauss(0, 0.15))] * rng.randrange(20, 120)
 
     def good(step: int, running: int) -> Sequence[float]:
         return [0.95 - 0.02 * depth for depth in range(max(DEPTHS))]
+
+    def fair(step: int, running: int) -> Sequence[float]:
+        return [0.92, 0.7, 0.8, 0.65, 0.65, 0.6, 0.6]
 
     def drifting(step: int, running: int) -> Sequence[float]:
         return [0.45 + 0.45 * math.cos(step / 500)] * max(DEPTHS)
@@ -156,6 +169,8 @@ def simulated(seed: int) -> dict[str, World]:
 
     worlds = {f"still, {size}": World([size] * 1000, _two_cores, good) for size in (1, 4, 16, 64)}
     worlds["shrinking"] = World(shrinking * 4, _two_cores, good)
+    worlds["shrinking, noisy"] = World(shrinking * 4, _two_cores, good, _NOISY)
+    worlds["small"] = World(short * 12, _two_cores_small, fair, _NOISY)
     worlds["drifting, 2"] = World([2] * 4000, _two_cores, drifting)
     worlds["drifting, 16"] = World([16] * 4000, _two_cores, drifting)
     worlds["moods, 2"] = World([2] * 2000, moody, good)

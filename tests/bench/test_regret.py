@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -51,6 +52,13 @@ def test_the_cost_model_stays_near_the_best_plans() -> None:
     never = PredefinedSelector(OFF)
     assert play(worlds["still, 1"], never, plans(), 0).hindsight > 0.5
     assert play(worlds["still, 16"], never, plans(), 0).hindsight == 0
+
+
+def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
+    for name in ("shrinking, noisy", "small"):
+        world = simulated(0)[name]
+        found = [play(world, CostModelSelector(plans()), plans(), seed) for seed in range(5)]
+        assert median(regret.hindsight for regret in found) < 0.04
 
 
 def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2) -> str:

@@ -7,20 +7,22 @@ measuring of its own:
             + [drafts > 0] d + e drafts + f running * drafts     the drafts themselves
 
 No number is below 0. They are fitted to relative errors by least squares in which old steps fade.
-A batch size and depth that has been measured goes by its own steps. Beside both, the mood of the
-machine is followed, by which all steps differ for a while. How far a step moves either depends on
-how well each is known (the gains of Kalman 1960): a plan that was seen often tells of the mood, a
-new one tells of itself, against what was measured just before. Used by `selector`.
+How a batch size and depth that has been measured differs from that is its own factor, and how the
+machine is doing, by which all steps differ for a while, is its mood. How far a step moves either
+depends on how well each is known and on how much steps vary (the gains of Kalman 1960): a plan that
+was seen often tells of the mood, a new one tells of itself, against what was measured just before.
+Both fade towards 1, so that what nothing confirms gives way to what all steps say. Used by
+`selector`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 
 import numpy as np
 
-_FADE = 0.998
+_FADE = 0.999
 _KNEE = 8
 _REFIT = 64
 """Steps between two fits, at most."""
@@ -31,22 +33,30 @@ _FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
 
-_SURPRISE = 0.25
-"""As a logarithm: more than this a single step is not believed to say."""
+_SURPRISE = 2.5
+"""Standard deviations: more than this a single step is not believed to say."""
 
 # Variances of logarithms.
 
 _NOISE = 0.08**2
-"""Of the time of a step, mood and plan being known."""
+"""Of the time of a step, mood and plan being known, before it has been seen."""
 
-_MOODY = 0.04**2
-"""Of the mood's change from one step to the next."""
+_LEAST_NOISE = 0.02**2
 
-_UNKNOWN = 0.15**2
+_NOISE_STEPS = 50
+"""Steps that what is known of the noise is about."""
+
+_MOODY = 0.15**2
+"""Of the machine's mood."""
+
+_LASTING = 0.98
+"""How much of a mood is left a step later."""
+
+_UNKNOWN = 0.1**2
 """Of how a batch size and depth that was never measured differs from the fit."""
 
-_DRIFT = 0.003**2
-"""Of the change of that difference from one step to the next."""
+_REMEMBERED = 0.999
+"""How much of that difference is left a step later."""
 
 
 @dataclass(slots=True)
@@ -56,6 +66,11 @@ class _Belief:
     value: float
     variance: float
     step: int = 0
+
+    def fade(self, keep: float, unknown: float) -> None:
+        """Time passes: towards 0, of variance `unknown`."""
+        self.value *= keep
+        self.variance = unknown + keep**2 * (self.variance - unknown)
 
 
 class StepCosts:
@@ -69,6 +84,7 @@ class StepCosts:
         self._steps = 0
         # Contexts grow longer, a machine is busy.
         self._mood = _Belief(0.0, _MOODY)
+        self._noise = _NOISE
         self._cells: dict[tuple[int, int], _Belief] = {}
 
     @property
@@ -79,9 +95,8 @@ class StepCosts:
     def seconds(self, running: int, drafts: int, bucket: int) -> float:
         """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
         cell = self._cells.get((bucket, drafts))
-        if cell is None:
-            return exp(self._mood.value) * self._shape(running, drafts)
-        return exp(self._mood.value + cell.value)
+        own = 0.0 if cell is None else cell.value * _REMEMBERED ** (self._steps - cell.step)
+        return exp(self._mood.value + own) * self._shape(running, drafts)
 
     def record(self, running: int, drafts: int, bucket: int, seconds: float) -> None:
         """A step has taken so many seconds."""
@@ -89,22 +104,23 @@ class StepCosts:
             self._begin(running, seconds)
         expected = self.seconds(running, drafts, bucket)
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
-        shape = off * expected / exp(self._mood.value)
-        self._unfitted.append([x / shape for x in _features(running, drafts)])
+        shape = self._shape(running, drafts)
+        target = off * expected / (shape * exp(self._mood.value))
+        self._unfitted.append([x / shape for x in _features(running, drafts)] + [target])
         self._steps += 1
-        cell = self._cells.get((bucket, drafts))
-        if cell is None:
-            cell = _Belief(log(expected) - self._mood.value, _UNKNOWN, self._steps)
-            self._cells[bucket, drafts] = cell
-        cell.variance = min(cell.variance + _DRIFT * (self._steps - cell.step), _UNKNOWN)
+        cell = self._cells.setdefault((bucket, drafts), _Belief(0.0, _UNKNOWN, self._steps))
+        cell.fade(_REMEMBERED ** (self._steps - cell.step), _UNKNOWN)
         cell.step = self._steps
-        surprise = min(max(log(off), -_SURPRISE), _SURPRISE)
-        total = self._mood.variance + cell.variance + _NOISE
+        self._mood.fade(_LASTING, _MOODY)
+        known = self._mood.variance + cell.variance
+        total = known + self._noise
+        most = _SURPRISE * sqrt(total)
+        surprise = min(max(log(off), -most), most)
+        self._noise += (max(surprise**2 - known, _LEAST_NOISE) - self._noise) / _NOISE_STEPS
         for belief in (self._mood, cell):
             gain = belief.variance / total
             belief.value += gain * surprise
             belief.variance *= 1 - gain
-        self._mood.variance += _MOODY
 
     def _begin(self, running: int, seconds: float) -> None:
         for size in _PRIOR_SIZES:
@@ -123,10 +139,11 @@ class StepCosts:
 
     def _take_in(self) -> None:
         if self._unfitted:
-            rows = np.array(self._unfitted)
+            *columns, targets = np.array(self._unfitted).T
+            rows = np.array(columns).T
             kept = _FADE ** np.arange(len(rows) - 1, -1, -1)
             self._left = _FADE ** len(rows) * self._left + rows.T @ (kept[:, None] * rows)
-            self._right = _FADE ** len(rows) * self._right + rows.T @ kept
+            self._right = _FADE ** len(rows) * self._right + rows.T @ (kept * targets)
             self._unfitted.clear()
         self._weights = _least_squares(self._left.tolist(), self._right.tolist(), self._weights)
 

@@ -90,7 +90,7 @@ _SOON = 32
 
 _LONGEST_LOOK = 16
 
-_MOST_LOST = 4.0
+_MOST_LOST = 2.0
 """Steps' worth that catching up may be held to have cost: beyond that something else ran."""
 
 _FORGET = 0.998
@@ -102,7 +102,7 @@ _ENOUGH = 12.0
 _GAP = 50
 """Steps between two looks at one batch size once there have been many; at first two, four, ..."""
 
-_PATIENCE = 0.996
+_PATIENCE = 0.998
 """How much of what was seen of a plan counts after each further step of its batch size."""
 
 
@@ -238,8 +238,8 @@ class CostModelSelector:
         if step.steady:
             self._costs.record(step.running, drafts, size, step.seconds)
         elif drafts and self._costs.known:
-            extra = step.seconds - self._costs.seconds(step.running, drafts, size)
-            self._catch_up += 0.25 * (max(extra, 0.0) / step.running - self._catch_up)
+            extra = self._extra(step, self._costs.seconds(step.running, drafts, size))
+            self._catch_up += 0.25 * (extra / step.running - self._catch_up)
 
     def changed(self) -> None:
         """See `StrategySelector`."""
@@ -295,13 +295,17 @@ class CostModelSelector:
         expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
         self._lost += expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
         if not step.steady:
-            self._lost += min(max(step.seconds - expected, 0.0), _MOST_LOST * expected)
+            self._lost += self._extra(step, expected)
         made = 1 + sum(step.accepted) / step.running
         worth = made / rates[bucket.current]
         # Better than expected: not the time to stop.
         self._look_steps += 1
         if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:
             self._looks_left = max(self._looks_left, 1)
+
+    def _extra(self, step: StepRecord, expected: float) -> float:
+        """Seconds beyond the expected ones that catching up took."""
+        return min(max(step.seconds - expected, 0.0), _MOST_LOST * expected)
 
     def _pays(self, running: int, bucket: _Bucket, rates: dict[DraftPlan, float]) -> bool:
         """Whether drafting gains more within `_SOON` steps than catching up with it costs."""
