@@ -58,7 +58,7 @@ def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
     for name in ("shrinking, noisy", "small"):
         world = simulated(0)[name]
         found = [play(world, CostModelSelector(plans()), plans(), seed) for seed in range(5)]
-        assert median(regret.hindsight for regret in found) < 0.04
+        assert median(regret.hindsight for regret in found) < 0.05
 
 
 def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2) -> str:
