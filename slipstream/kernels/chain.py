@@ -65,19 +65,50 @@ def _take_in(
 
 
 @kernel
+def _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
+    """`spots` from what is `given`."""
+    counts = carray(ints_at(given), (N,))
+    cached = carray(ints_at(given + 8 * N), (N,))
+    ids = carray(ints_at(given + 16 * N), (E + N,))
+    features = carray(ints_at(given + 16 * N + 8 * (E + N)), (E + N,))
+    positions = carray(ints_at(drawn_at), (N,))
+    early = carray(ints_at(spots), (4, E))
+    last = carray(ints_at(spots + 32 * E), (6, N))
+    drafted = carray(ints_at(spots + 32 * E + 48 * N), (6, N))
+    t = e = 0
+    for n in range(N):
+        first, end = n * H * head_stride, cached[n] + counts[n]
+        for slot in range(cached[n], end - 1):
+            early[0, e], early[1, e] = features[t], ids[t]
+            early[2, e], early[3, e] = min(slot, limit), first + slot * K
+            t, e = t + 1, e + 1
+        last[0, n], last[5, n] = features[t], ids[t]
+        last[1, n], last[2, n] = min(end - 1, limit), first + (end - 1) * K
+        drafted[0, n], drafted[5, n] = normed + 4 * n * D, positions[n]
+        drafted[1, n], drafted[2, n] = min(end, limit), first + end * K
+        last[3, n] = drafted[3, n] = first
+        last[4, n], drafted[4, n] = end, end + 1
+        t += 1
+
+
+@kernel
 def _chain(
-    spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
+    given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
     keys_N2, temperatures, tokens, steps,
     weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
+    if part == 0:
+        _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
+    wait(parts)
     _take_in(
         spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
         head_stride, keys, values, D, Q, H, K, size, part, parts,
     )  # fmt: skip
     begin, end = N * part // parts, N * (part + 1) // parts
     heat = carray(floats_at(temperatures), (N,))
-    # Of the last tokens, then of those that are drafted: feature, place, own, first, seen.
+    # Of the last tokens, then of those that are drafted: feature, place, own, first, seen, and the
+    # token or the position that it is drawn for.
     now = spots + 32 * E
     words, later = now + 40 * N, now + 48 * N
     positions = later + 40 * N
@@ -117,13 +148,16 @@ def _chain(
 
 @for_team
 def _chain_shared(p):
-    _chain(*to_fixed_tuple(carray(p, (40,)), 40), part_number(), part_count())
+    _chain(*to_fixed_tuple(carray(p, (42,)), 42), part_number(), part_count())
 
 
 def chain(*arguments: int, work: int) -> None:
     """Take in new tokens of N sequences, then draft `steps` tokens for each. In this order:
 
-    spots: int64, written over; E;
+    given: int64, the counts (N,) of new tokens of each sequence, at least one, and of those that it
+    has cached; the new tokens, E + N of them, sequence by sequence, and the addresses of the
+    features (D,) before them; drawn_at: the positions (N,) that the first tokens are drawn for;
+    spots: room for `chain_numbers` int64 numbers; E;
     embedding (V, D); fc, fc_start: packed, 2D to D; lm_head, lm_start: packed, `padded` outputs, of
     which V are tokens; V; padded; keys_N2, temperatures: as in `draw`;
     tokens (steps, N) int64: the result; steps;
@@ -132,10 +166,10 @@ def chain(*arguments: int, work: int) -> None:
     cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
     N, D, Q, H, K, W; size: as in `layers`.
 
-    `spots` holds, one after the other: of the E new tokens that are not the last of their sequence
-    the address of the feature (D,) before them, themselves, the place in the rotation tables, `own`
-    as in `attend`; of the last ones (N each) the address of the feature, place, own, first, seen as
-    in `attend`, and themselves; of the tokens that are drafted the addresses of the rows of
+    `spots` will hold, one after the other: of the E new tokens that are not the last of their
+    sequence the address of the feature before them, themselves, the place in the rotation tables,
+    `own` as in `attend`; of the last ones (N each) the address of the feature, place, own, first,
+    seen as in `attend`, and themselves; of the tokens that are drafted the addresses of the rows of
     `normed`, place, own, first, seen of the first one, and the position that it is drawn for.
     """
     run(_chain, _chain_shared, arguments, work)
@@ -144,3 +178,8 @@ def chain(*arguments: int, work: int) -> None:
 def most_rows(sequences: int, early: int) -> int:
     """Rows that `chain` computes at once."""
     return max(sequences, min(early, _BLOCK))
+
+
+def chain_numbers(sequences: int, early: int) -> int:
+    """Numbers that `chain` needs room for, to say where everything is."""
+    return 4 * early + 12 * sequences

@@ -11,12 +11,12 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.chain import chain, most_rows
+from slipstream.kernels.chain import chain, chain_numbers, most_rows
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder, layer_forward
@@ -24,69 +24,51 @@ from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
 
+Ints = npt.NDArray[np.int64]
+
 
 def draft_chain(
     head: PackedDraftHead,
     policy: PackedDecoder,
     kv: Tensor,
-    cached: Sequence[int],
-    ids: Sequence[Sequence[int]],
-    features: Sequence[Sequence[int]],
+    cached_N: Ints,
+    counts_N: Ints,
+    ids_T: Ints,
+    features_T: Ints,
     keys_N2: Tensor,
-    positions: Sequence[int],
+    positions_N: Tensor,
     temperatures_N: Tensor,
     steps: int,
 ) -> Tensor:
     """`steps` tokens (steps, N) in a row for each sequence, in one call, on a CPU.
 
-    Head, policy and `kv` are of one dtype. First the head takes in `ids`, at least one for each
-    sequence, with the features before them: the addresses of rows (D,), which the caller holds.
-    They go to the slots after the `cached` ones. The first token drawn from what it then predicts
-    stands at `positions`; each is fed back in its turn. Drawing is that of `sampling.choose.draw`.
+    Head, policy and `kv` are of one dtype. First the head takes in `ids`, `counts` of each
+    sequence, at least one, one sequence after the other, with the features before them: the
+    addresses of rows (D,), which the caller holds. They go to the slots after the `cached` ones.
+    The first token drawn from what it then predicts stands at `positions`; each is fed back in its
+    turn. Drawing is that of `sampling.choose.draw`.
     """
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
     c = head.config
     _, _, heads, slots, K = kv.shape
-    n, D = len(ids), c.hidden_size
+    n, D, early = len(counts_N), c.hidden_size, len(ids_T) - len(counts_N)
     V, padded = len(policy.embedding), len(present(lm_head.start))
-    limit = c.max_position_embeddings - 1
-    firsts = [row * heads * slots * K for row in range(n)]
-    ends = [start + len(part) for start, part in zip(cached, ids, strict=True)]
-    # Of all but the last of each sequence.
-    slots_before = [slot for s, e in zip(cached, ends, strict=True) for slot in range(s, e - 1)]
-    early = len(slots_before)
-    spots = [address for part in features for address in part[:-1]]
-    spots += [token for part in ids for token in part[:-1]]
-    spots += [min(slot, limit) for slot in slots_before]
-    spots += [
-        place
-        for first, s, e in zip(firsts, cached, ends, strict=True)
-        for place in range(first + s * K, first + (e - 1) * K, K)
-    ]
-    spots += [part[-1] for part in features]
-    spots += [min(end - 1, limit) for end in ends]
-    spots += [first + (end - 1) * K for first, end in zip(firsts, ends, strict=True)]
-    spots += firsts
-    spots += ends
-    spots += [part[-1] for part in ids]
     # Logits, features beside embeddings, the layer's input and output.
     most = most_rows(n, early)
     sizes = (n * padded, most * 2 * D, most * D, n * D)
     like = policy.embedding
     memory = like.new_empty(sum(sizes))
     logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
-    spots += range(normed, normed + 4 * n * D, 4 * D)
-    spots += [min(end, limit) for end in ends]
-    spots += [first + end * K for first, end in zip(firsts, ends, strict=True)]
-    spots += firsts
-    spots += [end + 1 for end in ends]
-    spots += positions
-    numbers = torch.tensor(spots)
-    tokens = numbers.new_empty(steps, n)
+    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+    positions_N = positions_N.contiguous()
+    numbers = positions_N.new_empty(chain_numbers(n, early) + steps * n)
+    tokens = numbers[-steps * n :].view(steps, n)
     layer_memory, (spare, delta, *others) = together.room(like, most)
     cos, sin = rope_table(c, like.dtype, like.device)
     chain(
+        given.ctypes.data,
+        positions_N.data_ptr(),
         numbers.data_ptr(),
         early,
         policy.embedding.data_ptr(),
@@ -111,9 +93,9 @@ def draft_chain(
         *others,
         cos.data_ptr(),
         sin.data_ptr(),
-        limit,
+        c.max_position_embeddings - 1,
         slots * K,
-        max(ends) + steps,
+        int((cached_N + counts_N).max()) + steps,
         kv.data_ptr(),
         kv.data_ptr() + kv.nbytes // 2,
         n,
@@ -125,7 +107,7 @@ def draft_chain(
         together.dtype.itemsize,
         work=together.size,
     )
-    del memory, layer_memory  # until here
+    del memory, layer_memory, given  # until here
     return tokens
 
 

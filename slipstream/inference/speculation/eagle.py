@@ -10,10 +10,10 @@ head's rotary embedding, count from there.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +21,13 @@ from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.inference.speculation.waiting import (
+    GONE,
+    Ints,
+    Row,
+    Waiting,
+    WaitingFeatures,
+)
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.draft_pass import DraftPass, draft_chain
 from slipstream.models.hf_io import copy_tensors, tensor_problems
@@ -32,25 +39,6 @@ _log = logging.getLogger(__name__)
 
 _COLUMNS = 64
 """Most columns that are caught up with at once; the mask grows with them."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """One request: `cached` slots are filled; features that it began with may wait, each with the
-    token after it."""
-
-    cached: int = 0
-    features: Tensor | None = None
-    tokens: Sequence[int] = ()
-
-
-@dataclass(slots=True)
-class _Step:
-    """What one step of the engine brought, not caught up with yet."""
-
-    row_of: dict[str, int]
-    tokens: Sequence[Sequence[int]]
-    features_NWD: Tensor
 
 
 class EagleProposer:
@@ -75,11 +63,11 @@ class EagleProposer:
         with torch.no_grad():
             self._packed: PackedDraftHead = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, Row] = {}
         self._order: list[str] = []
-        self._steps: deque[_Step] = deque()
-        self._waiting = 0
-        self._waiting_bytes = waiting_bytes
+        # The rows in that order, shared by what waits for them; None where they have changed.
+        self._batch: list[Row] | None = None
+        self._waiting = WaitingFeatures(waiting_bytes)
         self._short_of_memory = False
         self._free_cache = free_cache
 
@@ -91,10 +79,11 @@ class EagleProposer:
         features_TD: Tensor | None,
     ) -> None:
         """See `Proposer`."""
-        row = self._rows[request_id] = _Row()
+        row = self._rows[request_id] = Row(len(self._order))
         self._order.append(request_id)
+        self._batch = None
         if features_TD is not None:
-            row.features = self._as_read(features_TD)
+            row.features_TD = self._as_read(features_TD)
             row.tokens = context[len(context) - len(features_TD) :]
 
     def observe(
@@ -106,33 +95,25 @@ class EagleProposer:
         """See `Proposer`."""
         if features_NWD is None:
             raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
-        features_NWD = self._as_read(features_NWD)
-        row_of = {name: i for i, name in enumerate(request_ids)}
-        self._steps.append(_Step(row_of, tokens, features_NWD))
-        self._waiting += features_NWD.nbytes
-        while self._waiting > self._waiting_bytes:
-            oldest = self._steps.popleft()
-            self._waiting -= oldest.features_NWD.nbytes
-            for name in oldest.row_of:
-                if name in self._rows:
-                    self._rows[name] = _Row()
+        self._waiting.add(self._in_order(request_ids), tokens, self._as_read(features_NWD))
 
     def end(self, request_id: str) -> None:
         """See `Proposer`."""
-        if self._rows.pop(request_id, None) is None:
+        row = self._rows.pop(request_id, None)
+        if row is None:
             return
-        for step in self._steps:
-            # It may come back, and bring all its features.
-            step.row_of.pop(request_id, None)
-        index, last = self._order.index(request_id), len(self._order) - 1
-        if index != last:
-            moved = self._order[last]
-            if self._rows[moved].cached:
-                self._store.move(last, index, self._rows[moved].cached)
-            self._order[index] = moved
+        last = self._rows.get(self._order[-1])
+        if last is not None:
+            if last.cached:
+                self._store.move(last.index, row.index, last.cached)
+            self._order[row.index] = self._order[-1]
+            last.index = row.index
+        # It may come back, and bring all its features.
+        row.index = GONE
         self._order.pop()
+        self._batch = None
         if not self._order:
-            self._forget_steps()
+            self._waiting.clear()
             if self._free_cache:
                 self._store.release()
 
@@ -154,80 +135,80 @@ class EagleProposer:
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
-        if list(batch.request_ids) != self._order:
-            raise EngineError("the rows of the draft head are not those of the engine")
-        rows = [self._rows[name] for name in self._order]
+        rows = self._in_order(batch.request_ids)
         ours, theirs = self._packed.fc.weight.dtype, batch.policy.compute_dtype
         if ours != theirs:
             # Kernels would read past the end of one of them.
             raise EngineError(f"the policy computes in {theirs}, and the draft head in {ours}")
-        waiting = self._waiting_tokens()
-        tokens = [waiting[name] for name in self._order]
-        if not all(tokens):
+        waiting = self._waiting.of(rows)
+        if waiting is None:
             # A request came back without features; one plain step brings the first.
             return batch.chains([()] * len(rows))
-        ends = [row.cached + len(new) for row, new in zip(rows, tokens, strict=True)]
-        width = max(map(len, tokens))
-        longest = max(row.cached for row in rows) + width + plan.steps
+        starts_N = np.array([row.cached for row in rows])
+        ends_N = starts_N + waiting.counts_N
+        width = int(waiting.counts_N.max())
+        longest = int(starts_N.max()) + width + plan.steps
         if not self._store.fits(len(rows), longest):
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        starts = [row.cached for row in rows]
         if self._packed.together is not None and not batch.rows.cuts:
-            chains = self._at_once(batch, plan.steps, starts, tokens)
-            self._caught_up(ends)
-            return chains
-        features_NTD = self._waiting_features(width)
-        self._caught_up(ends)
-        columns = [
-            [*range(start, start + width), *range(end, end + plan.steps - 1)]
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        padded = [[*new] + [0] * (width - len(new)) for new in tokens]
+            drafts = draft_chain(
+                self._packed,
+                batch.policy,
+                self._store.data[0],
+                starts_N,
+                waiting.counts_N,
+                waiting.tokens_T,
+                waiting.addresses(),
+                batch.rows.keys_N2,
+                batch.positions_N,
+                batch.rows.temperature_N,
+                plan.steps,
+            ).t()
+        else:
+            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
+        for row, end in zip(rows, ends_N.tolist(), strict=True):
+            row.cached, row.features_TD, row.tokens = end, None, ()
+        self._waiting.clear()
+        return batch.chains(drafts.tolist())
+
+    def _in_order(self, request_ids: Sequence[str]) -> list[Row]:
+        if list(request_ids) != self._order:
+            raise EngineError("the rows of the draft head are not those of the engine")
+        if self._batch is None:
+            self._batch = [self._rows[name] for name in self._order]
+        return self._batch
+
+    def _by_columns(
+        self, batch: DraftBatch, steps: int, starts_N: Ints, waiting: Waiting
+    ) -> Tensor:
+        """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
+        ids_NT, features_NTD = waiting.padded()
+        width = ids_NT.shape[1]
+        ends_N1 = (starts_N + waiting.counts_N)[:, None]
+        columns = starts_N[:, None] + np.arange(width), ends_N1 + np.arange(steps - 1)
         device = batch.positions_N.device
-        slots_NC = torch.tensor(columns, device=device)
-        ids_NT = torch.tensor(padded, device=device)
+        slots_NC = torch.from_numpy(np.concatenate(columns, 1)).to(device)
+        num_keys = int(starts_N.max()) + width + steps
         done = 0
         hidden: list[Tensor] = []
         while width - done > _COLUMNS:
             part = slice(done, done + _COLUMNS)
-            early = self._pass(batch, slots_NC[:, part], longest)
+            early = self._pass(batch, slots_NC[:, part], num_keys)
             hidden.append(early.run(0, ids_NT[:, part], features_NTD[:, part]))
             done += _COLUMNS
-        run = self._pass(batch, slots_NC[:, done:], longest)
+        run = self._pass(batch, slots_NC[:, done:], num_keys)
         hidden.append(run.run(0, ids_NT[:, done:], features_NTD[:, done:]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
-        lasts = [i * width + len(new) - 1 for i, new in enumerate(tokens)]
-        hidden_ND = all_hidden.flatten(0, 1)[torch.tensor(lasts, device=device)]
+        lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
+        hidden_ND = all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
         drafts = [_choose(batch, hidden_ND, 0)]
-        for step in range(1, plan.steps):
+        for step in range(1, steps):
             column = width - done + step - 1
             hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
             drafts.append(_choose(batch, hidden_ND, step))
-        return batch.chains(torch.stack(drafts, 1).tolist())
-
-    def _at_once(
-        self,
-        batch: DraftBatch,
-        steps: int,
-        starts: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-    ) -> list[DraftTree]:
-        addresses = self._waiting_addresses()
-        drafted = draft_chain(
-            self._packed,
-            batch.policy,
-            self._store.data[0],
-            starts,
-            tokens,
-            [addresses[name] for name in self._order],
-            batch.rows.keys_N2,
-            batch.positions_N.tolist(),
-            batch.rows.temperature_N,
-            steps,
-        )
-        return batch.chains(drafted.t().tolist())
+        return torch.stack(drafts, 1)
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
@@ -235,65 +216,9 @@ class EagleProposer:
             raise EngineError(f"features are {features.dtype}, and the draft head is {self._dtype}")
         return features.contiguous()
 
-    def _caught_up(self, ends: Sequence[int]) -> None:
-        for name, end in zip(self._order, ends, strict=True):
-            row = self._rows[name]
-            row.cached, row.features, row.tokens = end, None, ()
-        self._forget_steps()
-
-    def _forget_steps(self) -> None:
-        self._steps.clear()
-        self._waiting = 0
-
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
         kv = self._store.data[0]
         return DraftPass(self._packed, batch.policy.embedding, kv, slots_NC, num_keys)
-
-    def _waiting_tokens(self) -> dict[str, list[int]]:
-        """By request, the token after each feature that waits."""
-        found = {name: list(row.tokens) for name, row in self._rows.items()}
-        for step in self._steps:
-            for name, i in step.row_of.items():
-                found[name] += step.tokens[i]
-        return found
-
-    def _waiting_addresses(self) -> dict[str, list[int]]:
-        """By request, where the features that wait lie in memory, a row each."""
-        found: dict[str, list[int]] = {}
-        for name, row in self._rows.items():
-            begun = row.features
-            found[name] = [] if begun is None else [*_addresses(begun.data_ptr(), *begun.shape)]
-        for step in self._steps:
-            start, (_, width, size) = step.features_NWD.data_ptr(), step.features_NWD.shape
-            for name, i in step.row_of.items():
-                first = start + 4 * i * width * size
-                found[name] += _addresses(first, len(step.tokens[i]), size)
-        return found
-
-    def _waiting_features(self, width: int) -> Tensor:
-        """Features that wait, (N, width, D), those of a row first."""
-        if len(self._steps) == 1 and all(self._rows[name].features is None for name in self._order):
-            (step,) = self._steps
-            index = [step.row_of[name] for name in self._order]
-            features = step.features_NWD[:, :width]
-            if index == list(range(len(features))):
-                return features
-            return features[torch.tensor(index, device=features.device)]
-        parts = [self._row_features(name) for name in self._order]
-        count, size = len(parts), parts[0][0].shape[-1]
-        padded = parts[0][0].new_zeros(count, width, size)
-        for row, part in zip(padded, parts, strict=True):
-            torch.cat(part, out=row[: sum(map(len, part))])
-        return padded
-
-    def _row_features(self, name: str) -> list[Tensor]:
-        begun = self._rows[name].features
-        found = [] if begun is None else [begun]
-        for step in self._steps:
-            if name in step.row_of:
-                i = step.row_of[name]
-                found.append(step.features_NWD[i, : len(step.tokens[i])])
-        return found
 
     def _say_short_of_memory(self, rows: int, length: int) -> None:
         if not self._short_of_memory:
@@ -304,11 +229,6 @@ class EagleProposer:
                 length,
             )
         self._short_of_memory = True
-
-
-def _addresses(first: int, count: int, size: int) -> range:
-    """Of `count` rows of `size` fp32 numbers."""
-    return range(first, first + 4 * count * size, 4 * size)
 
 
 def _choose(batch: DraftBatch, hidden_ND: Tensor, step: int) -> Tensor:

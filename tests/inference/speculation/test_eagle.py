@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
@@ -43,13 +44,20 @@ class Recorder(EagleProposer):
     """The tokens that waited, by how many drafts there were before."""
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        self.waiting[len(self.drafted)] = self._waiting_tokens()
+        self.waiting[len(self.drafted)] = self.tokens_that_wait()
         trees = super().propose(batch, plan)
         for name, position, tree in zip(
             batch.request_ids, batch.positions_N.tolist(), trees, strict=True
         ):
             self.drafted.append((name, position, [*tree.tokens[1:]]))
         return trees
+
+    def tokens_that_wait(self) -> dict[str, list[int]]:
+        waiting = self._waiting.of(self._in_order(self._order))
+        if waiting is None:
+            return {}
+        parts = np.split(waiting.tokens_T, np.cumsum(waiting.counts_N)[:-1])
+        return {name: part.tolist() for name, part in zip(self._order, parts, strict=True)}
 
 
 def recorder(decoder: Decoder) -> Recorder:
@@ -173,7 +181,7 @@ def test_features_are_kept_as_they_are_read() -> None:
         proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, size, dtype=torch.bfloat16))
     features = torch.arange(2.0 * size).view(size, 2).T
     proposer.begin("b", [3, 4], [3, 4, 5], features)
-    kept = proposer._rows["b"].features
+    kept = proposer._rows["b"].features_TD
     assert kept is not None
     assert kept.is_contiguous()
     torch.testing.assert_close(kept, features, rtol=0, atol=0)
@@ -188,8 +196,8 @@ def test_what_waits_is_bounded() -> None:
     for request in requests:
         engine.add(request)
     done = [g for _ in range(9) for g in engine.step()]
-    assert len(proposer._steps) == 2
-    assert proposer._waiting == 768
+    assert len(proposer._waiting) == 2
+    assert proposer._waiting.nbytes == 768
     engine.plan = DraftPlan.chain(3)
     while engine.has_work():
         done += engine.step()
