@@ -60,6 +60,8 @@ class World:
     rates: Callable[[int, int], Sequence[float]]
     """Of (step, running): how often the draft of each depth is right after right ones."""
     noise: float = _NOISE
+    taking_in: float = 0.0
+    """Seconds that a drafter which has rested needs for each token that was written meanwhile."""
 
     def rate(self, step: int, drafts: int) -> float:
         """Tokens a second and request."""
@@ -80,30 +82,35 @@ class Regret:
 
 def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], seed: int) -> Regret:
     """Let a selector that knows `plans` go through a world. What it is charged for is the expected
-    time of its plans: luck, and catching up where nothing had been drafted, only reach it."""
-    rng, spent, drafting, before = random.Random(seed), 0.0, 0.0, OFF
+    time of its plans, and for taking in what was written while it did not draft: luck only reaches
+    it."""
+    rng, spent, drafting, missed = random.Random(seed), 0.0, 0.0, 0
     hindsight = _best_of_each_size(world, plans)
     best = sharpest = 0.0
     for step, running in enumerate(world.sizes):
         plan = selector.select(running)
         seconds = world.seconds(step, running, plan.steps)
+        # Requests that come anew bring what there is to know of them.
+        grown = step > 0 and running > world.sizes[step - 1]
+        missed = 0 if grown else missed
+        late = missed * running * world.taking_in if plan != OFF else 0.0
         accepted = _drawn(world.rates(step, running), plan.steps, running, rng)
         selector.record(
             StepRecord(
                 running=running,
                 plan=plan,
-                seconds=seconds * math.exp(rng.gauss(0, world.noise)),
+                seconds=(seconds + late) * math.exp(rng.gauss(0, world.noise)),
                 drafted=[plan.steps] * running if plan.steps else [],
                 accepted=accepted if plan.steps else [],
-                steady=plan == OFF or before != OFF,
+                steady=plan == OFF or not missed,
             )
         )
         tokens = world.rate(step, plan.steps) * seconds
-        spent += seconds
+        spent += seconds + late
         drafting += seconds * (plan != OFF)
         best += tokens / world.rate(step, hindsight[bucket_of(running)].steps)
         sharpest += tokens / max(world.rate(step, p.steps) for p in plans)
-        before = plan
+        missed = missed + 1 if plan == OFF else 0
     return Regret(
         seconds=spent,
         hindsight=1 - best / spent,
@@ -170,7 +177,7 @@ def simulated(seed: int) -> dict[str, World]:
     worlds = {f"still, {size}": World([size] * 1000, _two_cores, good) for size in (1, 4, 16, 64)}
     worlds["shrinking"] = World(shrinking * 4, _two_cores, good)
     worlds["shrinking, noisy"] = World(shrinking * 4, _two_cores, good, _NOISY)
-    worlds["small"] = World(short * 12, _two_cores_small, fair, _NOISY)
+    worlds["small"] = World(short * 12, _two_cores_small, fair, _NOISY, 1.6e-6)
     worlds["drifting, 2"] = World([2] * 4000, _two_cores, drifting)
     worlds["drifting, 16"] = World([16] * 4000, _two_cores, drifting)
     worlds["moods, 2"] = World([2] * 2000, moody, good)

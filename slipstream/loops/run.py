@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -107,8 +108,13 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
-                yield open_run(config, folder, progress, interrupt, compute, stages)
+                run = open_run(config, folder, progress, interrupt, compute, stages)
+                # A full collection would look through all modules again: a tenth of a second, in
+                # the middle of a rollout.
+                gc.freeze()
+                yield run
             finally:
+                gc.unfreeze()
                 close_parts(stages, compute)
     finally:
         forced.cancel()

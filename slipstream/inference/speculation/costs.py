@@ -80,6 +80,8 @@ class StepCosts:
         size = len(_features(1, 0))
         self._left, self._right = np.zeros((size, size)), np.zeros(size)
         self._weights: list[float] = []
+        # Seconds by these weights: asked for in every step.
+        self._fitted: dict[tuple[int, int], float] = {}
         self._unfitted: list[list[float]] = []
         self._steps = 0
         # Contexts grow longer, a machine is busy.
@@ -135,7 +137,11 @@ class StepCosts:
         # model's step.
         if not self._weights or len(self._unfitted) >= min(1 + self._steps // 8, _REFIT):
             self._take_in()
-        return max(self._fit(running, drafts), 1e-12)
+        known = self._fitted.get((running, drafts))
+        if known is None:
+            pairs = zip(_features(running, drafts), self._weights, strict=True)
+            known = self._fitted[running, drafts] = max(sum(x * w for x, w in pairs), 1e-12)
+        return known
 
     def _take_in(self) -> None:
         if self._unfitted:
@@ -145,11 +151,8 @@ class StepCosts:
             self._left = _FADE ** len(rows) * self._left + rows.T @ (kept[:, None] * rows)
             self._right = _FADE ** len(rows) * self._right + rows.T @ (kept * targets)
             self._unfitted.clear()
+        self._fitted.clear()
         self._weights = _least_squares(self._left.tolist(), self._right.tolist(), self._weights)
-
-    def _fit(self, running: int, drafts: int) -> float:
-        pairs = zip(_features(running, drafts), self._weights, strict=True)
-        return sum(x * w for x, w in pairs)
 
 
 def _least_squares(left: list[list[float]], right: list[float], start: list[float]) -> list[float]:

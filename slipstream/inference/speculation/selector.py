@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from math import inf
 from typing import Protocol
 
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.rest import Rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,20 +81,14 @@ _TOUR = 4
 """Steps of a look before which nothing was drafted. To catch up is what it costs most, so after
 every `_LOOK` steps another plan may be looked at, or the same one again."""
 
-_DECIDE = 4
+_DECIDE = 6
 """Steps between two decisions at one batch size; without drafts twice as many."""
 
-_SAMPLED = 4
+_SAMPLED = 8
 """Of steady steps without drafts one in so many is learned from: they are many and alike, and in a
 small model what is computed here would show."""
 
-_SOON = 32
-"""Steps in which drafting must have paid for its beginning: batches change."""
-
 _LONGEST_LOOK = 16
-
-_MOST_LOST = 2.0
-"""Steps' worth that catching up may be held to have cost: beyond that something else ran."""
 
 _FORGET = 0.998
 """What a step without drafts leaves of what is known about acceptance."""
@@ -176,12 +173,11 @@ class CostModelSelector:
         self._looking: DraftPlan | None = None
         self._looks_left = self._look_steps = 0
         self._spent = self._lost = 0.0
-        # Whether the last step did not draft, and what the first that does then takes longer, in
-        # seconds for each request.
-        self._behind, self._catch_up = False, 0.0
+        self._rest = Rest()
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
+        self._rest.batch(running, bucket_of(running))
         if self._threshold is not None and running > self._threshold:
             return OFF
         bucket = self._bucket(running)
@@ -189,10 +185,12 @@ class CostModelSelector:
             return OFF
         if self._looks_left and self._looking is not None:
             if self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
-                another = self._worth_a_look(bucket, self._rates(running))
+                rates = self._rates(running)
+                another = self._worth_a_look(bucket, rates, rates[bucket.current])
                 self._looking = another or self._looking
             return self._looking
-        if bucket.seen.steps < bucket.decide_at:
+        begins = bucket.current != OFF and self._rest.missed > 0
+        if bucket.seen.steps < bucket.decide_at and not begins:
             return bucket.current
         pause = 2 * _DECIDE if bucket.current == OFF else _DECIDE
         bucket.decide_at = bucket.seen.steps + pause
@@ -200,13 +198,16 @@ class CostModelSelector:
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
-        if self._behind and bucket.current != OFF and not self._pays(running, bucket, rates):
+        beginning = self._rest.cost(self._row(running))
+        least = self._least_rate(running, rates[OFF], beginning)
+        if rates[bucket.current] < least:
             bucket.current = OFF
         rested = bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
-        if rested and self._lost <= self._allowed(running):
-            look = self._worth_a_look(bucket, rates)
+        # The first look at a batch size is worth what it costs.
+        if rested and (not bucket.looks or self._lost + beginning <= self._allowed(running)):
+            look = self._worth_a_look(bucket, rates, max(rates[bucket.current], least))
             if look is not None:
-                steps = _TOUR if self._behind else _LOOK
+                steps = _TOUR if self._rest.missed else _LOOK
                 self._looking, self._looks_left, self._look_steps = look, steps, 0
                 bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + steps
                 return look
@@ -214,12 +215,12 @@ class CostModelSelector:
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
-        bucket = self._bucket(step.running)
+        bucket, size = self._bucket(step.running), bucket_of(step.running)
         self._spent += step.seconds
         if step.plan == OFF and step.steady and not self._looks_left and self._costs.known:
-            self._behind = True
             bucket.plain += 1
             if bucket.plain % _SAMPLED:
+                self._rest.stepped(1.0, drafted=False)
                 bucket.seen.steps += 1
                 return
         if step.drafted:
@@ -233,13 +234,13 @@ class CostModelSelector:
             self._looked(step, bucket)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
-        self._behind = not step.drafted
-        size, drafts = bucket_of(step.running), max(step.drafted, default=0)
+        drafts = max(step.drafted, default=0)
         if step.steady:
             self._costs.record(step.running, drafts, size, step.seconds)
-        elif drafts and self._costs.known:
-            extra = self._extra(step, self._costs.seconds(step.running, drafts, size))
-            self._catch_up += 0.25 * (extra / step.running - self._catch_up)
+        elif drafts and self._rest.missed and self._costs.known:
+            extra = step.seconds - self._costs.seconds(step.running, drafts, size)
+            self._rest.took_in(extra, self._row(step.running))
+        self._rest.stepped(1 + sum(step.accepted) / step.running, drafted=drafts > 0)
 
     def changed(self) -> None:
         """See `StrategySelector`."""
@@ -295,7 +296,7 @@ class CostModelSelector:
         expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
         self._lost += expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
         if not step.steady:
-            self._lost += self._extra(step, expected)
+            self._lost += self._rest.cost(self._row(step.running))
         made = 1 + sum(step.accepted) / step.running
         worth = made / rates[bucket.current]
         # Better than expected: not the time to stop.
@@ -303,24 +304,30 @@ class CostModelSelector:
         if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:
             self._looks_left = max(self._looks_left, 1)
 
-    def _extra(self, step: StepRecord, expected: float) -> float:
-        """Seconds beyond the expected ones that catching up took."""
-        return min(max(step.seconds - expected, 0.0), _MOST_LOST * expected)
+    def _row(self, running: int) -> float:
+        """Seconds that one more row of each request takes, for each."""
+        size, costs = bucket_of(running), self._costs
+        more = costs.seconds(running, 1, size) - costs.seconds(running, 0, size)
+        return max(more, 0.0) / running
 
-    def _pays(self, running: int, bucket: _Bucket, rates: dict[DraftPlan, float]) -> bool:
-        """Whether drafting gains more within `_SOON` steps than catching up with it costs."""
-        gain = rates[bucket.current] / rates[OFF] - 1
-        step = self._costs.seconds(running, 0, bucket_of(running))
-        return _SOON * gain * step > self._catch_up * running
+    def _least_rate(self, running: int, plain: float, beginning: float) -> float:
+        """What a plan must yield, where without drafts it is `plain`, to gain more while the batch
+        lasts than its `beginning` costs."""
+        size = bucket_of(running)
+        lasts = self._costs.seconds(running, 0, size) * self._rest.horizon(size)
+        return plain / (1 - beginning / lasts) if beginning < lasts else inf
 
     def _allowed(self, running: int) -> float:
         """Seconds that looks may have lost by now: at the beginning, some steps' worth."""
         step = self._costs.seconds(running, 0, bucket_of(running))
         return self._exploration * self._spent + 2 * step
 
-    def _worth_a_look(self, bucket: _Bucket, rates: dict[DraftPlan, float]) -> DraftPlan | None:
-        """A plan other than the current one that, as little as is known of it, might be better."""
-        found, most = None, rates[bucket.current]
+    def _worth_a_look(
+        self, bucket: _Bucket, rates: dict[DraftPlan, float], least: float
+    ) -> DraftPlan | None:
+        """A plan other than the current one that, as little as is known of it, might yield more
+        than `least`."""
+        found, most = None, least
         for plan, rate in rates.items():
             if plan == bucket.current:
                 continue
@@ -332,6 +339,7 @@ class CostModelSelector:
         return found
 
 
+@cache
 def bucket_of(running: int) -> int:
     """Batch sizes that are measured together: 1, 2, 3, 4, then two to a doubling (6, 8, 12 ...)."""
     size = 4

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
+from statistics import mean
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
 
 def test_a_machine_with_moods_is_seldom_misjudged() -> None:
     # For 20 to 120 steps all steps take longer, or less long: neighbours on the same hardware.
-    poor = 0
+    shares = []
     for seed in range(40):
         moods: list[float] = []
         rng = random.Random(seed)
@@ -140,8 +141,9 @@ def test_a_machine_with_moods_is_seldom_misjudged() -> None:
         )
         rate = sum(made(16, plan, 0.85) for plan in plans) * 16
         rate /= sum(cpu(16, plan.steps) for plan in plans)
-        poor += rate < 0.95 * best_rate(16, 0.85)
-    assert poor <= 2
+        shares.append(rate / best_rate(16, 0.85))
+    assert mean(shares) > 0.97
+    assert sum(share < 0.95 for share in shares) <= 4
 
 
 def test_what_disturbs_a_look_does_not_end_looking() -> None:
@@ -152,7 +154,7 @@ def test_what_disturbs_a_look_does_not_end_looking() -> None:
         simulate(selector, [32] * 60, acceptance=lambda _: 0.85, seed=2 * seed)
         _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.85, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 2
+    assert poor <= 4
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
@@ -194,7 +196,7 @@ def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_bef
         return cpu(running, drafts) * (1 + count / 500)
 
     _, _, plans = simulate(selector, [1] * 1500, cost=slowing)
-    assert sum(plan.steps >= 2 for plan in plans[-500:]) > 480
+    assert sum(plan.steps >= 2 for plan in plans[-500:]) > 470
 
 
 def test_beyond_the_threshold_nothing_is_drafted() -> None:
@@ -217,18 +219,48 @@ def test_plans_must_be_chains() -> None:
         CostModelSelector([])
 
 
-def test_of_plain_steps_some_are_learned_from_and_all_leave_the_head_behind() -> None:
+def test_of_plain_steps_some_are_learned_from_and_all_count_as_missed() -> None:
     selector = CostModelSelector(PLANS)
-    for seconds in (*[1.0] * 40, *[2.0] * 400):
+    for seconds in (*[1.0] * 80, *[2.0] * 800):
         selector.record(StepRecord(running=4, plan=OFF, seconds=seconds))
     assert selector._costs.seconds(4, 0, bucket_of(4)) == pytest.approx(2.0, rel=0.1)
-    assert selector._buckets[bucket_of(4)].seen.steps == 440
-    assert selector._spent == pytest.approx(40 + 800)
+    assert selector._buckets[bucket_of(4)].seen.steps == 880
+    assert selector._spent == pytest.approx(80 + 1600)
     plan, drafted, accepted = DraftPlan.chain(3), [3] * 4, [2] * 4
     draft = StepRecord(running=4, plan=plan, seconds=3.0, drafted=drafted, accepted=accepted)
-    behind = []
-    for _ in range(4):
-        for step in (draft, StepRecord(running=4, plan=OFF, seconds=2.0)):
+    missed = []
+    for _ in range(3):
+        for seconds in (3.0, 2.0, 2.0):
+            step = draft if seconds == 3 else StepRecord(running=4, plan=OFF, seconds=seconds)
             selector.record(step)
-            behind.append(selector._behind)
-    assert behind == [False, True] * 4
+            missed.append(selector._rest.missed)
+    assert missed == [0, 1, 2] * 3
+
+
+def test_drafting_begins_again_only_where_it_pays_for_what_was_missed() -> None:
+    # From sixteen requests on drafts cost more than they gain, at two they gain a quarter; but what
+    # was written meanwhile must be taken in first.
+    def steps_with_drafts(taking_in: float, tail: int) -> float:
+        selector, used, missed = CostModelSelector(PLANS), 0, 0
+        for rollout in range(12):
+            for running in [16] * 200 + [2] * tail:
+                plan = selector.select(running)
+                late = missed * running * taking_in if plan != OFF else 0.0
+                rows = running * (plan.steps + 1)
+                step = StepRecord(
+                    running=running,
+                    plan=plan,
+                    seconds=4 + 0.8 * rows + (0.5 + 0.3 * running) * plan.steps + late,
+                    drafted=[plan.steps] * running if plan.steps else [],
+                    accepted=[1] * running if plan.steps else [],
+                    steady=plan == OFF or not missed,
+                )
+                selector.record(step)
+                missed = missed + 1 if plan == OFF else 0
+                used += rollout >= 6 and running == 2 and plan != OFF
+            missed = 0  # new requests
+        return used / 6 / tail
+
+    assert steps_with_drafts(0.0, 100) > 0.8
+    assert steps_with_drafts(0.1, 5) < 0.3
+    assert steps_with_drafts(0.1, 400) > 0.8

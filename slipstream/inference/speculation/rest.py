@@ -1,0 +1,68 @@
+"""What a drafter that rests has missed, and how long it will be of use once it begins again.
+
+To begin, it has to take in what was written meanwhile; it pays if the batch lasts long enough. The
+batches of rollouts shrink until the next one begins, each about like the one before. Used by
+`selector`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_SOON = 32.0
+"""Tokens of a request that a batch is held to last for at least, where none like it has ended."""
+
+_SHARE = 0.02
+"""What taking in a token takes, before it has been seen: of what a row of the policy takes."""
+
+_TRUST = 1000.0
+"""Tokens taken in that count as much as that."""
+
+_FADE = 0.9
+
+
+@dataclass(slots=True)
+class Rest:
+    """Counts tokens of each request, `written` by the batch and `missed` by the drafter."""
+
+    missed: float = 0.0
+    written: float = 0.0
+    _running: int = 0
+    _taken_in: float = 0.0
+    _seconds: float = 0.0
+    # By class of batch sizes: since when, and how long such a batch has lasted until it grew.
+    _since: dict[int, float] = field(default_factory=dict)
+    _lasted: dict[int, float] = field(default_factory=dict)
+
+    def batch(self, running: int, bucket: int) -> None:
+        """A step of so many requests comes; `bucket` stands for batches of about that size."""
+        if running > self._running:
+            for other in [other for other in self._since if other < bucket]:
+                lasted = self.written - self._since.pop(other)
+                self._lasted[other] = (self._lasted.get(other, lasted) + lasted) / 2
+            # New requests bring what there is to know of them.
+            self.missed *= self._running / running
+        self._running = running
+        self._since.setdefault(bucket, self.written)
+
+    def stepped(self, made: float, drafted: bool) -> None:
+        """The step has written `made` tokens a request."""
+        self.written += made
+        self.missed = 0.0 if drafted else self.missed + made
+
+    def took_in(self, seconds: float, row: float) -> None:
+        """It took `seconds` to catch up in the step that comes, where a row takes `row`."""
+        tokens = self.missed * self._running
+        self._taken_in = _FADE * self._taken_in + tokens
+        # More than what the policy itself would have taken is something else that ran.
+        self._seconds = _FADE * self._seconds + min(max(seconds, 0.0), row * tokens)
+
+    def cost(self, row: float) -> float:
+        """Seconds to catch up now, where a row takes `row`."""
+        known = self._seconds + _SHARE * row * _TRUST
+        return self.missed * self._running * known / (self._taken_in + _TRUST)
+
+    def horizon(self, bucket: int) -> float:
+        """Tokens of a request that the batch is expected to write from when it became so small."""
+        lasted = self._lasted.get(bucket)
+        return max(_SOON, self.written - self._since[bucket]) if lasted is None else lasted
