@@ -85,8 +85,8 @@ _DECIDE = 6
 """Steps between two decisions at one batch size; without drafts twice as many."""
 
 _SAMPLED = 8
-"""Of steady steps without drafts one in so many is learned from: they are many and alike, and in a
-small model what is computed here would show."""
+"""Of steps without drafts one in so many is thought about and learned from: they are many and
+alike, and in a small model what is computed here would show."""
 
 _LONGEST_LOOK = 16
 
@@ -130,8 +130,6 @@ class _Bucket:
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     current: DraftPlan = OFF
     seen: _Seen = field(default_factory=_Seen)
-    plain: int = 0
-    """Steady steps without drafts."""
     looks: int = 0
     looked_at: int = 0
     decide_at: int = 0
@@ -174,9 +172,26 @@ class CostModelSelector:
         self._looks_left = self._look_steps = 0
         self._spent = self._lost = 0.0
         self._rest = Rest()
+        # How many more steps without drafts go by without a thought, at which batch size, and how
+        # many have.
+        self._asleep = False
+        self._sleep = self._slept_at = self._slept = self._running = 0
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
+        size = bucket_of(running)
+        self._asleep = self._sleep > 0 and size == self._slept_at and running <= self._running
+        self._running = running
+        if self._asleep:
+            self._sleep -= 1
+            return OFF
+        self._wake()
+        plan = self._chosen(running)
+        if plan == OFF and not self._looks_left and self._costs.known:
+            self._sleep, self._slept_at = _SAMPLED - 1, size
+        return plan
+
+    def _chosen(self, running: int) -> DraftPlan:
         self._rest.batch(running, bucket_of(running))
         if self._threshold is not None and running > self._threshold:
             return OFF
@@ -215,14 +230,11 @@ class CostModelSelector:
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
-        bucket, size = self._bucket(step.running), bucket_of(step.running)
         self._spent += step.seconds
-        if step.plan == OFF and step.steady and not self._looks_left and self._costs.known:
-            bucket.plain += 1
-            if bucket.plain % _SAMPLED:
-                self._rest.stepped(1.0, drafted=False)
-                bucket.seen.steps += 1
-                return
+        if self._asleep:
+            self._slept += 1
+            return
+        bucket, size = self._bucket(step.running), bucket_of(step.running)
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
@@ -260,6 +272,13 @@ class CostModelSelector:
             for size in self._buckets
         ]
         return max(found, default=None)
+
+    def _wake(self) -> None:
+        """Take account of the steps slept through."""
+        if self._slept:
+            self._bucket(self._slept_at).seen.steps += self._slept
+            self._rest.stepped(float(self._slept), drafted=False)
+        self._sleep = self._slept = 0
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)
