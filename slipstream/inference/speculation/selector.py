@@ -93,6 +93,10 @@ _LONGEST_LOOK = 16
 _FORGET = 0.998
 """What a step without drafts leaves of what is known about acceptance."""
 
+_DRAFTING = 0.03
+"""What drafting costs beyond the seconds of its steps, and where nearly nothing is gained, being
+wrong: less than so much more is no reason to draft."""
+
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
 
@@ -210,6 +214,7 @@ class CostModelSelector:
         pause = 2 * _DECIDE if bucket.current == OFF else _DECIDE
         bucket.decide_at = bucket.seen.steps + pause
         rates = self._rates(running)
+        rates[OFF] *= 1 + _DRAFTING
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best

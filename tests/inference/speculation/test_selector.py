@@ -147,14 +147,14 @@ def test_a_machine_with_moods_is_seldom_misjudged() -> None:
 
 
 def test_what_disturbs_a_look_does_not_end_looking() -> None:
-    # One step in a hundred takes five times as long, whatever it does. Drafts gain 8 % at best.
+    # One step in a hundred takes five times as long, whatever it does. Drafts gain 15 % at best.
     poor = 0
     for seed in range(60):
         selector = CostModelSelector(PLANS)
-        simulate(selector, [32] * 60, acceptance=lambda _: 0.85, seed=2 * seed)
-        _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.85, seed=2 * seed + 1)
+        simulate(selector, [32] * 60, acceptance=lambda _: 0.9, seed=2 * seed)
+        _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.9, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 4
+    assert poor <= 2
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
