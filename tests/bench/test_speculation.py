@@ -18,6 +18,7 @@ from slipstream.bench.speculation import (
     PLAIN,
     SELECTOR,
     SpeculationBench,
+    best_of_others,
     grid_table,
     most_possible,
     run_grid,
@@ -90,6 +91,13 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     # Natural responses end by themselves or at the limit.
     natural = trained.natural_responses(toy, 1.0, torch.float32)
     assert natural.lengths == [37] * 8
+
+
+def test_what_won_a_round_by_luck_is_not_the_best_in_it() -> None:
+    # "b" is faster in the second and third round, "a" in the others.
+    seconds = {"a": [1.0, 1.1, 1.1, 1.0], "b": [1.2, 0.5, 0.6, 1.2]}
+    assert best_of_others(seconds) == [1.2, 1.1, 1.1, 1.2]
+    assert best_of_others({"a": [2.0], "b": [1.0]}) == [1.0]
 
 
 def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 _FADE = 0.99
@@ -33,10 +34,10 @@ class AcceptanceCurve:
             keep = slow if depth < deepest else _FADE
             self._right[depth] *= keep
             self._tried[depth] *= keep
-        for drafts, right in zip(drafted, accepted, strict=True):
+        for (drafts, right), count in Counter(zip(drafted, accepted, strict=True)).items():
             for depth in range(min(drafts, right + 1)):
-                self._tried[depth] += 1
-                self._right[depth] += depth < right
+                self._tried[depth] += count
+                self._right[depth] += count if depth < right else 0
 
     def forget(self, keep: float) -> None:
         """Let what was seen count only `keep` times as much."""
