@@ -10,8 +10,8 @@ what more SFT would have added. Everything here can be done with `slipstream tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,9 @@ PROBLEMS = 1024
 
 COMPARED = 64
 """Responses that are decoded plainly and with drafts, in turns."""
+
+FEW = 4
+"""So many of them at a time, as at the end of a rollout."""
 
 DRAFT = "draft"
 """Where in the run folder the draft head is."""
@@ -198,8 +201,8 @@ def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
 
 async def _stages(
     run: Run, clock: Clock, sft_control: bool
-) -> tuple[list[Rated], SideBySide | None] | None:
-    """Policies and the comparison of decoding, None where the run was stopped."""
+) -> tuple[list[Rated], list[SideBySide]] | None:
+    """Policies and the comparisons of decoding, None where the run was stopped."""
     speculation = run.config.speculative.enable
     sft = await sft_phase(run)
     if sft is None:
@@ -228,7 +231,7 @@ async def _stages(
         clock.lap("sft_control")
         rated.append(await rate(run, "after more SFT", continued))
         clock.lap("evaluate")
-    compared = None
+    compared: list[SideBySide] = []
     if speculation:
         compared = await compare_decoding(run, huggingface_folder(policy))
         clock.lap("compare")
@@ -278,11 +281,14 @@ async def train_head(run: Run, policy: Path) -> Path | None:
     )
 
 
-async def compare_decoding(run: Run, policy: Path) -> SideBySide:
-    """`COMPARED` responses of `policy`, with drafts and without."""
+async def compare_decoding(run: Run, policy: Path) -> list[SideBySide]:
+    """`COMPARED` responses of `policy` at once and some of them a few at a time, as at the end of a
+    rollout; each with drafts and without."""
     config = run.config
     prompts = build.validation_prompts(config, run.tokenizer, run.task, count=COMPARED)
-    run.progress.note(f"{COMPARED} responses, decoded plainly and with drafts, in turns")
+    run.progress.note(
+        f"{COMPARED} responses at once, and some {FEW} at a time: plainly and with drafts, in turns"
+    )
 
     def make(speculate: Callable[[str], None] | None) -> InferenceEngine:
         decoder = load_checkpoint(policy)
@@ -291,9 +297,13 @@ async def compare_decoding(run: Run, policy: Path) -> SideBySide:
     plain = run.compute.run(lambda: make(None))
     drafting = run.compute.run(lambda: make(run.progress.note))
     try:
-        return await side_by_side(
-            plain, drafting, prompts, run.rewards, build.eval_settings(config)
-        )
+        settings = build.eval_settings(config)
+        return [
+            await side_by_side(
+                plain, drafting, prompts[:count], run.rewards, settings, at_once=at_once
+            )
+            for count, at_once in ((COMPARED, COMPARED), (COMPARED // 4, FEW))
+        ]
     finally:
         close_parts(run.stages, plain, drafting)
 
@@ -331,7 +341,7 @@ def summarize(
     clock: Clock,
     recipe: str,
     dtype: str,
-    compared: SideBySide | None = None,
+    compared: Sequence[SideBySide] = (),
 ) -> dict[str, Any]:
     """Everything the table says, and what it was made with, as JSON values."""
     by_name = {r.name: r for r in rated}
@@ -379,23 +389,19 @@ def summarize(
         "rollout_log_probs_differing": sum(
             m["training/rollout_log_probs_differing"] for m in steps
         ),
-        **({} if compared is None else decoding_summary(compared)),
+        **(decoding_summary(compared) if compared else {}),
         "versions": {"slipstream": __version__, "torch": str(torch.__version__)},
     }
 
 
-def decoding_summary(compared: SideBySide) -> dict[str, Any]:
-    """What the comparison of decoding says, as JSON values."""
+def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
+    """What the comparisons of decoding say, as JSON values: the first one first."""
+    drafting = [pair for pair in compared if pair.on_fraction > 0]
     return {
-        "rollout_speedup": compared.speedup,
-        "tokens_identical": compared.identical,
-        "accept_length": compared.accept_length,
-        "rollout_comparison": {
-            "tokens": compared.tokens,
-            "plain_seconds": compared.plain_seconds,
-            "speculative_seconds": compared.speculative_seconds,
-            "rounds": compared.rounds,
-        },
+        "rollout_speedup": compared[0].speedup,
+        "tokens_identical": all(pair.identical for pair in compared),
+        "accept_length": drafting[0].accept_length if drafting else 1.0,
+        "rollout_comparison": [{**asdict(pair), "speedup": pair.speedup} for pair in compared],
     }
 
 
@@ -445,14 +451,8 @@ def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict
         highlight=False,
     )
     if "rollout_speedup" in summary:
-        pair = summary["rollout_comparison"]
-        console.print(
-            f"the same {pair['tokens']} tokens: plain {pair['plain_seconds']:.2f} s, speculative "
-            f"{pair['speculative_seconds']:.2f} s ({summary['rollout_speedup']:.2f}x), identical "
-            f"{'yes' if summary['tokens_identical'] else 'NO'}, mean accepted length "
-            f"{summary['accept_length']:.2f}",
-            highlight=False,
-        )
+        for pair in summary["rollout_comparison"]:
+            console.print(_compared(pair), highlight=False)
     policy = huggingface_folder(output / f"global_step_{summary['steps']['rl']}")
     console.print(f"picture      {output / PICTURE}", highlight=False)
     console.print(f"summary      {output / SUMMARY}", highlight=False)
@@ -475,6 +475,18 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
     learned = [(b, a) for b, a in pairs if a.reward > 0 and b.reward == 0]
     failed = [(b, a) for b, a in pairs if a.reward == 0]
     return [*learned[:2], *failed[:1]]
+
+
+def _compared(pair: Mapping[str, Any]) -> str:
+    drafts = f"mean accepted length {pair['accept_length']:.2f}"
+    if not pair["on_fraction"]:
+        drafts = "nothing drafted: with so many at once no draft plan gains here"
+    return (
+        f"the same {pair['tokens']} tokens, {pair['responses']} responses"
+        + (" at once" if pair["at_once"] == pair["responses"] else f", {pair['at_once']} at a time")
+        + f": plain {pair['plain_seconds']:.2f} s, speculative {pair['speculative_seconds']:.2f} s "
+        f"({pair['speedup']:.2f}x), identical {'yes' if pair['identical'] else 'NO'}, {drafts}"
+    )
 
 
 def _marked(sample: Sample) -> str:

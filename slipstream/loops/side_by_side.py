@@ -16,13 +16,17 @@ from slipstream.types import Prompt, Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
     """Seconds are those of engine steps, medians over `rounds`; `identical` compares token ids and
-    log-probs of every round, bit for bit."""
+    log-probs of every round, bit for bit. `at_once` responses run together; drafts are made in
+    `on_fraction` of the decoding time, and where in none, `accept_length` is 1."""
 
+    responses: int
+    at_once: int
     tokens: int
     plain_seconds: float
     speculative_seconds: float
     identical: bool
     accept_length: float
+    on_fraction: float
     rounds: int
 
     @property
@@ -38,11 +42,13 @@ async def side_by_side(
     rewards: RewardManager,
     settings: EvalSettings,
     *,
+    at_once: int,
     rounds: int = 9,
     warm_up: int = 3,
 ) -> SideBySide:
-    """Answer `prompts` with each engine in turns, after some rounds to warm up: in a run, too, the
-    selector has measured its plans over many steps."""
+    """Answer `prompts`, `at_once` at a time, with each engine in turns, after some rounds to warm
+    up: in a run, too, the selector has measured its plans over many steps."""
+    groups = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
     engines = {"plain": plain, "speculative": speculative}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens, identical = 0, True
@@ -53,19 +59,23 @@ async def side_by_side(
         written: list[list[tuple[list[int], list[float]]]] = []
         for name, engine in engines.items():
             start = _compute_seconds(engine.stats())
-            evaluation = await run_evaluation([engine], prompts, rewards, settings)
+            evaluations = [await run_evaluation([engine], g, rewards, settings) for g in groups]
             if number >= warm_up:
                 seconds[name].append(_compute_seconds(engine.stats()) - start)
-            samples = [sample for group in evaluation.groups for sample in group.samples]
+            samples = [s for e in evaluations for group in e.groups for s in group.samples]
             written.append([_bits(sample) for sample in samples])
             tokens = sum(sample.response_length for sample in samples)
         identical = identical and written[0] == written[1]
+    drafted = speculative.stats().since(before)
     return SideBySide(
+        responses=len(prompts),
+        at_once=at_once,
         tokens=tokens,
         plain_seconds=median(seconds["plain"]),
         speculative_seconds=median(seconds["speculative"]),
         identical=identical,
-        accept_length=speculative.stats().since(before).accept_length,
+        accept_length=drafted.accept_length,
+        on_fraction=drafted.on_fraction,
         rounds=rounds,
     )
 

@@ -34,11 +34,20 @@ def test_it_trains_compares_and_sums_up(
     assert summary["seconds"].keys() == phases
     assert summary["tokens_identical"] is True
     assert summary["accept_length"] >= 1
+    together, few = summary["rollout_comparison"]
+    assert (together["responses"], together["at_once"]) == (64, 64)
+    assert (few["responses"], few["at_once"]) == (16, 4)
+    assert 0 < few["tokens"] < together["tokens"]
     assert summary["rollout_speedup"] == pytest.approx(
-        summary["rollout_comparison"]["plain_seconds"]
-        / summary["rollout_comparison"]["speculative_seconds"]
+        together["plain_seconds"] / together["speculative_seconds"]
     )
-    assert "identical yes, mean accepted length" in " ".join(shown.split())
+    text = " ".join(shown.split())
+    for part in (
+        "64 responses at once: plain",
+        "16 responses, 4 at a time: plain",
+        "identical yes",
+    ):
+        assert part in text
     assert "Speculative decoding enabled: draft head" in shown
     gain, low, high = summary["accuracy_ci"]["rl_minus_sft"]
     assert gain == pytest.approx(summary["accuracy_rl"] - summary["accuracy_sft"])
