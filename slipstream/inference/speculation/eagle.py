@@ -23,13 +23,12 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.waiting import (
     GONE,
-    Ints,
     Row,
     Waiting,
     WaitingFeatures,
 )
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
-from slipstream.models.draft_pass import DraftPass, draft_chain
+from slipstream.models.draft_pass import DraftPass, Ints, draft_chain
 from slipstream.models.hf_io import copy_tensors, tensor_problems
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
@@ -59,7 +58,7 @@ class EagleProposer:
         `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
         device = head.fc.weight.device
-        self._dtype = activation_dtype(dtype, device)
+        self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
         with torch.no_grad():
             self._packed: PackedDraftHead = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
@@ -103,6 +102,7 @@ class EagleProposer:
         if row is None:
             return
         last = self._rows.get(self._order[-1])
+        # None where it is the last one itself.
         if last is not None:
             if last.cached:
                 self._store.move(last.index, row.index, last.cached)
@@ -212,8 +212,10 @@ class EagleProposer:
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
-        if features.dtype != self._dtype:
-            raise EngineError(f"features are {features.dtype}, and the draft head is {self._dtype}")
+        if features.dtype != self._features_dtype:
+            raise EngineError(
+                f"features are {features.dtype}, and the draft head takes {self._features_dtype}"
+            )
         return features.contiguous()
 
     def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:

@@ -23,11 +23,12 @@ _FADE = 0.9
 
 @dataclass(slots=True)
 class Rest:
-    """Counts tokens of each request, `written` by the batch and `missed` by the drafter."""
+    """Counts tokens of each of the `running` requests, `written` by the batch and `missed` by the
+    drafter."""
 
+    running: int = 0
     missed: float = 0.0
     written: float = 0.0
-    _running: int = 0
     _taken_in: float = 0.0
     _seconds: float = 0.0
     # By class of batch sizes: since when, and how long such a batch has lasted until it grew.
@@ -36,13 +37,13 @@ class Rest:
 
     def batch(self, running: int, bucket: int) -> None:
         """A step of so many requests comes; `bucket` stands for batches of about that size."""
-        if running > self._running:
+        if running > self.running:
             for other in [other for other in self._since if other < bucket]:
                 lasted = self.written - self._since.pop(other)
                 self._lasted[other] = (self._lasted.get(other, lasted) + lasted) / 2
             # New requests bring what there is to know of them.
-            self.missed *= self._running / running
-        self._running = running
+            self.missed *= self.running / running
+        self.running = running
         self._since.setdefault(bucket, self.written)
 
     def stepped(self, made: float, drafted: bool) -> None:
@@ -52,7 +53,7 @@ class Rest:
 
     def took_in(self, seconds: float, row: float) -> None:
         """It took `seconds` to catch up in the step that comes, where a row takes `row`."""
-        tokens = self.missed * self._running
+        tokens = self.missed * self.running
         self._taken_in = _FADE * self._taken_in + tokens
         # More than what the policy itself would have taken is something else that ran.
         self._seconds = _FADE * self._seconds + min(max(seconds, 0.0), row * tokens)
@@ -60,7 +61,7 @@ class Rest:
     def cost(self, row: float) -> float:
         """Seconds to catch up now, where a row takes `row`."""
         known = self._seconds + _SHARE * row * _TRUST
-        return self.missed * self._running * known / (self._taken_in + _TRUST)
+        return self.missed * self.running * known / (self._taken_in + _TRUST)
 
     def horizon(self, bucket: int) -> float:
         """Tokens of a request that the batch is expected to write from when it became so small."""

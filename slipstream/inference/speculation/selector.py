@@ -179,24 +179,25 @@ class CostModelSelector:
         # How many more steps without drafts go by without a thought, at which batch size, and how
         # many have.
         self._asleep = False
-        self._sleep = self._slept_at = self._slept = self._running = 0
+        self._sleep = self._slept_at = self._slept = 0
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
         size = bucket_of(running)
-        self._asleep = self._sleep > 0 and size == self._slept_at and running <= self._running
-        self._running = running
+        grown = running > self._rest.running
+        self._asleep = self._sleep > 0 and size == self._slept_at and not grown
+        if not self._asleep:
+            self._wake()
+        self._rest.batch(running, size)
         if self._asleep:
             self._sleep -= 1
             return OFF
-        self._wake()
         plan = self._chosen(running)
         if plan == OFF and not self._looks_left and self._costs.known:
             self._sleep, self._slept_at = _SAMPLED - 1, size
         return plan
 
     def _chosen(self, running: int) -> DraftPlan:
-        self._rest.batch(running, bucket_of(running))
         if self._threshold is not None and running > self._threshold:
             return OFF
         bucket = self._bucket(running)

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+from slipstream.models.draft_pass import Ints
 
 GONE = -1
 
@@ -48,8 +47,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """T features that wait, sorted by request: `counts_N` of each, the `tokens_T` after them, and
-    the lines `lines_T` of `features_SD` that they are, one after the other."""
+    """T features that wait, sorted by request: `counts_N` of each, and the `tokens_T` after them.
+    Token t follows line `_line_T[t]` of source `_source_T[t]`, whose lines are features (D,)."""
 
     counts_N: Ints
     tokens_T: Ints

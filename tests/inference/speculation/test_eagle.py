@@ -177,7 +177,7 @@ def test_features_that_waited_count_once_after_a_preemption() -> None:
 def test_features_are_kept_as_they_are_read() -> None:
     decoder = shared_decoder()
     proposer, size = recorder(decoder), decoder.config.hidden_size
-    with pytest.raises(EngineError, match=r"features are torch.bfloat16, and the draft head is"):
+    with pytest.raises(EngineError, match=r"features are torch.bfloat16, and the draft head takes"):
         proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, size, dtype=torch.bfloat16))
     features = torch.arange(2.0 * size).view(size, 2).T
     proposer.begin("b", [3, 4], [3, 4, 5], features)
@@ -329,6 +329,21 @@ def test_an_update_behind_the_protocol() -> None:
     engine.close()
     assert first == second
     assert torch.equal(proposer._head.fc.weight, new.fc.weight)
+
+
+def test_an_updated_head_computes_in_the_dtype_that_it_did(dtype: torch.dtype) -> None:
+    decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
+    request = make_request("a", [3, 4, 5], max_tokens=40, ignore_eos=True)
+    reference = all_bits(make_engine(decoder, dtype).run([request]))
+    proposer = EagleProposer(new_head(decoder), dtype=dtype)
+    engine = make_engine(decoder, dtype, proposer=proposer, plan=DraftPlan.chain(2))
+    engine.add(request)
+    done = engine.step() + engine.step()
+    before = engine.stats().draft_tokens
+    engine.update_drafter(head_update(new))
+    assert all_bits(done + drain(engine)) == reference
+    assert engine.stats().draft_tokens > before
+    assert proposer._packed.fc.weight.dtype == dtype
 
 
 def test_a_head_in_another_dtype_than_the_policy_is_refused() -> None:

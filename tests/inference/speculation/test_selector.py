@@ -264,3 +264,23 @@ def test_drafting_begins_again_only_where_it_pays_for_what_was_missed() -> None:
     assert steps_with_drafts(0.0, 100) > 0.8
     assert steps_with_drafts(0.1, 5) < 0.3
     assert steps_with_drafts(0.1, 400) > 0.8
+
+
+def test_new_requests_are_noticed_while_plain_steps_go_by_without_a_thought() -> None:
+    selector = CostModelSelector(PLANS)
+
+    def plain(running: int) -> None:
+        selector.select(running)
+        selector.record(StepRecord(running=running, plan=OFF, seconds=1.0))
+
+    # All of one class of sizes.
+    assert len({bucket_of(running) for running in (50, 60)}) == 1
+    plain(60)
+    while not selector._asleep:
+        plain(60)
+    plain(50)
+    assert selector._asleep
+    missed = selector._rest.missed + selector._slept
+    plain(60)
+    # Ten new ones have missed nothing; the step itself adds one for all.
+    assert selector._rest.missed == pytest.approx(missed * 50 / 60 + 1)
