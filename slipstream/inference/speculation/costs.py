@@ -6,7 +6,8 @@ measuring of its own:
     seconds = a + b R + c max(R - 8, 0)     R = running * (drafts + 1) rows through the policy
             + [drafts > 0] d + e drafts + f running * drafts     the drafts themselves
 
-No number is below 0. They are fitted to relative errors by least squares in which old steps fade.
+No number is below 0. They are fitted to relative errors by least squares in which old steps fade,
+those with drafts and those without each as new ones of their kind come.
 How a batch size and depth that has been measured differs from that is its own factor, and how the
 machine is doing, by which all steps differ for a while, is its mood. How far a step moves either
 depends on how well each is known and on how much steps vary (the gains of Kalman 1960): a plan that
@@ -78,11 +79,13 @@ class StepCosts:
 
     def __init__(self) -> None:
         size = len(_features(1, 0))
-        self._left, self._right = np.zeros((size, size)), np.zeros(size)
+        # Of steps without drafts and of those with them: each kind fades with its own steps, for
+        # where all steps are of one kind the other's say what the fit can not tell from them.
+        self._left, self._right = np.zeros((2, size, size)), np.zeros((2, size))
         self._weights: list[float] = []
         # Seconds by these weights: asked for in every step.
         self._fitted: dict[tuple[int, int], float] = {}
-        self._unfitted: list[list[float]] = []
+        self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
         self._steps = 0
         # Contexts grow longer, a machine is busy.
         self._mood = _Belief(0.0, _MOODY)
@@ -108,7 +111,7 @@ class StepCosts:
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
         shape = self._shape(running, drafts)
         target = off * expected / (shape * exp(self._mood.value))
-        self._unfitted.append([x / shape for x in _features(running, drafts)] + [target])
+        self._unfitted[drafts > 0].append([x / shape for x in _features(running, drafts)] + [target])
         self._steps += 1
         cell = self._cells.setdefault((bucket, drafts), _Belief(0.0, _UNKNOWN, self._steps))
         cell.fade(_REMEMBERED ** (self._steps - cell.step), _UNKNOWN)
@@ -129,13 +132,14 @@ class StepCosts:
             base = seconds * (1 + 0.05 * size) / (1 + 0.05 * running)
             for drafts in _PRIOR_DRAFTS:
                 x = np.array(_features(size, drafts)) / (base * _guessed_factor(size, drafts))
-                self._left += _PRIOR_WEIGHT * np.outer(x, x)
-                self._right += _PRIOR_WEIGHT * x
+                self._left[int(drafts > 0)] += _PRIOR_WEIGHT * np.outer(x, x)
+                self._right[int(drafts > 0)] += _PRIOR_WEIGHT * x
 
     def _shape(self, running: int, drafts: int) -> float:
         # The more steps there were, the less the next ones change. A fit takes a tenth of a small
         # model's step.
-        if not self._weights or len(self._unfitted) >= min(1 + self._steps // 8, _REFIT):
+        waiting = sum(map(len, self._unfitted))
+        if not self._weights or waiting >= min(1 + self._steps // 8, _REFIT):
             self._take_in()
         known = self._fitted.get((running, drafts))
         if known is None:
@@ -144,15 +148,18 @@ class StepCosts:
         return known
 
     def _take_in(self) -> None:
-        if self._unfitted:
-            *columns, targets = np.array(self._unfitted).T
-            rows = np.array(columns).T
-            kept = _FADE ** np.arange(len(rows) - 1, -1, -1)
-            self._left = _FADE ** len(rows) * self._left + rows.T @ (kept[:, None] * rows)
-            self._right = _FADE ** len(rows) * self._right + rows.T @ (kept * targets)
-            self._unfitted.clear()
+        for kind, steps in enumerate(self._unfitted):
+            if steps:
+                *columns, targets = np.array(steps).T
+                rows = np.array(columns).T
+                kept = _FADE ** np.arange(len(rows) - 1, -1, -1)
+                fade = _FADE ** len(rows)
+                self._left[kind] = fade * self._left[kind] + rows.T @ (kept[:, None] * rows)
+                self._right[kind] = fade * self._right[kind] + rows.T @ (kept * targets)
+                steps.clear()
         self._fitted.clear()
-        self._weights = _least_squares(self._left.tolist(), self._right.tolist(), self._weights)
+        left, right = self._left.sum(0).tolist(), self._right.sum(0).tolist()
+        self._weights = _least_squares(left, right, self._weights)
 
 
 def _least_squares(left: list[list[float]], right: list[float], start: list[float]) -> list[float]:

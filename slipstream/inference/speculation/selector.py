@@ -81,12 +81,27 @@ _TOUR = 4
 """Steps of a look before which nothing was drafted. To catch up is what it costs most, so after
 every `_LOOK` steps another plan may be looked at, or the same one again."""
 
+_PAUSE = 8
+"""Steps of a look at decoding without drafts, and those that each batch size begins with: all plans
+are held against it."""
+
+_SETTLED = 3
+"""After drafts it takes so many steps until decoding without them is as fast as in a row: its
+memory has left the caches."""
+
 _DECIDE = 6
 """Steps between two decisions at one batch size; without drafts twice as many."""
 
 _SAMPLED = 8
 """Of steps without drafts one in so many is thought about and learned from: they are many and
-alike, and in a small model what is computed here would show."""
+alike, and in a small model what is computed here would show. Of steps with drafts no fewer."""
+
+_THOUGHT = 1.5e-4
+"""Seconds that it takes to choose and to learn: Python that other work has driven out of the
+caches."""
+
+_THINKING = 0.02
+"""Share of the time that this may take while drafts are made: of short steps some go by without."""
 
 _LONGEST_LOOK = 16
 
@@ -96,6 +111,9 @@ _FORGET = 0.998
 _DRAFTING = 0.03
 """What drafting costs beyond the seconds of its steps, and where nearly nothing is gained, being
 wrong: less than so much more is no reason to draft."""
+
+_ELSEWHERE = 4.0
+"""What was seen of a plan at other batch sizes counts as so many steps at most."""
 
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
@@ -146,8 +164,9 @@ class CostModelSelector:
     batch sizes differ from it as far as they have been seen to, for what runs last is the long and
     difficult. Seconds are those of `StepCosts`. A plan that might be better than
     the current one, the more so the less or the longer ago it was seen, is looked at for two steps,
-    or, where the drafter must catch up first, for longer, perhaps with others; what looks lose is
-    bounded to a share of the time. Switches only where the gain is beyond `hysteresis`.
+    or, where the drafter must catch up first or nothing is drafted, for longer; what looks lose is
+    bounded to a share of the time. Each batch size begins without drafts, to know what is lost or
+    gained by them. Switches only where the gain is beyond `hysteresis`.
     """
 
     def __init__(
@@ -176,10 +195,13 @@ class CostModelSelector:
         self._looks_left = self._look_steps = 0
         self._spent = self._lost = 0.0
         self._rest = Rest()
-        # How many more steps without drafts go by without a thought, at which batch size, and how
-        # many have.
+        # How many more steps of a plan go by without a thought, at which batch size, and how many
+        # have.
         self._asleep = False
+        self._dreamt = OFF
         self._sleep = self._slept_at = self._slept = 0
+        # Steps without drafts in a row.
+        self._plain = _SETTLED
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
@@ -191,20 +213,24 @@ class CostModelSelector:
         self._rest.batch(running, size)
         if self._asleep:
             self._sleep -= 1
-            return OFF
+            return self._dreamt
         plan = self._chosen(running)
-        if plan == OFF and not self._looks_left and self._costs.known:
-            self._sleep, self._slept_at = _SAMPLED - 1, size
+        if not self._looks_left and self._bucket(running).seen.steps >= _PAUSE:
+            self._dreamt, self._slept_at = plan, size
+            self._sleep = _SAMPLED - 1
+            if plan != OFF:
+                step = self._costs.seconds(running, plan.steps, size)
+                self._sleep = min(self._sleep, int(_THOUGHT / (_THINKING * step)))
         return plan
 
     def _chosen(self, running: int) -> DraftPlan:
         if self._threshold is not None and running > self._threshold:
             return OFF
         bucket = self._bucket(running)
-        if not self._costs.known:
+        if bucket.seen.steps < _PAUSE:
             return OFF
         if self._looks_left and self._looking is not None:
-            if self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
+            if self._looking != OFF and self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
                 rates = self._rates(running)
                 another = self._worth_a_look(bucket, rates, rates[bucket.current])
                 self._looking = another or self._looking
@@ -228,7 +254,7 @@ class CostModelSelector:
         if rested and (not bucket.looks or self._lost + beginning <= self._allowed(running)):
             look = self._worth_a_look(bucket, rates, max(rates[bucket.current], least))
             if look is not None:
-                steps = _TOUR if self._rest.missed else _LOOK
+                steps = _PAUSE if look == OFF else _TOUR if self._rest.missed else _LOOK
                 self._looking, self._looks_left, self._look_steps = look, steps, 0
                 bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + steps
                 return look
@@ -237,8 +263,11 @@ class CostModelSelector:
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
         self._spent += step.seconds
+        made = 1 + sum(step.accepted) / step.running
+        self._plain = 0 if step.drafted else self._plain + 1
         if self._asleep:
             self._slept += 1
+            self._rest.stepped(made, drafted=bool(step.drafted))
             return
         bucket, size = self._bucket(step.running), bucket_of(step.running)
         if step.drafted:
@@ -249,16 +278,16 @@ class CostModelSelector:
             self.curve.forget(_FORGET**_SAMPLED)
             bucket.curve.forget(_FORGET**_SAMPLED)
         if self._looks_left:
-            self._looked(step, bucket)
+            self._looked(step, made, bucket)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         drafts = max(step.drafted, default=0)
-        if step.steady:
+        if step.steady and not 0 < self._plain <= _SETTLED:
             self._costs.record(step.running, drafts, size, step.seconds)
         elif drafts and self._rest.missed and self._costs.known:
             extra = step.seconds - self._costs.seconds(step.running, drafts, size)
             self._rest.took_in(extra, self._row(step.running))
-        self._rest.stepped(1 + sum(step.accepted) / step.running, drafted=drafts > 0)
+        self._rest.stepped(made, drafted=drafts > 0)
 
     def changed(self) -> None:
         """See `StrategySelector`."""
@@ -283,15 +312,11 @@ class CostModelSelector:
         """Take account of the steps slept through."""
         if self._slept:
             self._bucket(self._slept_at).seen.steps += self._slept
-            self._rest.stepped(float(self._slept), drafted=False)
         self._sleep = self._slept = 0
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)
-        if size not in self._buckets:
-            near = [(abs(other - size), b.current) for other, b in self._buckets.items()]
-            self._buckets[size] = _Bucket(current=min(near)[1] if near else OFF)
-        return self._buckets[size]
+        return self._buckets.setdefault(size, _Bucket())
 
     def _rate(self, running: int, plan: DraftPlan) -> float:
         """Tokens per second and request."""
@@ -311,7 +336,7 @@ class CostModelSelector:
         costs = self._costs
         return {plan: made[plan.steps] / costs.seconds(running, plan.steps, size) for plan in plans}
 
-    def _looked(self, step: StepRecord, bucket: _Bucket) -> None:
+    def _looked(self, step: StepRecord, made: float, bucket: _Bucket) -> None:
         self._looks_left -= 1
         if step.plan != self._looking or not self._costs.known:
             return
@@ -322,7 +347,6 @@ class CostModelSelector:
         self._lost += expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
         if not step.steady:
             self._lost += self._rest.cost(self._row(step.running))
-        made = 1 + sum(step.accepted) / step.running
         worth = made / rates[bucket.current]
         # Better than expected: not the time to stop.
         self._look_steps += 1
@@ -356,8 +380,12 @@ class CostModelSelector:
         for plan, rate in rates.items():
             if plan == bucket.current:
                 continue
-            # Other batch sizes show much of what a plan costs and yields.
-            known = bucket.seen.evidence(plan) + 0.5 * self._seen.evidence(plan)
+            known = bucket.seen.evidence(plan)
+            if plan != OFF:
+                # Other batch sizes show much of what a plan costs and yields. Not what all plans
+                # are held against: where everything is drafted, steps without drafts can be
+                # anything, as far as a fit to the others goes.
+                known += min(0.5 * self._seen.evidence(plan), _ELSEWHERE)
             hoped = rate * (1 + 0.5 / (1 + known) ** 0.5)
             if hoped > most and known < _ENOUGH:
                 found, most = plan, hoped

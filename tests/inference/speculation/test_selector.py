@@ -154,7 +154,7 @@ def test_what_disturbs_a_look_does_not_end_looking() -> None:
         simulate(selector, [32] * 60, acceptance=lambda _: 0.9, seed=2 * seed)
         _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.9, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 2
+    assert poor <= 3
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
@@ -219,6 +219,56 @@ def test_plans_must_be_chains() -> None:
         CostModelSelector([])
 
 
+def test_a_batch_size_begins_without_drafts_and_is_looked_at_without_them_again() -> None:
+    # Its neighbours draft, and gain by it; it would not.
+    def cost(running: int, drafts: int) -> float:
+        return 1.0 + 0.2 * drafts if running <= 4 else 1.0 + 2.0 * drafts
+
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [4] * 300, cost=cost)
+    _, _, plans = simulate(selector, [6] * 60, cost=cost)
+    assert plans[:8] == [OFF] * 8
+    assert sum(plan == OFF for plan in plans[-30:]) >= 24
+    # Where drafts gain until steps without them become fast, only a look at those can tell.
+    simulate(selector, [2] * 300, cost=cost)
+    assert selector._bucket(2).current != OFF
+    _, _, plans = simulate(
+        selector, [2] * 900, cost=lambda running, drafts: cost(running, drafts) if drafts else 0.4
+    )
+    assert sum(plan == OFF for plan in plans[-100:]) >= 80
+
+
+def test_the_first_steps_after_drafts_do_not_count_as_those_without() -> None:
+    selector = CostModelSelector(PLANS)
+    plan = DraftPlan.chain(1)
+    draft = StepRecord(running=4, plan=plan, seconds=3.0, drafted=[1] * 4, accepted=[1] * 4)
+    for _ in range(20):
+        selector.record(StepRecord(running=4, plan=OFF, seconds=1.0))
+    for _ in range(200):
+        selector.record(draft)
+        for _ in range(3):
+            selector.record(StepRecord(running=4, plan=OFF, seconds=2.0))
+    assert selector._costs.seconds(4, 0, 4) == pytest.approx(1.0, rel=0.2)
+
+
+@pytest.mark.parametrize(("seconds", "asleep"), [(1.0, 0.0), (1e-3, 7 / 8)])
+def test_of_short_steps_with_drafts_only_some_are_thought_about(
+    seconds: float, asleep: float
+) -> None:
+    def cost(running: int, drafts: int) -> float:
+        return seconds * (1 + 0.1 * drafts)
+
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [2] * 600, acceptance=lambda _: 0.95, cost=cost)
+    sleeping, drafting = 0, 0
+    for _ in range(200):
+        _, _, (plan,) = simulate(selector, [2], acceptance=lambda _: 0.95, cost=cost)
+        sleeping += selector._asleep
+        drafting += plan != OFF
+    assert drafting >= 180
+    assert sleeping / 200 == pytest.approx(asleep, abs=0.15)
+
+
 def test_of_plain_steps_some_are_learned_from_and_all_count_as_missed() -> None:
     selector = CostModelSelector(PLANS)
     for seconds in (*[1.0] * 80, *[2.0] * 800):
@@ -280,7 +330,7 @@ def test_new_requests_are_noticed_while_plain_steps_go_by_without_a_thought() ->
         plain(60)
     plain(50)
     assert selector._asleep
-    missed = selector._rest.missed + selector._slept
+    missed = selector._rest.missed
     plain(60)
     # Ten new ones have missed nothing; the step itself adds one for all.
     assert selector._rest.missed == pytest.approx(missed * 50 / 60 + 1)
