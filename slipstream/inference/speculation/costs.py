@@ -111,7 +111,9 @@ class StepCosts:
         off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
         shape = self._shape(running, drafts)
         target = off * expected / (shape * exp(self._mood.value))
-        self._unfitted[drafts > 0].append([x / shape for x in _features(running, drafts)] + [target])
+        self._unfitted[drafts > 0].append(
+            [x / shape for x in _features(running, drafts)] + [target]
+        )
         self._steps += 1
         cell = self._cells.setdefault((bucket, drafts), _Belief(0.0, _UNKNOWN, self._steps))
         cell.fade(_REMEMBERED ** (self._steps - cell.step), _UNKNOWN)
