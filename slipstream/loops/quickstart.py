@@ -401,7 +401,7 @@ def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
         "rollout_speedup": compared[0].speedup,
         "tokens_identical": all(pair.identical for pair in compared),
         "accept_length": drafting[0].accept_length if drafting else 1.0,
-        "rollout_comparison": [{**asdict(pair), "speedup": pair.speedup} for pair in compared],
+        "rollout_comparison": [asdict(pair) for pair in compared],
     }
 
 
@@ -485,7 +485,9 @@ def _compared(pair: Mapping[str, Any]) -> str:
         f"the same {pair['tokens']} tokens, {pair['responses']} responses"
         + (" at once" if pair["at_once"] == pair["responses"] else f", {pair['at_once']} at a time")
         + f": plain {pair['plain_seconds']:.2f} s, speculative {pair['speculative_seconds']:.2f} s "
-        f"({pair['speedup']:.2f}x), identical {'yes' if pair['identical'] else 'NO'}, {drafts}"
+        f"({pair['speedup']:.2f}x; half of {pair['rounds']} rounds within "
+        f"{pair['speedup_low']:.2f}x to {pair['speedup_high']:.2f}x), "
+        f"identical {'yes' if pair['identical'] else 'NO'}, {drafts}"
     )
 
 

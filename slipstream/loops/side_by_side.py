@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from slipstream.inference.protocol import EngineStats, InferenceEngine
 from slipstream.loops.evaluate import EvalSettings
@@ -15,24 +15,24 @@ from slipstream.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """Seconds are those of engine steps, medians over `rounds`; `identical` compares token ids and
-    log-probs of every round, bit for bit. `at_once` responses run together; drafts are made in
-    `on_fraction` of the decoding time, and where in none, `accept_length` is 1."""
+    """Seconds are those of engine steps, medians over `rounds`; `speedup` is speculation's over
+    plain decoding, the median of the rounds, half of which lie between `speedup_low` and
+    `speedup_high`. `identical` compares token ids and log-probs of every round, bit for bit.
+    `at_once` responses run together; drafts are made in `on_fraction` of the decoding time, and
+    where in none, `accept_length` is 1."""
 
     responses: int
     at_once: int
     tokens: int
     plain_seconds: float
     speculative_seconds: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
     identical: bool
     accept_length: float
     on_fraction: float
     rounds: int
-
-    @property
-    def speedup(self) -> float:
-        """Of speculation over plain decoding."""
-        return self.plain_seconds / self.speculative_seconds
 
 
 async def side_by_side(
@@ -43,11 +43,12 @@ async def side_by_side(
     settings: EvalSettings,
     *,
     at_once: int,
-    rounds: int = 9,
-    warm_up: int = 3,
+    rounds: int = 11,
+    warm_up: int = 4,
 ) -> SideBySide:
     """Answer `prompts`, `at_once` at a time, with each engine in turns, after some rounds to warm
-    up: in a run, too, the selector has measured its plans over many steps."""
+    up: in a run, too, the selector has measured its plans over many steps. Which engine begins
+    alternates."""
     groups = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
     engines = {"plain": plain, "speculative": speculative}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -57,7 +58,8 @@ async def side_by_side(
         if number == warm_up:
             before = speculative.stats()
         written: list[list[tuple[list[int], list[float]]]] = []
-        for name, engine in engines.items():
+        turns = list(engines.items())
+        for name, engine in turns if number % 2 == 0 else reversed(turns):
             start = _compute_seconds(engine.stats())
             evaluations = [await run_evaluation([engine], g, rewards, settings) for g in groups]
             if number >= warm_up:
@@ -67,12 +69,17 @@ async def side_by_side(
             tokens = sum(sample.response_length for sample in samples)
         identical = identical and written[0] == written[1]
     drafted = speculative.stats().since(before)
+    speedups = [p / s for p, s in zip(seconds["plain"], seconds["speculative"], strict=True)]
+    low, middle, high = quantiles(speedups, method="inclusive")
     return SideBySide(
         responses=len(prompts),
         at_once=at_once,
         tokens=tokens,
         plain_seconds=median(seconds["plain"]),
         speculative_seconds=median(seconds["speculative"]),
+        speedup=middle,
+        speedup_low=low,
+        speedup_high=high,
         identical=identical,
         accept_length=drafted.accept_length,
         on_fraction=drafted.on_fraction,

@@ -92,7 +92,7 @@ memory has left the caches."""
 _DECIDE = 6
 """Steps between two decisions at one batch size; without drafts twice as many."""
 
-_SAMPLED = 8
+_SAMPLED = 16
 """Of steps without drafts one in so many is thought about and learned from: they are many and
 alike, and in a small model what is computed here would show. Of steps with drafts no fewer."""
 
@@ -175,7 +175,7 @@ class CostModelSelector:
         *,
         bs_threshold: int | None = None,
         hysteresis: float = 0.02,
-        exploration: float = 0.01,
+        exploration: float = 0.005,
     ) -> None:
         """`plans` are chains; OFF is always one of the choices. Beyond `bs_threshold` running
         requests nothing is drafted. `exploration` is the share of the time that looking at other

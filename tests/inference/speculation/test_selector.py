@@ -196,7 +196,7 @@ def test_slower_machines_and_longer_contexts_do_not_favour_what_was_measured_bef
         return cpu(running, drafts) * (1 + count / 500)
 
     _, _, plans = simulate(selector, [1] * 1500, cost=slowing)
-    assert sum(plan.steps >= 2 for plan in plans[-500:]) > 470
+    assert sum(plan.steps >= 2 for plan in plans[-500:]) > 450  # looks without drafts last eight
 
 
 def test_beyond_the_threshold_nothing_is_drafted() -> None:
