@@ -90,7 +90,7 @@ _SETTLED = 3
 memory has left the caches."""
 
 _DECIDE = 6
-"""Steps between two decisions at one batch size; without drafts twice as many."""
+"""Steps between two decisions at one batch size."""
 
 _SAMPLED = 16
 """Of steps without drafts one in so many is thought about and learned from: they are many and
@@ -238,8 +238,7 @@ class CostModelSelector:
         begins = bucket.current != OFF and self._rest.missed > 0
         if bucket.seen.steps < bucket.decide_at and not begins:
             return bucket.current
-        pause = 2 * _DECIDE if bucket.current == OFF else _DECIDE
-        bucket.decide_at = bucket.seen.steps + pause
+        bucket.decide_at = bucket.seen.steps + _DECIDE
         rates = self._rates(running)
         rates[OFF] *= 1 + _DRAFTING
         best = max(rates, key=rates.__getitem__)
@@ -274,9 +273,7 @@ class CostModelSelector:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
         else:
-            # Policies drift, unseen while nothing is drafted.
-            self.curve.forget(_FORGET**_SAMPLED)
-            bucket.curve.forget(_FORGET**_SAMPLED)
+            self._forget(bucket, 1)
         if self._looks_left:
             self._looked(step, made, bucket)
         bucket.seen.record(step.plan)
@@ -311,8 +308,16 @@ class CostModelSelector:
     def _wake(self) -> None:
         """Take account of the steps slept through."""
         if self._slept:
-            self._bucket(self._slept_at).seen.steps += self._slept
+            bucket = self._bucket(self._slept_at)
+            bucket.seen.steps += self._slept
+            if self._dreamt == OFF:
+                self._forget(bucket, self._slept)
         self._sleep = self._slept = 0
+
+    def _forget(self, bucket: _Bucket, steps: int) -> None:
+        """Policies drift, unseen while nothing is drafted."""
+        self.curve.forget(_FORGET**steps)
+        bucket.curve.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)

@@ -89,16 +89,22 @@ def best_rate(running: int, p: float, cost: Cost = cpu) -> float:
 @pytest.mark.parametrize("running", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.85])
 def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: float) -> None:
-    selector = CostModelSelector(PLANS)
-    simulate(selector, [running] * 60, acceptance=lambda _: p)
-    _, _, plans = simulate(selector, [running] * 400, acceptance=lambda _: p, seed=1)
-    # What the chosen plans yield on average, without the luck of the draw.
-    seconds = sum(cpu(running, plan.steps) for plan in plans)
-    rate = (
-        sum(expected_rate(running, plan.steps, p) * cpu(running, plan.steps) for plan in plans)
-        / seconds
-    )
-    assert rate > 0.95 * best_rate(running, p)
+    rates = []
+    for seed in range(0, 8, 2):
+        selector = CostModelSelector(PLANS)
+        simulate(selector, [running] * 60, acceptance=lambda _: p, seed=seed)
+        sizes = [running] * 400
+        _, _, plans = simulate(selector, sizes, acceptance=lambda _: p, seed=seed + 1)
+        # What the chosen plans yield on average, without the luck of the draw.
+        seconds = [cpu(running, plan.steps) for plan in plans]
+        tokens = sum(
+            expected_rate(running, plan.steps, p) * took
+            for plan, took in zip(plans, seconds, strict=True)
+        )
+        rates.append(tokens / sum(seconds))
+    assert mean(rates) > 0.95 * best_rate(running, p)
+    # Two plans that are nearly as good as each other: a run may believe in the wrong one.
+    assert min(rates) > 0.9 * best_rate(running, p)
 
 
 def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail() -> None:
@@ -267,6 +273,24 @@ def test_of_short_steps_with_drafts_only_some_are_thought_about(
         drafting += plan != OFF
     assert drafting >= 180
     assert sleeping / 200 == pytest.approx(asleep, abs=0.15)
+
+
+def test_of_acceptance_each_plain_step_takes_the_same_thought_about_or_not() -> None:
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [4] * 200, acceptance=lambda _: 0.9)
+    before = selector.curve._tried[0]
+    for step in range(400):
+        if step == 200:
+            selector._sleep, selector._slept_at, selector._dreamt = 100, 4, OFF
+        if step >= 200:
+            selector.select(4)
+            selector._looks_left = 0
+        selector.record(StepRecord(running=4, plan=OFF, seconds=4.8))
+        if step == 199:
+            awake = selector.curve._tried[0]
+    assert awake == pytest.approx(before * 0.998**200)
+    selector._wake()
+    assert selector.curve._tried[0] == pytest.approx(before * 0.998**400, rel=1e-6)
 
 
 def test_of_plain_steps_some_are_learned_from_and_all_count_as_missed() -> None:
