@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 
@@ -42,7 +42,12 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
-from slipstream.inference.speculation.selector import CostModelSelector
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StepRecord,
+    StrategySelector,
+)
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import policy_folder
 
@@ -54,6 +59,12 @@ DEPTHS = (1, 2, 3, 4, 5, 7)
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
+
+LEARNERS = 3
+"""Selectors that learn by themselves in the grid: one may be lucky in what it sees first."""
+
+LEARNED = 300
+"""Steps that each of them has decoded before it is measured. A run decodes as many in a minute."""
 
 LEAST = "least_seconds"
 """By the machine's own rates, which are measured in each round."""
@@ -102,6 +113,26 @@ def plans() -> list[DraftPlan]:
     return [OFF, *(DraftPlan.chain(depth) for depth in DEPTHS)]
 
 
+class _Turns:
+    """`StrategySelector` of an engine that several contenders share: whose turn it is decides. So
+    all of them compute in the same memory, and none is lucky in where it lies."""
+
+    def __init__(self) -> None:
+        self._whose: StrategySelector = PredefinedSelector(OFF)
+
+    def give(self, whose: StrategySelector) -> None:
+        self._whose = whose
+
+    def select(self, running: int) -> DraftPlan:
+        return self._whose.select(running)
+
+    def record(self, step: StepRecord) -> None:
+        self._whose.record(step)
+
+    def changed(self) -> None:
+        self._whose.changed()
+
+
 class _Generator:
     """An engine and what it did in each round."""
 
@@ -109,23 +140,27 @@ class _Generator:
         self,
         engine: Engine,
         batches: Sequence[Responses],
-        history: HistoryProposer | None = None,
+        prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        """`history` forgets before each round: it would know the responses of the last one."""
+        """`prepare` is called before each round."""
         self.engine = engine
         self.batches = batches
-        self.history = history
+        self.prepare = prepare
         self.tokens: list[list[int]] = []
         self.stats: list[EngineStats] = []
 
     def __call__(self) -> None:
-        if self.history is not None:
-            self.history.forget()
+        self.prepare()
         before = self.engine.stats()
         self.tokens = [
             g.token_ids for batch in self.batches for g in self.engine.run(batch.requests)
         ]
         self.stats.append(self.engine.stats().since(before))
+
+    def until(self, steps: int) -> None:
+        """Go on until so many steps have been decoded, not counted as rounds."""
+        while sum(s.decode_steps for s in self.stats) < steps:
+            self()
 
     def tail_rates(self, rounds: int) -> list[float]:
         """Tokens per second of decode steps of few requests, round by round."""
@@ -155,17 +190,18 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     rates: list[MachineRates] = []
     vocabulary = trained.decoder.config.vocab_size
     alone, beside = HistoryProposer(), HistoryProposer()
-    proposers: dict[str, tuple[Proposer, HistoryProposer | None]] = {
-        "eagle": (_eagle(trained, bench.dtype), None),
-        "history": (alone, alone),
-        "union": (UnionProposer(_eagle(trained, bench.dtype), beside), beside),
-        ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), None),
+    # Histories forget before each round: they would know the responses of the last one.
+    proposers: dict[str, tuple[Proposer, Callable[[], object]]] = {
+        "eagle": (_eagle(trained, bench.dtype), lambda: None),
+        "history": (alone, alone.forget),
+        "union": (UnionProposer(_eagle(trained, bench.dtype), beside), beside.forget),
+        ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), lambda: None),
     }
     generators = {PLAIN: _Generator(plain, [chosen])}
-    for name, (proposer, history) in proposers.items():
+    for name, (proposer, prepare) in proposers.items():
         selector = CostModelSelector(plans())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
-        generators[name] = _Generator(engine, [chosen], history)
+        generators[name] = _Generator(engine, [chosen], prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
     calls["machine"] = lambda: rates.append(measure_rates(bench.dtype))
     with ExitStack() as stack:
@@ -262,7 +298,8 @@ def _rollout_row(
 
 
 def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """A row for each batch size and plan, and one for the selector, which has seen all sizes."""
+    """A row for each batch size and plan, and one for the selector: of `LEARNERS` of them the mean,
+    each of which has decoded `LEARNED` steps of that size before."""
     trained = load_trained(bench.policy)
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     most = max(max(bench.batches), bench.least_responses)
@@ -275,32 +312,34 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
             for i in range(0, count, size)
         ]
-        generators = {
-            str(plan) if plan != OFF else PLAIN: _Generator(
-                make_engine(trained, bench.dtype, proposer=_eagle(trained, bench.dtype), plan=plan),
-                batches,
-            )
-            for plan in plans()
+        generators = {PLAIN: _Generator(make_engine(trained, bench.dtype), batches)}
+        turns = _Turns()
+        proposer = _eagle(trained, bench.dtype)
+        shared = make_engine(trained, bench.dtype, proposer=proposer, selector=turns)
+        strategies: dict[str, StrategySelector] = {
+            "off" if plan == OFF else str(plan): PredefinedSelector(plan) for plan in plans()
         }
-        selecting = make_engine(
-            trained,
-            bench.dtype,
-            proposer=_eagle(trained, bench.dtype),
-            selector=CostModelSelector(plans()),
-        )
-        generators[SELECTOR] = _Generator(selecting, batches)
+        learners = {f"{SELECTOR} {i}": CostModelSelector(plans()) for i in range(LEARNERS)}
+        for name, strategy in (strategies | learners).items():
+            generators[name] = _Generator(shared, batches, partial(turns.give, strategy))
+        for name in learners:
+            generators[name].until(LEARNED)
         times = alternate(generators, rounds=bench.rounds, warm_up=2)
         _check_same(generators)
-        best = best_of_others({name: t.wall for name, t in times.items() if name != SELECTOR})
-        for name, generator in generators.items():
-            tokens = sum(sum(b.lengths) for b in batches)
+        seconds = {name: times[name].wall for name in generators if name not in learners}
+        best = best_of_others(seconds)
+        together = zip(*(times[name].wall for name in learners), strict=True)
+        seconds[SELECTOR] = [mean(of_round) for of_round in together]
+        tokens = sum(sum(b.lengths) for b in batches)
+        for name, wall in seconds.items():
+            mine = [name] if name in generators else learners
             values: dict[str, float | Spread] = {
-                "tokens_per_second": Spread.of([tokens / s for s in times[name].wall]),
-                "over_plain": ratio(times[PLAIN].wall, times[name].wall),
-                "over_best_fixed": ratio(best, times[name].wall),
-                "accept_length": generator.accept_length(bench.rounds),
+                "tokens_per_second": Spread.of([tokens / s for s in wall]),
+                "over_plain": ratio(seconds[PLAIN], wall),
+                "over_best_fixed": ratio(best, wall),
+                "accept_length": mean(generators[g].accept_length(bench.rounds) for g in mine),
             }
-            rows.append(_row(bench, f"batch {size}", name, times[name].wall, values, tokens=tokens))
+            rows.append(_row(bench, f"batch {size}", name, wall, values, tokens=tokens))
     return rows
 
 

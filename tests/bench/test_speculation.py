@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -81,9 +82,13 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=6, least_responses=2
     )
     rows = run_grid(bench, print)
-    names = [PLAIN, "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
+    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
     assert [row.contender for row in rows] == 2 * names
-    assert [row.case for row in rows] == ["batch 1"] * 8 + ["batch 2"] * 8
+    assert [row.case for row in rows] == ["batch 1"] * 9 + ["batch 2"] * 9
+    accepted: dict[str, Any] = {row.contender: row.values["accept_length"] for row in rows}
+    assert accepted[PLAIN] == accepted["off"] == 1.0
+    assert 1.0 < accepted["1_1_2"] <= 2.0
+    assert accepted["7_1_8"] > 1.0
     assert {row.settings["tokens"] for row in rows} == {12}
     lines = grid_table(rows).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]

@@ -118,6 +118,9 @@ _ELSEWHERE = 4.0
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
 
+_CHEAP = 0.1
+"""Share of its time that a look is held to lose at least."""
+
 _GAP = 50
 """Steps between two looks at one batch size once there have been many; at first two, four, ..."""
 
@@ -232,7 +235,7 @@ class CostModelSelector:
         if self._looks_left and self._looking is not None:
             if self._looking != OFF and self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
                 rates = self._rates(running)
-                another = self._worth_a_look(bucket, rates, rates[bucket.current])
+                another = self._worth_a_look(running, rates, rates[bucket.current])
                 self._looking = another or self._looking
             return self._looking
         begins = bucket.current != OFF and self._rest.missed > 0
@@ -251,7 +254,7 @@ class CostModelSelector:
         rested = bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
         # The first look at a batch size is worth what it costs.
         if rested and (not bucket.looks or self._lost + beginning <= self._allowed(running)):
-            look = self._worth_a_look(bucket, rates, max(rates[bucket.current], least))
+            look = self._worth_a_look(running, rates, max(rates[bucket.current], least))
             if look is not None:
                 steps = _PAUSE if look == OFF else _TOUR if self._rest.missed else _LOOK
                 self._looking, self._looks_left, self._look_steps = look, steps, 0
@@ -377,11 +380,12 @@ class CostModelSelector:
         return self._exploration * self._spent + 2 * step
 
     def _worth_a_look(
-        self, bucket: _Bucket, rates: dict[DraftPlan, float], least: float
+        self, running: int, rates: dict[DraftPlan, float], least: float
     ) -> DraftPlan | None:
         """A plan other than the current one that, as little as is known of it, might yield more
-        than `least`."""
-        found, most = None, least
+        than `least`: the most for what a look is believed to lose."""
+        bucket, size = self._bucket(running), bucket_of(running)
+        found, most = None, 0.0
         for plan, rate in rates.items():
             if plan == bucket.current:
                 continue
@@ -391,9 +395,12 @@ class CostModelSelector:
                 # are held against: where everything is drafted, steps without drafts can be
                 # anything, as far as a fit to the others goes.
                 known += min(0.5 * self._seen.evidence(plan), _ELSEWHERE)
-            hoped = rate * (1 + 0.5 / (1 + known) ** 0.5)
-            if hoped > most and known < _ENOUGH:
-                found, most = plan, hoped
+            gain = rate * (1 + 0.5 / (1 + known) ** 0.5) - least
+            if gain <= 0 or known >= _ENOUGH:
+                continue
+            lost = self._costs.seconds(running, plan.steps, size) * max(1 - rate / least, _CHEAP)
+            if gain / lost > most:
+                found, most = plan, gain / lost
         return found
 
 

@@ -107,6 +107,16 @@ def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: floa
     assert min(rates) > 0.9 * best_rate(running, p)
 
 
+def test_looks_begin_with_those_that_lose_little() -> None:
+    # Seven rows of each of 64 requests take five times as long as one.
+    for seed in range(4):
+        selector = CostModelSelector(PLANS)
+        _, _, plans = simulate(selector, [64] * 80, acceptance=lambda _: 0.9, seed=seed)
+        tried = list(dict.fromkeys(plan.steps for plan in plans))
+        assert tried[:2] == [0, 1]
+        assert 6 not in tried
+
+
 def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail() -> None:
     sizes = [64 - i // 4 for i in range(240)] + [4] * 100 + [2] * 100 + [1] * 200
     selector = CostModelSelector(PLANS)
@@ -155,12 +165,12 @@ def test_a_machine_with_moods_is_seldom_misjudged() -> None:
 def test_what_disturbs_a_look_does_not_end_looking() -> None:
     # One step in a hundred takes five times as long, whatever it does. Drafts gain 15 % at best.
     poor = 0
-    for seed in range(60):
+    for seed in range(100):
         selector = CostModelSelector(PLANS)
         simulate(selector, [32] * 60, acceptance=lambda _: 0.9, seed=2 * seed)
         _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.9, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 3
+    assert poor <= 8
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
