@@ -76,8 +76,8 @@ FLOORS = {"whole": 1.4, "tail": 1.8}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
     """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
-    responses of `new_tokens` in the grid, at least `least_responses` of them a cell, one batch
-    after the other. Raises ConfigError for impossible values."""
+    responses of `new_tokens` in the grid, at least `least_responses` of them a cell and two
+    batches, one after the other. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0
@@ -302,12 +302,13 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     each of which has decoded `LEARNED` steps of that size before."""
     trained = load_trained(bench.policy)
     natural = natural_responses(trained, bench.temperature, bench.dtype)
-    most = max(max(bench.batches), bench.least_responses)
+    most = max(2 * max(bench.batches), bench.least_responses)
     pool = cut_to(natural, most, bench.new_tokens)
     rows = []
     for size in bench.batches:
         say(f"batch {size}")
-        count = max(size, bench.least_responses // size * size)
+        # Two batches at least: a single one of many requests is over in tenths of a second.
+        count = max(2 * size, bench.least_responses // size * size)
         batches = [
             Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
             for i in range(0, count, size)

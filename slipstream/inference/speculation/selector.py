@@ -100,7 +100,7 @@ _THOUGHT = 1.5e-4
 """Seconds that it takes to choose and to learn: Python that other work has driven out of the
 caches."""
 
-_THINKING = 0.02
+_THINKING = 0.01
 """Share of the time that this may take while drafts are made: of short steps some go by without."""
 
 _LONGEST_LOOK = 16
