@@ -200,6 +200,18 @@ class Sample:
         """Add tokens at the end; what is there is never changed."""
         self.segments.append(segment)
 
+    def noise_key(self, seed: int, namespace: str = "train") -> NoiseKey:
+        """What decides this sample's tokens in the rollouts of a run's `seed`."""
+        return NoiseKey(
+            seed=seed,
+            namespace=namespace,
+            epoch=self.epoch,
+            uid=self.uid,
+            index=self.index,
+            branch=self.branch,
+            attempt=self.attempt,
+        )
+
     @property
     def tokens(self) -> list[int]:
         return [t for s in self.segments for t in s.ids]
@@ -292,6 +304,8 @@ class TrainRow:
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     uid: str = ""
+    key: NoiseKey | None = None
+    """The noise that the policy's tokens were sampled with, where the engine takes keyed noise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -411,6 +425,7 @@ class Features:
     hidden: Tensor
     taps: dict[int, Tensor]
     optimizer_step: int
+    key: NoiseKey | None = None
 
 
 class FeatureSink(Protocol):

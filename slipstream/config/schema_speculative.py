@@ -87,12 +87,26 @@ class DrafterTrainConfig:
     """Train the draft model during RL."""
     training_interval_steps: PositiveInt = 10
     """RL steps between two trainings."""
+    updates_per_training: PositiveInt = 8
+    """Training steps of one training, fewer where the collected responses have been used up."""
+    buffer_bytes: PositiveInt = 268435456
+    """What features of collected responses may take."""
+    lookback_steps: PositiveInt = 2
+    """Responses of so many RL steps are trained on, the newest first."""
+    long_share: NonNegativeFloat = 0.25
+    """Share of `buffer_bytes` in which the longest responses stay until they are too old."""
+    held_out_samples: PositiveInt = 32
+    """Responses that a new version is measured on before it is published, never trained on."""
+    held_out_every: PositiveInt = 8
+    """The responses to one prompt in so many are held out."""
+    accept_depth: PositiveInt = 5
+    """Drafts in a row up to which acceptance is measured."""
     batch_size_per_gpu: PositiveInt = 32
     """Sequences per training step. FastRL's 2 are of thousands of tokens."""
     max_seq_len: PositiveInt = 8192
     """Longest training sequence in tokens; what follows in a longer one is not trained on."""
     max_epochs: PositiveInt = 10
-    """Passes over the collected features."""
+    """How often a collected response is trained on at most."""
     checkpoint_path: str | None = None
     """Folder of draft checkpoints."""
     min_workers_for_training: PositiveInt = 1

@@ -249,7 +249,8 @@ def _mismatch(option: Option, value: Any) -> str:
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Check a complete plain tree and build the typed one.
+    """Check a plain tree and build the typed one. What is missing, as an option is that was added
+    after the tree was written, has its default.
 
     Returns the tree and one message per value of the wrong type; where there are messages, the
     tree holds defaults in those places and is fit for nothing but finding more problems.
@@ -259,6 +260,9 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     def build(section: type, values: Mapping[str, Any], prefix: str) -> Any:
         arguments: dict[str, Any] = {}
         for field in dataclasses.fields(section):
+            if field.name not in values:
+                arguments[field.name] = _default(field)
+                continue
             option = options()[f"{prefix}{field.name}"]
             value = values[field.name]
             if option.section is not None:

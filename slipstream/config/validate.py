@@ -377,12 +377,9 @@ def _run(config: Config) -> Iterator[str]:
         )
     if config.speculative.enable:
         yield from _speculation(config)
-    if config.speculative.train.enable_drafter_training:
-        yield (
-            "speculative.train.enable_drafter_training=true: this version trains no draft model; "
-            "set speculative.train.enable_drafter_training=false"
-        )
     yield from _drafter(config)
+    if config.speculative.train.enable_drafter_training:
+        yield from _cotraining(config)
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
         yield (
             "custom_reward_function.reward_kwargs has no function to go to; "
@@ -399,10 +396,12 @@ def _speculation(config: Config) -> Iterator[str]:
             f"speculative.enable=true: actor_rollout_ref.rollout.name={name} takes no drafts; set "
             "actor_rollout_ref.rollout.name=embedded or speculative.enable=false"
         )
-    if speculative.spec_strategy != "history" and eagle.spec_model_path is None:
+    learns = speculative.train.enable_drafter_training
+    if speculative.spec_strategy != "history" and eagle.spec_model_path is None and not learns:
         yield (
             f"speculative.spec_strategy={speculative.spec_strategy} needs a draft model; train one "
-            f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, or set "
+            f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, let one learn during "
+            "RL with speculative.train.enable_drafter_training=true, or set "
             "speculative.spec_strategy=history"
         )
     if eagle.spec_topk != 1:
@@ -447,6 +446,41 @@ def _drafter(config: Config) -> Iterator[str]:
         yield (
             "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "
             "model nothing to learn; set speculative.train.value_weight=1"
+        )
+
+
+def _cotraining(config: Config) -> Iterator[str]:
+    speculative, train = config.speculative, config.speculative.train
+    key = "speculative.train"
+    off = f"{key}.enable_drafter_training=false"
+    if not speculative.enable or speculative.spec_strategy == "history":
+        yield (
+            f"{key}.enable_drafter_training=true trains a draft model that nothing drafts with; "
+            f"set speculative.enable=true speculative.spec_strategy=eagle, or {off}"
+        )
+    if train.min_workers_for_training != 1:
+        yield (
+            f"{key}.min_workers_for_training={train.min_workers_for_training}: this version has "
+            f"one worker; set {key}.min_workers_for_training=1"
+        )
+    if train.collect_hidden_states_from_sgl:
+        yield (
+            f"{key}.collect_hidden_states_from_sgl=true: features are the trainer's own in this "
+            f"version; set {key}.collect_hidden_states_from_sgl=false"
+        )
+    if train.checkpoint_path is not None:
+        yield (
+            f"{key}.checkpoint_path={train.checkpoint_path}: the draft model is part of the run's "
+            f"checkpoints; set {key}.checkpoint_path=null"
+        )
+    if train.long_share > 1:
+        yield f"{key}.long_share={train.long_share:g} is above 1; set {key}.long_share=0.25"
+    if train.held_out_every < 2:
+        yield f"{key}.held_out_every=1 leaves nothing to train on; set {key}.held_out_every=8"
+    if train.max_seq_len < 3:
+        yield (
+            f"{key}.max_seq_len={train.max_seq_len} leaves nothing to draft; set "
+            f"{key}.max_seq_len=8192"
         )
 
 

@@ -440,6 +440,8 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         ppo_epochs=a.ppo_epochs,
         shuffle=f"mini-batches/{config.trainer.seed}" if a.shuffle else None,
         sync_every=config.trainer.sync_every,
+        # Of the other engines no one knows what decided a token.
+        noise_seed=config.trainer.seed if r.name == "embedded" else None,
     )
 
 

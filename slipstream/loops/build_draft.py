@@ -22,6 +22,7 @@ from slipstream.environment.registry import Task
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
 from slipstream.loops import build
+from slipstream.loops.build_speculation import first_head
 from slipstream.loops.draft import DraftLoopSettings
 from slipstream.loops.draft_data import (
     FreshResponses,
@@ -30,10 +31,6 @@ from slipstream.loops.draft_data import (
     SequenceSource,
     read_rollouts,
 )
-from slipstream.loops.snapshot import head_folder
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_io import load_draft_head
 from slipstream.training.optim import OptimSettings
 from slipstream.types import Prompt
 
@@ -119,13 +116,14 @@ def make_parts(
             max_length=train.max_seq_len,
             seed=config.trainer.seed,
         )
+    head, _ = first_head(config, decoder.config)
     ends = PolicyEnds.of(decoder, engine_settings.dtype)
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in decoder.named_parameters():
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().numpy().tobytes())
     return DraftParts(
-        trainer=DraftTrainer(make_head(config, decoder.config), train_settings(config)),
+        trainer=DraftTrainer(head.to(build.device_of(config)), train_settings(config)),
         source=source,
         ends=ends,
         responder=responder,
@@ -133,17 +131,6 @@ def make_parts(
         held_out=held_out or data.get_prompts(draft.held_out_samples),
         policy_digest=digest.hexdigest(),
     )
-
-
-def make_head(config: Config, policy: ModelConfig) -> DraftHead:
-    """The head to begin with: `speculative.eagle.spec_model_path`, or a new one."""
-    path = config.speculative.eagle.spec_model_path
-    if path is not None:
-        head = load_draft_head(head_folder(Path(path)), policy)
-    else:
-        head = DraftHead(policy)
-        head.init_weights(config.trainer.seed)
-    return head.to(build.device_of(config))
 
 
 def train_settings(config: Config) -> DraftTrainSettings:

@@ -26,6 +26,7 @@ from slipstream.inference.speculation.selector import (
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import head_folder
 from slipstream.models.config import ModelConfig
+from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import load_draft_head
 
 TRACE_FILE = "speculation.jsonl"
@@ -60,7 +61,8 @@ def make_speculation(
     speculative = config.speculative
     if not speculative.enable:
         return None
-    head: Path | None = None
+    what = "history"
+    folder: str | None = None
     proposer: Proposer
     history = HistoryProposer(
         match=speculative.history.match_tokens, max_tokens=speculative.history.max_tokens
@@ -68,11 +70,12 @@ def make_speculation(
     if speculative.spec_strategy == "history":
         proposer = history
     else:
-        assert speculative.eagle.spec_model_path is not None, "validated"
-        head = head_folder(Path(speculative.eagle.spec_model_path))
+        head, source = first_head(config, policy)
+        folder = None if source is None else str(source)
+        what = f"draft head {source}" if source is not None else "a draft head that begins anew"
         # One layer beside the policy's: its share holds as many contexts as theirs do.
         proposer = EagleProposer(
-            load_draft_head(head, policy).to(device),
+            head.to(device),
             dtype=dtype,
             kv_budget_bytes=kv_budget_bytes // policy.num_layers,
             free_cache=free_cache,
@@ -80,16 +83,24 @@ def make_speculation(
         if speculative.spec_strategy == "union":
             proposer = UnionProposer(proposer, history)
     selector = make_selector(config)
-    what = "history" if head is None else f"draft head {head}"
     if speculative.spec_strategy == "union":
         what += " and history"
     notify(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
     )
-    reported = ReportedSelector(
-        selector, notify=notify, head=None if head is None else str(head), trace=_trace(config)
-    )
+    reported = ReportedSelector(selector, notify=notify, head=folder, trace=_trace(config))
     return Speculation(proposer=proposer, selector=reported)
+
+
+def first_head(config: Config, policy: ModelConfig) -> tuple[DraftHead, Path | None]:
+    """The head to begin with, and its folder: `speculative.eagle.spec_model_path`, or a new one."""
+    path = config.speculative.eagle.spec_model_path
+    if path is not None:
+        folder = head_folder(Path(path))
+        return load_draft_head(folder, policy), folder
+    head = DraftHead(policy)
+    head.init_weights(config.trainer.seed)
+    return head, None
 
 
 def _trace(config: Config) -> Callable[[str], object] | None:

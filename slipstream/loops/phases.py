@@ -16,6 +16,7 @@ from slipstream.checkpoint.state import huggingface_folder
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
+from slipstream.loops.build_cotrain import make_cotraining
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
@@ -147,6 +148,14 @@ class _RLPhase:
         self._engine = build.make_engine(
             config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )
+        self._drafter = make_cotraining(
+            config,
+            decoder,
+            [self._engine],
+            run.compute,
+            notify=run.progress.note,
+            stages=run.stages,
+        )
         self._watch = EngineWatch(self._engine) if config.speculative.enable else None
         self._rollouts = build.make_rollouts(config, self._engine, self._data, run.rewards)
         self._kl = build.make_kl_in_reward(config)
@@ -179,6 +188,7 @@ class _RLPhase:
                 logger,
                 reference=self._reference,
                 kl_in_reward=self._kl,
+                drafter=self._drafter,
                 after_step=self._after_step,
                 save=self._save,
                 notify=run.progress.note,
@@ -209,6 +219,8 @@ class _RLPhase:
             self._rollouts.load_state_dict(data["rollouts"])
             if self._kl is not None:
                 self._kl.load_state_dict(data["kl_in_reward"])
+            if self._drafter is not None:
+                await self._drafter.restore(resume)
         if self._published is not None and not self._published.tensors:
             await self._published.update_weights(self._backend.publish(advance=False))
         if self._resume is not None:
@@ -266,7 +278,13 @@ class _RLPhase:
         with timers.span("save_checkpoint"):
             await _save(
                 self._run,
-                lambda: self._snapshots.save(step, self._backend, state, self._published),
+                lambda: self._snapshots.save(
+                    step,
+                    self._backend,
+                    state,
+                    self._published,
+                    None if self._drafter is None else self._drafter.training,
+                ),
             )
 
 

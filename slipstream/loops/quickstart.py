@@ -272,6 +272,7 @@ async def train_head(run: Run, policy: Path) -> Path | None:
             "actor_rollout_ref.model.init=null",
             "speculative.enable=false",
             "speculative.eagle.spec_model_path=null",
+            "speculative.train.enable_drafter_training=false",
         ],
         file=run.folder / CONFIG_FILE,
     )

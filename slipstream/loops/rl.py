@@ -86,6 +86,23 @@ class WeightReceiver(Protocol):
     async def update_weights(self, update: WeightUpdate) -> None: ...
 
 
+class DrafterTraining(Protocol):
+    """A draft head that learns beside the policy (`loops.cotrain`)."""
+
+    @property
+    def sink(self) -> FeatureSink:
+        """Takes the features of the update pass."""
+        ...
+
+    def begin_step(self, step: int) -> None:
+        """The update of RL step `step` is about to begin."""
+        ...
+
+    async def after_step(self, step: int) -> dict[str, float]:
+        """The new policy has been published; its time is the step's. Returns metrics."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLTrainingConfig:
     """One RL run. `mini_batch_size` counts prompts per optimizer step; None is the whole batch.
@@ -95,7 +112,7 @@ class RLTrainingConfig:
     rollout's limits, for metrics. A step without any sample to train on is left out; after
     `max_skipped_batches` such in a row the run ends. With `baseline`, advantages are reward -
     `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
-    end, the loop calls `save`.
+    end, the loop calls `save`. `noise_seed` is that of rollouts whose engine takes keyed noise.
     """
 
     num_steps: int
@@ -115,6 +132,7 @@ class RLTrainingConfig:
     flat_reward_warning: int = 10
     max_skipped_batches: int = 3
     checkpoint_every: int = 1
+    noise_seed: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "sync_every", "log_every", "checkpoint_every", "ppo_epochs")
@@ -135,7 +153,7 @@ async def run_rl_training(
     *,
     reference: TrainingBackend | None = None,
     kl_in_reward: KLInReward | None = None,
-    sink: FeatureSink | None = None,
+    drafter: DrafterTraining | None = None,
     after_step: AfterStep | None = None,
     save: Save | None = None,
     notify: Callable[[str], None] = print,
@@ -143,11 +161,12 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """Train the policy by RL; the metrics of every step.
 
-    `reference` gives the log-probs for a KL term; `sink` receives features for a drafter. Raises
+    `reference` gives the log-probs for a KL term; `drafter` learns from the update. Raises
     StageTimeoutError past a deadline of `stages`, TrainingError where nothing can be trained on,
     and what the parts raise.
     """
     stages = stages or Stages()
+    sink = None if drafter is None else drafter.sink
     learner = _Learner(backend, reference, kl_in_reward, sink, config, stages)
     history: list[dict[str, float]] = []
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
@@ -162,10 +181,15 @@ async def run_rl_training(
                 max_prompt_length=config.max_prompt_length,
                 max_response_length=config.max_response_length,
             )
+            if drafter is not None:
+                drafter.begin_step(step)
             metrics |= await learner.learn(step, groups, timers, notify)
             if step % config.sync_every == 0:
                 with timers.span("sync"):
                     await learner.publish(inference_engines)
+            if drafter is not None:
+                with timers.span("drafter"):
+                    metrics |= await drafter.after_step(step)
         metrics |= {
             "training/global_step": step,
             "training/epoch": data_buffer.epoch_id,
@@ -264,7 +288,7 @@ class _Learner:
 
     def _rows(self, usable: Usable, rewards: Sequence[float] | None) -> TrainBatch:
         c = self._config
-        return prepare_grpo_batch(
+        batch = prepare_grpo_batch(
             usable.samples,
             rewards,
             adv_estimator=c.adv_estimator,
@@ -272,6 +296,10 @@ class _Learner:
             baseline=c.baseline,
             temperature=c.temperature,
         )
+        if c.noise_seed is not None:
+            for row, sample in zip(batch.rows, usable.samples, strict=True):
+                row.key = sample.noise_key(c.noise_seed)
+        return batch
 
     async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
         """The old policy's log-probs, where the update is not its own old policy and the rollout's

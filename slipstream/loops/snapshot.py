@@ -25,8 +25,10 @@ from slipstream.checkpoint.state import (
     optimizer_file,
 )
 from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.drafter.cotraining import CoTraining
 from slipstream.errors import CheckpointError
 from slipstream.models.decoder import Decoder
+from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import load_tensors, read_tensors
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
@@ -64,8 +66,11 @@ class Snapshots:
         backend: TrainingBackend,
         data: Mapping[str, Any],
         published: LastPublished | None = None,
+        drafter: CoTraining | None = None,
     ) -> Path:
         """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
+
+        The draft head that is in use lies in the checkpoint as `slipstream draft` leaves one.
 
         Blocks: not for the event loop. Raises CheckpointError where `data` is no JSON or the disk
         refuses; the checkpoint before stays.
@@ -92,6 +97,9 @@ class Snapshots:
             if published is not None:
                 tree = {"version": published.version, "tensors": published.tensors}
                 save_tree(published_file(folder), tree)
+            if drafter is not None:
+                save_draft_head(drafter.used, draft_folder(folder))
+                save_tree(cotraining_file(folder), drafter.state_dict())
             data_file(folder).write_text(text)
             state.save(folder)
 
@@ -140,6 +148,11 @@ class Snapshots:
 def published_file(checkpoint: Path) -> Path:
     """The engines' weights, where they may differ from the trainer's."""
     return checkpoint / "actor" / "published.safetensors"
+
+
+def cotraining_file(checkpoint: Path) -> Path:
+    """What co-training goes on from."""
+    return checkpoint / "draft" / "cotraining.safetensors"
 
 
 def policy_folder(checkpoint: Path) -> Path:

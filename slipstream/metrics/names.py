@@ -320,11 +320,49 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Draft head that learns while the policy does",
+        "After each step; losses and acceptance after steps with a slice of training only. "
+        "`before` is of the head in use, `after` of the trained one, both on held-out responses "
+        "with their own noise.",
+        (
+            Metric("drafter/loss", "", "weighted sum of the two losses, mean over the slice"),
+            Metric("drafter/feature_loss", "", "smooth L1 between predicted and true features"),
+            Metric("drafter/token_loss", "nats", "cross-entropy to the policy's distribution"),
+            Metric("drafter/updates", "steps", "optimizer steps so far"),
+            Metric("drafter/tokens_seen", "tokens", "tokens trained on so far"),
+            Metric("drafter/seconds", "s", "what the slice took", wall_time=True),
+            Metric("drafter/version", "", "version of the head in use"),
+            Metric("drafter/publishes", "heads", "trained heads that went to the engines so far"),
+            Metric(
+                "drafter/hold_backs",
+                "heads",
+                "trained heads that accepted less than the one in use, or could not be measured",
+            ),
+            Metric("drafter/buffer_bytes", "bytes", "features of collected responses"),
+            Metric("drafter/buffer_samples", "samples", "collected responses"),
+            Metric("drafter/evicted_samples", "samples", "given up so far since there was no room"),
+            Metric("drafter/acceptance_rate", "share", "drafts of the trained head that are right"),
+            Metric(
+                "drafter/acceptance_rate/{before,after}", "share", "drafts that are right, of all"
+            ),
+            Metric(
+                "drafter/accept_length/{before,after}",
+                "tokens",
+                "tokens that a verification gives, the policy's own included",
+            ),
+            Metric(
+                "drafter/acceptance_rate_<k>/{before,after}",
+                "share",
+                "chains of drafts, one after each token, whose first k are the policy's own",
+            ),
+        ),
+    ),
+    Section(
         "Time and machine",
         "Wall time: these differ between runs that compute the same.",
         (
             Metric(
-                "timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,testing,sync,"
+                "timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,testing,sync,drafter,"
                 "dump_rollout_generations}",
                 "s",
                 "duration of one stage of the step",

@@ -33,7 +33,6 @@ from slipstream.types import (
     GenerateRequest,
     Generation,
     Group,
-    NoiseKey,
     Prompt,
     Sample,
     SamplingParams,
@@ -245,15 +244,7 @@ class AsyncRolloutManager:
             prompt_ids=tuple(sample.prompt_ids),
             prior_ids=tuple(prior),
             params=replace(params, max_tokens=params.max_tokens - len(prior)),
-            key=NoiseKey(
-                seed=self.settings.seed,
-                namespace=self.settings.namespace,
-                epoch=sample.epoch,
-                uid=sample.uid,
-                index=sample.index,
-                branch=sample.branch,
-                attempt=sample.attempt,
-            ),
+            key=sample.noise_key(self.settings.seed, self.settings.namespace),
             group=f"{self.settings.namespace}/{sample.group_index}",
         )
 

@@ -186,6 +186,7 @@ def hand_over(
                 hidden=result.hidden.final[b, :length].detach().clone(),
                 taps=taps,
                 optimizer_step=optimizer_step,
+                key=row.key,
             )
         )
 

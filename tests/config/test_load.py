@@ -20,7 +20,7 @@ from slipstream.config import (
     to_yaml,
 )
 from slipstream.config.sources import recipe_names
-from slipstream.config.tree import options
+from slipstream.config.tree import from_dict, options, to_dict
 from slipstream.errors import ConfigError
 
 CPU = Hardware(gpus=0, cpus=2)
@@ -397,3 +397,12 @@ def test_to_dict_is_plain() -> None:
 def test_notices_are_logged_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     load_config(["trainer.balance_batch=true"], recipe="tiny", hardware=CPU)
     assert [record.name for record in caplog.records] == ["slipstream.config"]
+
+
+def test_an_option_that_a_tree_was_written_without_has_its_default() -> None:
+    tree = to_dict(load_config())
+    del tree["speculative"]["train"]["depth"]
+    del tree["speculative"]["draft"]
+    config, problems = from_dict(tree)
+    assert problems == []
+    assert config == load_config()

@@ -219,8 +219,50 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "speculative.train.enable_drafter_training=true",
-            "trains no draft model",
+            "trains a draft model that nothing drafts with",
             "speculative.train.enable_drafter_training=false",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.spec_strategy=history",
+            "that nothing drafts with",
+            "speculative.spec_strategy=eagle",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.min_workers_for_training=2",
+            "this version has one worker",
+            "speculative.train.min_workers_for_training=1",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.collect_hidden_states_from_sgl=true",
+            "features are the trainer's own",
+            "speculative.train.collect_hidden_states_from_sgl=false",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.checkpoint_path=x",
+            "part of the run's checkpoints",
+            "speculative.train.checkpoint_path=null",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.long_share=1.5",
+            "is above 1",
+            "speculative.train.long_share=0.25",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.held_out_every=1",
+            "leaves nothing to train on",
+            "speculative.train.held_out_every=8",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.train.max_seq_len=2",
+            "leaves nothing to draft",
+            "speculative.train.max_seq_len=8192",
         ),
         (
             "speculative.draft.total_training_steps=20",

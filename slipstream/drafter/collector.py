@@ -1,0 +1,113 @@
+"""What the trainer's forward pass computes anyway, kept for the draft head.
+
+A `FeatureSink`: rows are chosen before the forward pass, and their final hidden states come with
+the tokens they belong to. Works on the trainer's compute thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.drafter.acceptance import HeldOut
+from slipstream.drafter.buffer import DraftBuffer, Kept, from_tree, to_tree
+from slipstream.drafter.sequences import DraftSequence
+from slipstream.errors import ConfigError
+from slipstream.types import Features, NoiseKey, SamplingParams, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorSettings:
+    """Which rows are kept, and how much of them.
+
+    `held_out` is how many responses are kept to measure acceptance on: one in `held_out_every`,
+    never trained on, the newest ones. `params` is how responses are sampled. What follows after
+    `max_length` tokens is left out. Raises ConfigError for counts below 1.
+    """
+
+    params: SamplingParams
+    max_length: int
+    held_out: int = 16
+    held_out_every: int = 8
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_length", 2), ("held_out", 1), ("held_out_every", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"collector of the draft head: {name}={getattr(self, name)} must be at least "
+                    f"{least}"
+                )
+
+
+class FeatureCollector:
+    """`FeatureSink` into a buffer, and beside it into a few responses that are only measured on."""
+
+    tap_layers: tuple[int, ...] = ()
+
+    def __init__(self, buffer: DraftBuffer, settings: CollectorSettings) -> None:
+        self.buffer = buffer
+        self.settings = settings
+        self._step: int | None = None
+        self._held_out: deque[Kept] = deque(maxlen=settings.held_out)
+
+    @property
+    def held_out(self) -> list[HeldOut]:
+        """The newest responses that are not trained on."""
+        params = self.settings.params
+        return [HeldOut(sequence=k.sequence, key=k.key, params=params) for k in self._held_out]
+
+    def begin_step(self, step: int, *, wanted: bool) -> None:
+        """RL step `step` is about to be trained on; its rows are kept where that is `wanted`."""
+        self._step = step if wanted else None
+        self.buffer.forget_before(step)
+
+    def select(self, batch: TrainBatch) -> set[int]:
+        """See `FeatureSink`: the rows with something to draft whose noise is known."""
+        if self._step is None:
+            return set()
+        return {
+            index
+            for index, row in enumerate(batch.rows)
+            if row.key is not None and any(row.loss_mask[2 : self.settings.max_length])
+        }
+
+    def receive(self, features: Features) -> None:
+        """See `FeatureSink`."""
+        assert self._step is not None, "selected"
+        assert features.key is not None, "selected"
+        length = self.settings.max_length
+        kept = Kept(
+            sequence=DraftSequence(
+                tokens=features.tokens[:length],
+                features_TD=features.hidden[:length],
+                loss_mask=features.loss_mask[:length],
+            ),
+            key=features.key,
+            step=self._step,
+        )
+        if self._is_held_out(features.key):
+            self._held_out.append(kept)
+        else:
+            self.buffer.add(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Buffer and held-out responses, as a tree with tensors."""
+        return {
+            "buffer": self.buffer.state_dict(),
+            "held_out": [to_tree(kept) for kept in self._held_out],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.buffer.load_state_dict(state["buffer"])
+        self._held_out.clear()
+        self._held_out.extend(from_tree(tree) for tree in state["held_out"])
+
+    def _is_held_out(self, key: NoiseKey) -> bool:
+        """By all samples of a prompt at once: siblings are alike."""
+        name = f"{key.seed}/{key.epoch}/{key.uid}".encode()
+        number = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
+        return number % self.settings.held_out_every == 0

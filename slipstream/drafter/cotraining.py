@@ -1,0 +1,185 @@
+"""A draft head that learns while the policy does: slices of training, and what may be published.
+
+    rows of an RL step -> collector -> buffer -> slice of training -> held-out check -> new version
+
+Nothing here knows engines, clocks or the RL loop: whoever has time to spare (the loop itself every
+few steps, a process beside a rollout) asks for a slice, may stop it between two optimizer steps,
+and hands the head on where the check has let it pass. Blocks; works on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.drafter.acceptance import Acceptance, HeldOut, measure_acceptance
+from slipstream.drafter.collector import FeatureCollector
+from slipstream.drafter.sequences import DraftSequence, PolicyEnds
+from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
+from slipstream.errors import check_at_least_one
+from slipstream.models.draft_head import DraftHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoTrainSettings:
+    """`updates` optimizer steps on `batch_size` responses each make a slice; acceptance is measured
+    for up to `accept_depth` drafts in a row. Raises ConfigError for counts below 1."""
+
+    train: DraftTrainSettings
+    updates: int
+    batch_size: int
+    accept_depth: int
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What came of a slice: its metrics, and whether there is a new version to publish."""
+
+    metrics: Metrics
+    adopted: bool
+
+
+class CoTraining:
+    """The head that learns, and the one that is in use.
+
+    `version` counts what was published; a slice whose head accepts less on the held-out responses
+    than the one in use is held back, and training goes on from it.
+    """
+
+    def __init__(
+        self, head: DraftHead, collector: FeatureCollector, settings: CoTrainSettings
+    ) -> None:
+        """`head` learns; as it is now it is in use, as version 0."""
+        self.collector = collector
+        self.settings = settings
+        self.trainer = DraftTrainer(head, settings.train)
+        self.version = 0
+        self.publishes = self.hold_backs = self.tokens_seen = 0
+        self.used = DraftHead(head.config).to(head.fc.weight.device)
+        self.used.load_state_dict(head.state_dict())
+
+    def published(self) -> list[tuple[str, Tensor]]:
+        """Copies of the weights of the head in use."""
+        return [(name, p.detach().clone()) for name, p in self.used.named_parameters()]
+
+    def slice(
+        self, ends: PolicyEnds, *, step: int, stop: Callable[[], bool] = lambda: False
+    ) -> Slice:
+        """Train after RL step `step`; `ends` are the policy's as it is now, `stop` ends training
+        between two optimizer steps.
+
+        Raises TrainingError where loss or gradient is not finite, with the head in use as it was.
+        """
+        s, held_out = self.settings, self.collector.held_out
+        started = time.perf_counter()
+        batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
+        before = self._accepted(self.used, held_out, ends)
+        history = self.trainer.train(self._counted(batches), ends, steps=s.updates, stop=stop)
+        after = self._accepted(self.trainer.head, held_out, ends) if history else before
+        adopted = bool(history) and after is not None and before is not None
+        adopted = adopted and _length(after) >= _length(before)
+        if adopted:
+            self.used.load_state_dict(self.trainer.head.state_dict())
+            self.version += 1
+            self.publishes += 1
+        elif history:
+            self.hold_backs += 1
+        metrics = _of_training(history) | _of_acceptance(before, "before") | self.counts()
+        metrics |= _of_acceptance(after, "after")
+        metrics["drafter/seconds"] = time.perf_counter() - started
+        return Slice(metrics=metrics, adopted=adopted)
+
+    def counts(self) -> Metrics:
+        """What has happened so far."""
+        buffer = self.collector.buffer
+        return {
+            "drafter/updates": self.trainer.step,
+            "drafter/tokens_seen": self.tokens_seen,
+            "drafter/version": self.version,
+            "drafter/publishes": self.publishes,
+            "drafter/hold_backs": self.hold_backs,
+            "drafter/buffer_bytes": buffer.nbytes,
+            "drafter/buffer_samples": len(buffer),
+            "drafter/evicted_samples": buffer.counts.evicted,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a bitwise equal continuation needs, as a tree with tensors."""
+        return {
+            "trainer": self.trainer.state_dict(),
+            "head": _tensors(self.trainer.head),
+            "used": _tensors(self.used),
+            "version": self.version,
+            "publishes": self.publishes,
+            "hold_backs": self.hold_backs,
+            "tokens_seen": self.tokens_seen,
+            "collector": self.collector.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.trainer.head.load_state_dict(state["head"])
+        self.trainer.load_state_dict(state["trainer"])
+        self.used.load_state_dict(state["used"])
+        for name in ("version", "publishes", "hold_backs", "tokens_seen"):
+            setattr(self, name, int(state[name]))
+        self.collector.load_state_dict(state["collector"])
+
+    def _counted(self, batches: Iterator[list[DraftSequence]]) -> Iterator[list[DraftSequence]]:
+        for batch in batches:
+            self.tokens_seen += sum(len(sequence.tokens) for sequence in batch)
+            yield batch
+
+    def _accepted(
+        self, head: DraftHead, held_out: Sequence[HeldOut], ends: PolicyEnds
+    ) -> Acceptance | None:
+        """None where there is nothing to measure on."""
+        if not held_out:
+            return None
+        s = self.settings
+        return measure_acceptance(
+            head, held_out, ends, depth=s.accept_depth, batch_size=s.batch_size
+        )
+
+
+def _tensors(head: DraftHead) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in head.named_parameters()}
+
+
+def _length(acceptance: Acceptance | None) -> float:
+    assert acceptance is not None
+    return acceptance.walk(acceptance.depth).tokens_per_verification
+
+
+def _of_training(history: Sequence[Metrics]) -> Metrics:
+    """Means over a slice, under the names of co-training."""
+    if not history:
+        return {}
+    names = {
+        "drafter/loss": "draft/loss",
+        "drafter/feature_loss": "draft/value_loss",
+        "drafter/token_loss": "draft/soft_loss",
+    }
+    return {ours: sum(m[theirs] for m in history) / len(history) for ours, theirs in names.items()}
+
+
+def _of_acceptance(acceptance: Acceptance | None, when: str) -> Metrics:
+    if acceptance is None:
+        return {}
+    walk = acceptance.walk(acceptance.depth)
+    metrics = {
+        f"drafter/acceptance_rate/{when}": walk.accepted / max(walk.drafted, 1),
+        f"drafter/accept_length/{when}": walk.tokens_per_verification,
+    }
+    for depth in range(1, acceptance.depth + 1):
+        metrics[f"drafter/acceptance_rate_{depth}/{when}"] = acceptance.at_depth(depth)
+    if when == "after":
+        metrics["drafter/acceptance_rate"] = metrics[f"drafter/acceptance_rate/{when}"]
+    return metrics

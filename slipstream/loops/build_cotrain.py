@@ -1,0 +1,70 @@
+"""Wiring of co-training: the head that learns, what it learns from, and when.
+
+Every function takes the configuration and gives one part. Called by `loops.phases`, on the compute
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from slipstream.config.schema import Config
+from slipstream.drafter.buffer import BufferSettings, DraftBuffer
+from slipstream.drafter.collector import CollectorSettings, FeatureCollector
+from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.loops import build
+from slipstream.loops.build_draft import train_settings
+from slipstream.loops.build_speculation import first_head
+from slipstream.loops.cotrain import DraftReceiver, IntervalTraining
+from slipstream.loops.stages import Stages
+from slipstream.models.decoder import Decoder
+from slipstream.training.compute_thread import ComputeThread
+
+
+def make_cotraining(
+    config: Config,
+    policy: Decoder,
+    engines: Sequence[DraftReceiver],
+    compute: ComputeThread,
+    *,
+    notify: Callable[[str], None],
+    stages: Stages,
+) -> IntervalTraining | None:
+    """After `speculative.train`, beside the trainer of `policy`; None where it is not enabled."""
+    train = config.speculative.train
+    if not train.enable_drafter_training:
+        return None
+    buffer = DraftBuffer(
+        BufferSettings(
+            max_bytes=train.buffer_bytes,
+            lookback_steps=train.lookback_steps,
+            long_share=train.long_share,
+            max_uses=train.max_epochs,
+        )
+    )
+    collector = FeatureCollector(
+        buffer,
+        CollectorSettings(
+            params=build.sampling_params(config),
+            max_length=train.max_seq_len,
+            held_out=train.held_out_samples,
+            held_out_every=train.held_out_every,
+        ),
+    )
+    settings = CoTrainSettings(
+        train=train_settings(config),
+        updates=train.updates_per_training,
+        batch_size=train.batch_size_per_gpu,
+        accept_depth=train.accept_depth,
+    )
+    head, _ = first_head(config, policy.config)
+    return IntervalTraining(
+        CoTraining(head.to(build.device_of(config)), collector, settings),
+        policy,
+        engines,
+        compute,
+        interval=train.training_interval_steps,
+        dtype=build.rollout_dtype(config),
+        notify=notify,
+        stages=stages,
+    )

@@ -1,0 +1,143 @@
+"""Slices of co-training: what they train on, what they let pass, and that they resume exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.collector import CollectorSettings, FeatureCollector
+from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.trainer import DraftTrainSettings
+from slipstream.errors import ConfigError
+from slipstream.metrics.names import check_names
+from slipstream.training.optim import OptimSettings
+from slipstream.types import SamplingParams
+from tests.drafter.helpers import ends_of, new_head, requests, responses
+from tests.inference.helpers import shared_decoder
+
+
+def cotraining(*, held_out: int = 24, count: int = 64, seed: int = 1) -> CoTraining:
+    """With responses of the toy policy, as if RL step 1 had brought them."""
+    decoder = shared_decoder()
+    collector = FeatureCollector(
+        DraftBuffer(BufferSettings(max_uses=10)),
+        CollectorSettings(
+            params=SamplingParams(max_tokens=24), max_length=64, held_out=max(held_out, 1)
+        ),
+    )
+    for number, one in enumerate(
+        r for r in responses(decoder, requests(count)) if r.sequence.slots
+    ):
+        kept = Kept(sequence=one.sequence, key=one.key, step=1)
+        if number < held_out:
+            collector._held_out.append(kept)
+        else:
+            collector.buffer.add(kept)
+    head = new_head(decoder, seed)
+    torch.nn.init.zeros_(head.fc.weight)
+    settings = CoTrainSettings(
+        train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
+        updates=10,
+        batch_size=8,
+        accept_depth=2,
+    )
+    return CoTraining(head, collector, settings)
+
+
+def tensors(made: CoTraining) -> dict[str, Tensor]:
+    return dict(made.published())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_head_that_accepts_more_is_passed_on_as_the_next_version() -> None:
+    made, ends = cotraining(), ends_of(shared_decoder())
+    before = tensors(made)
+    first = made.slice(ends, step=1)
+    assert first.adopted
+    assert (made.version, made.publishes, made.hold_backs) == (1, 1, 0)
+    assert not same(before, tensors(made))
+    assert same(tensors(made), dict(made.trainer.head.named_parameters()))
+    metrics = first.metrics
+    check_names(metrics)
+    assert metrics["drafter/updates"] == 10
+    assert metrics["drafter/tokens_seen"] > 10 * 8 * 3
+    assert metrics["drafter/accept_length/after"] > metrics["drafter/accept_length/before"]
+    assert metrics["drafter/acceptance_rate"] == metrics["drafter/acceptance_rate/after"]
+    second = made.slice(ends, step=2)
+    # Measured on the same responses, against what is in use.
+    assert second.metrics["drafter/accept_length/before"] == metrics["drafter/accept_length/after"]
+
+
+def test_a_head_that_accepts_less_is_held_back() -> None:
+    made, ends = cotraining(), ends_of(shared_decoder())
+    for step in (1, 2):
+        assert made.slice(ends, step=step).adopted
+    good = tensors(made)
+    with torch.no_grad():
+        made.trainer.head.fc.weight.copy_(torch.randn_like(made.trainer.head.fc.weight))
+    worse = made.slice(ends, step=3)
+    assert worse.metrics["drafter/updates"] > 20
+    assert not worse.adopted
+    assert (made.version, made.publishes, made.hold_backs) == (2, 2, 1)
+    assert same(good, tensors(made))
+
+
+def test_nothing_is_passed_on_that_could_not_be_measured() -> None:
+    made = cotraining(held_out=0)
+    done = made.slice(ends_of(shared_decoder()), step=1)
+    assert not done.adopted
+    assert made.trainer.step == 10
+    assert made.hold_backs == 1
+    assert "drafter/acceptance_rate" not in done.metrics
+
+
+def test_a_slice_ends_where_all_has_been_learned_from_and_where_it_is_stopped() -> None:
+    made, ends = cotraining(count=40), ends_of(shared_decoder())
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(made.trainer.step)
+        return made.trainer.step == 3
+
+    made.slice(ends, step=1, stop=stop)
+    assert made.trainer.step == 3
+    assert asked == [0, 1, 2, 3]
+    while (before := made.trainer.step) < 100:
+        made.slice(ends, step=2)
+        if made.trainer.step == before:
+            break
+    assert 3 < made.trainer.step < 60
+    empty = made.slice(ends, step=3)
+    assert not empty.adopted
+    assert "drafter/loss" not in empty.metrics
+
+
+def test_a_resumed_one_gives_the_same_heads() -> None:
+    ends = ends_of(shared_decoder())
+    whole = cotraining()
+    first = cotraining()
+    for made in (whole, first):
+        made.slice(ends, step=1)
+    second = cotraining(seed=2, count=8)
+    second.load_state_dict(first.state_dict())
+    assert same(tensors(second), tensors(first))
+    ours, theirs = whole.slice(ends, step=2), second.slice(ends, step=2)
+    assert ours.adopted == theirs.adopted
+    assert same(
+        dict(whole.trainer.head.named_parameters()), dict(second.trainer.head.named_parameters())
+    )
+    assert {k: v for k, v in ours.metrics.items() if k != "drafter/seconds"} == {
+        k: v for k, v in theirs.metrics.items() if k != "drafter/seconds"
+    }
+
+
+@pytest.mark.parametrize("name", ["updates", "batch_size", "accept_depth"])
+def test_counts_below_one_are_refused(name: str) -> None:
+    values = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}
+    with pytest.raises(ConfigError, match=f"co-training: {name}=0"):
+        CoTrainSettings(train=DraftTrainSettings(optim=OptimSettings(lr=1e-3)), **values)

@@ -1,0 +1,85 @@
+"""A draft head that learns in RL: the policy knows nothing of it, a resumed run has the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.checkpoint.manager import TRACKER
+from slipstream.checkpoint.state import draft_folder
+from slipstream.cli import main
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.models.hf_io import read_tensors
+from tests.loops.helpers import assert_same_result, policy, result_of, rl_only, write_reward
+
+TRAIN = "speculative.train"
+LEARN = (
+    "speculative.enable=true",
+    "speculative.eagle.tune_algorithm=PREDEFINED",
+    "speculative.eagle.spec_steps=2",
+    f"{TRAIN}.enable_drafter_training=true",
+    f"{TRAIN}.training_interval_steps=2",
+    f"{TRAIN}.updates_per_training=3",
+    f"{TRAIN}.held_out_every=2",
+    f"{TRAIN}.batch_size_per_gpu=4",
+)
+SETTINGS = (
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "data.train_batch_size=6",
+    "data.val_size=2",
+)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with co-training, and its reward function."""
+    root = tmp_path_factory.mktemp("learned")
+    reward = write_reward(root)
+    assert main(rl_only(root / "run", *SETTINGS, *LEARN, reward=reward)) == 0
+    return root / "run", reward
+
+
+def test_it_changes_neither_rollouts_nor_weights(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    assert main(rl_only(tmp_path / "off", *SETTINGS, reward=reward)) == 0
+    ours, theirs = policy(folder, 4), policy(tmp_path / "off", 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
+
+
+def test_what_it_did_is_logged(learned: tuple[Path, Path]) -> None:
+    steps = dict(read_jsonl(learned[0] / "metrics.jsonl"))
+    assert [steps[n]["drafter/updates"] for n in range(1, 5)] == [0, 3, 3, 6]
+    assert [steps[n]["drafter/publishes"] + steps[n]["drafter/hold_backs"] for n in (2, 4)] == [
+        1,
+        2,
+    ]
+    assert steps[2].keys() >= {"drafter/loss", "drafter/accept_length/after", "timing_s/drafter"}
+    assert "drafter/loss" not in steps[3]
+    assert steps[1]["drafter/buffer_samples"] > 0
+
+
+def test_a_checkpoint_has_the_head_in_use(learned: tuple[Path, Path]) -> None:
+    first, last = (
+        read_tensors(draft_folder(learned[0] / f"global_step_{step}")) for step in (2, 4)
+    )
+    assert first.keys() == last.keys()
+    assert "fc.weight" in last
+
+
+def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, reward = learned
+    again = tmp_path / "run"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "global_step_4")
+    (again / TRACKER).write_text("2")
+    assert main(rl_only(again, *SETTINGS, *LEARN, reward=reward)) == 0
+    assert_same_result(result_of(again), result_of(folder))
