@@ -30,8 +30,8 @@ class CollectorSettings:
 
     params: SamplingParams
     max_length: int
-    held_out: int = 16
-    held_out_every: int = 8
+    held_out: int
+    held_out_every: int
 
     def __post_init__(self) -> None:
         for name, least in (("max_length", 2), ("held_out", 1), ("held_out_every", 2)):
@@ -82,7 +82,8 @@ class FeatureCollector:
         kept = Kept(
             sequence=DraftSequence(
                 tokens=features.tokens[:length],
-                features_TD=features.hidden[:length],
+                # A part of them would keep the memory of the whole.
+                features_TD=features.hidden[:length].clone(),
                 loss_mask=features.loss_mask[:length],
             ),
             key=features.key,

@@ -40,10 +40,12 @@ class CoTrainSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What came of a slice: its metrics, and whether there is a new version to publish."""
+    """What came of a slice: its metrics, and whether there is a new version to publish, or a
+    trained head was held back. Neither where nothing was trained."""
 
     metrics: Metrics
     adopted: bool
+    held_back: bool
 
 
 class CoTraining:
@@ -60,14 +62,13 @@ class CoTraining:
         self.collector = collector
         self.settings = settings
         self.trainer = DraftTrainer(head, settings.train)
-        self.version = 0
-        self.publishes = self.hold_backs = self.tokens_seen = 0
+        self.version = self.hold_backs = self.tokens_seen = 0
         self.used = DraftHead(head.config).to(head.fc.weight.device)
         self.used.load_state_dict(head.state_dict())
 
     def published(self) -> list[tuple[str, Tensor]]:
         """Copies of the weights of the head in use."""
-        return [(name, p.detach().clone()) for name, p in self.used.named_parameters()]
+        return list(_tensors(self.used).items())
 
     def slice(
         self, ends: PolicyEnds, *, step: int, stop: Callable[[], bool] = lambda: False
@@ -88,13 +89,12 @@ class CoTraining:
         if adopted:
             self.used.load_state_dict(self.trainer.head.state_dict())
             self.version += 1
-            self.publishes += 1
-        elif history:
-            self.hold_backs += 1
+        held_back = bool(history) and not adopted
+        self.hold_backs += held_back
         metrics = _of_training(history) | _of_acceptance(before, "before") | self.counts()
         metrics |= _of_acceptance(after, "after")
         metrics["drafter/seconds"] = time.perf_counter() - started
-        return Slice(metrics=metrics, adopted=adopted)
+        return Slice(metrics=metrics, adopted=adopted, held_back=held_back)
 
     def counts(self) -> Metrics:
         """What has happened so far."""
@@ -103,7 +103,7 @@ class CoTraining:
             "drafter/updates": self.trainer.step,
             "drafter/tokens_seen": self.tokens_seen,
             "drafter/version": self.version,
-            "drafter/publishes": self.publishes,
+            "drafter/publishes": self.version,
             "drafter/hold_backs": self.hold_backs,
             "drafter/buffer_bytes": buffer.nbytes,
             "drafter/buffer_samples": len(buffer),
@@ -117,7 +117,6 @@ class CoTraining:
             "head": _tensors(self.trainer.head),
             "used": _tensors(self.used),
             "version": self.version,
-            "publishes": self.publishes,
             "hold_backs": self.hold_backs,
             "tokens_seen": self.tokens_seen,
             "collector": self.collector.state_dict(),
@@ -128,7 +127,7 @@ class CoTraining:
         self.trainer.head.load_state_dict(state["head"])
         self.trainer.load_state_dict(state["trainer"])
         self.used.load_state_dict(state["used"])
-        for name in ("version", "publishes", "hold_backs", "tokens_seen"):
+        for name in ("version", "hold_backs", "tokens_seen"):
             setattr(self, name, int(state[name]))
         self.collector.load_state_dict(state["collector"])
 

@@ -74,11 +74,13 @@ class IntervalTraining:
             done = await self._compute.submit(lambda: self._slice(step))
         if done.adopted:
             await self._publish()
-        elif done.metrics.get("drafter/hold_backs") and not self._said:
+        elif done.held_back and not self._said:
             self._said = True
+            measured = "drafter/acceptance_rate" in done.metrics
+            why = "it accepts less on held-out responses" if measured else "none were held out yet"
             self._notify(
-                f"step {step}: the trained draft head accepts less on held-out responses than the "
-                "one in use, which stays; said once, drafter/hold_backs counts"
+                f"step {step}: the trained draft head is held back, {why}; the one in use stays. "
+                "Said once, drafter/hold_backs counts"
             )
         return done.metrics
 

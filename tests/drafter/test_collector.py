@@ -98,6 +98,9 @@ def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
     trained_on = {tuple(one["key"])[3] for one in sink.buffer.state_dict()["kept"]}
     assert not trained_on & {one.key.uid for one in sink.held_out}
     assert max(len(one.sequence.tokens) for one in sink.held_out) <= 6
+    for one in sink.held_out:
+        features = one.sequence.features_TD
+        assert features.untyped_storage().nbytes() == features.nbytes
     other = collector(held_out_every=3, held_out=5, max_length=6)
     other.load_state_dict(sink.state_dict())
     assert [one.key for one in other.held_out] == [one.key for one in sink.held_out]
