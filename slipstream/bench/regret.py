@@ -206,7 +206,7 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
         if event.drafted:
             curve.record(event.drafted, event.accepted)
         if event.steady:
-            costs.record(event.running, depth, size, event.seconds)
+            costs.record(size, depth, [(event.running, event.seconds)])
             seen[size, depth].append(event.seconds)
     if not sizes or not costs.known:
         raise ConfigError("a trace without steps; record one with speculative.trace=true")

@@ -295,18 +295,18 @@ async def compare_decoding(run: Run, policy: Path) -> list[SideBySide]:
         decoder = load_checkpoint(policy)
         return build.make_engine(config, decoder, run.tokenizer, run.compute, speculate=speculate)
 
-    plain = run.compute.run(lambda: make(None))
+    plain, again = (run.compute.run(lambda: make(None)) for _ in range(2))
     drafting = run.compute.run(lambda: make(run.progress.note))
     try:
         settings = build.eval_settings(config)
         return [
             await side_by_side(
-                plain, drafting, prompts[:count], run.rewards, settings, at_once=at_once
+                plain, again, drafting, prompts[:count], run.rewards, settings, at_once=at_once
             )
             for count, at_once in ((COMPARED, COMPARED), (COMPARED // 4, FEW))
         ]
     finally:
-        close_parts(run.stages, plain, drafting)
+        close_parts(run.stages, plain, again, drafting)
 
 
 async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
@@ -487,7 +487,8 @@ def _compared(pair: Mapping[str, Any]) -> str:
         + (" at once" if pair["at_once"] == pair["responses"] else f", {pair['at_once']} at a time")
         + f": plain {pair['plain_seconds']:.2f} s, speculative {pair['speculative_seconds']:.2f} s "
         f"({pair['speedup']:.2f}x; half of {pair['rounds']} rounds within "
-        f"{pair['speedup_low']:.2f}x to {pair['speedup_high']:.2f}x), "
+        f"{pair['speedup_low']:.2f}x to {pair['speedup_high']:.2f}x, a second plain engine within "
+        f"{pair['noise_low']:.2f}x to {pair['noise_high']:.2f}x), "
         f"identical {'yes' if pair['identical'] else 'NO'}, {drafts}"
     )
 

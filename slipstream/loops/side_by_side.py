@@ -17,7 +17,8 @@ from slipstream.types import Prompt, Sample
 class SideBySide:
     """Seconds are those of engine steps, medians over `rounds`; `speedup` is speculation's over
     plain decoding, the median of the rounds, half of which lie between `speedup_low` and
-    `speedup_high`. `identical` compares token ids and log-probs of every round, bit for bit.
+    `speedup_high`; those of a second plain engine over the first, between `noise_low` and
+    `noise_high`. `identical` compares token ids and log-probs of every round, bit for bit.
     `at_once` responses run together; drafts are made in `on_fraction` of the decoding time, and
     where in none, `accept_length` is 1."""
 
@@ -29,6 +30,8 @@ class SideBySide:
     speedup: float
     speedup_low: float
     speedup_high: float
+    noise_low: float
+    noise_high: float
     identical: bool
     accept_length: float
     on_fraction: float
@@ -37,20 +40,21 @@ class SideBySide:
 
 async def side_by_side(
     plain: InferenceEngine,
+    again: InferenceEngine,
     speculative: InferenceEngine,
     prompts: Sequence[Prompt],
     rewards: RewardManager,
     settings: EvalSettings,
     *,
     at_once: int,
-    rounds: int = 11,
+    rounds: int = 15,
     warm_up: int = 4,
 ) -> SideBySide:
     """Answer `prompts`, `at_once` at a time, with each engine in turns, after some rounds to warm
     up: in a run, too, the selector has measured its plans over many steps. Which engine begins
-    alternates."""
+    changes from round to round. `again` is one like `plain`: what the two differ by is noise."""
     groups = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
-    engines = {"plain": plain, "speculative": speculative}
+    engines = {"plain": plain, "again": again, "speculative": speculative}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens, identical = 0, True
     before = speculative.stats()
@@ -58,8 +62,9 @@ async def side_by_side(
         if number == warm_up:
             before = speculative.stats()
         written: list[list[tuple[list[int], list[float]]]] = []
-        turns = list(engines.items())
-        for name, engine in turns if number % 2 == 0 else reversed(turns):
+        first = number % len(engines)
+        turns = [*engines.items()][first:] + [*engines.items()][:first]
+        for name, engine in turns:
             start = _compute_seconds(engine.stats())
             evaluations = [await run_evaluation([engine], g, rewards, settings) for g in groups]
             if number >= warm_up:
@@ -67,10 +72,10 @@ async def side_by_side(
             samples = [s for e in evaluations for group in e.groups for s in group.samples]
             written.append([_bits(sample) for sample in samples])
             tokens = sum(sample.response_length for sample in samples)
-        identical = identical and written[0] == written[1]
+        identical = identical and written[0] == written[1] == written[2]
     drafted = speculative.stats().since(before)
-    speedups = [p / s for p, s in zip(seconds["plain"], seconds["speculative"], strict=True)]
-    low, middle, high = quantiles(speedups, method="inclusive")
+    low, middle, high = _quartiles(seconds["plain"], seconds["speculative"])
+    noise_low, _, noise_high = _quartiles(seconds["plain"], seconds["again"])
     return SideBySide(
         responses=len(prompts),
         at_once=at_once,
@@ -80,11 +85,18 @@ async def side_by_side(
         speedup=middle,
         speedup_low=low,
         speedup_high=high,
+        noise_low=noise_low,
+        noise_high=noise_high,
         identical=identical,
         accept_length=drafted.accept_length,
         on_fraction=drafted.on_fraction,
         rounds=rounds,
     )
+
+
+def _quartiles(plain: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of how much faster the other engine was."""
+    return quantiles([p / s for p, s in zip(plain, other, strict=True)], method="inclusive")
 
 
 def _compute_seconds(stats: EngineStats) -> float:

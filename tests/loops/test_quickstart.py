@@ -41,6 +41,7 @@ def test_it_trains_compares_and_sums_up(
     assert summary["rollout_speedup"] == together["speedup"]
     for pair in (together, few):
         assert pair["speedup_low"] <= pair["speedup"] <= pair["speedup_high"]
+        assert 0 < pair["noise_low"] <= pair["noise_high"]
         assert min(pair["plain_seconds"], pair["speculative_seconds"]) > 0
     text = " ".join(shown.split())
     for part in (

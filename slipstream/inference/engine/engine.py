@@ -341,7 +341,7 @@ class Engine:
         tokens = self._accept(running, trees, choice, hidden)
         if self._proposer is not None:
             features = hidden[: count * width].view(count, width, -1)
-            self._proposer.observe([r.request_id for r in running], tokens, features)
+            self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(
             preempted=len(preempted),
@@ -402,7 +402,7 @@ class Engine:
         if plan == OFF or self._proposer is None or self._sampling is None:
             return [DraftTree.chain(token, ()) for token in last]
         batch = DraftBatch(
-            request_ids=[request.request_id for request in running],
+            request_ids=self._sampling.names,
             last=last,
             positions_N=positions_N,
             rows=self._sampling.rows,

@@ -137,9 +137,10 @@ class Runner:
 
 
 class BatchSampling:
-    """How a batch samples: made once per batch, not per step."""
+    """Who is in a batch, and how it samples: made once per batch, not per step."""
 
     def __init__(self, requests: Sequence[Running], device: torch.device) -> None:
+        self.names = [request.request_id for request in requests]
         self.rows = sampling_rows(requests, device)
         self._repeated = {1: self.rows}
 

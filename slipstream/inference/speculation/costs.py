@@ -10,26 +10,32 @@ No number is below 0. They are fitted to relative errors by least squares in whi
 those with drafts and those without each as new ones of their kind come.
 How a batch size and depth that has been measured differs from that is its own factor, and how the
 machine is doing, by which all steps differ for a while, is its mood. How far a step moves either
-depends on how well each is known and on how much steps vary (the gains of Kalman 1960): a plan that
-was seen often tells of the mood, a new one tells of itself, against what was measured just before.
-Both fade towards 1, so that what nothing confirms gives way to what all steps say. Used by
-`selector`.
+depends on how well each is known and on how much steps vary (a filter after Kalman 1960): a plan
+that was seen often tells of the mood, a new one tells of itself, against what was measured just
+before, and the plan that comes after it tells again how the two differ.
+Both fade towards 1, the mood with time, so that what nothing confirms gives way to what all steps
+say. Used by `selector`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import exp, log, sqrt
+from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 _FADE = 0.999
 _KNEE = 8
 _REFIT = 64
-"""Steps between two fits, at most."""
+"""Measurements between two fits, at most."""
 
 _PRIOR_WEIGHT = 0.05
 _PRIOR_SIZES, _PRIOR_DRAFTS = (1, 4, 16, 64), (0, 1, 3, 7)
+_FIRST = 8
+"""Steps by whose median what is guessed is scaled: the very first ones may take any time."""
+
 _FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
@@ -45,33 +51,76 @@ _NOISE = 0.08**2
 _LEAST_NOISE = 0.02**2
 
 _NOISE_STEPS = 50
-"""Steps that what is known of the noise is about."""
+"""Measurements that what is known of the noise is about."""
 
-_MOODY = 0.15**2
+_MOODY = 0.17**2
 """Of the machine's mood."""
 
-_LASTING = 0.98
-"""How much of a mood is left a step later."""
+_LASTING = 0.5
+"""Seconds after which a mood is e times weaker."""
 
 _UNKNOWN = 0.1**2
 """Of how a batch size and depth that was never measured differs from the fit."""
 
 _REMEMBERED = 0.999
-"""How much of that difference is left a step later."""
+"""How much of that difference is left a measurement later."""
 
 
-@dataclass(slots=True)
-class _Belief:
-    """A logarithm, its variance, and the step that it was last of use in."""
+_Floats = npt.NDArray[np.float64]
 
-    value: float
-    variance: float
-    step: int = 0
 
-    def fade(self, keep: float, unknown: float) -> None:
-        """Time passes: towards 0, of variance `unknown`."""
-        self.value *= keep
-        self.variance = unknown + keep**2 * (self.variance - unknown)
+class _Beliefs:
+    """Logarithms that are 0 on average, of which any measurement shows a sum of two: the first one,
+    the mood, and one of the others, the cells. What is believed of one depends on the others: a
+    plan's steps after another's tell how the two differ, whatever the mood."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], int] = {}
+        self._values = np.zeros(1)
+        self._unknown = np.array([_MOODY])
+        self._covariance = np.diag(self._unknown)
+
+    @property
+    def mood(self) -> float:
+        """How much longer all steps take."""
+        return exp(self._values[0])
+
+    def of(self, cell: tuple[int, int]) -> float:
+        """Mood and cell together."""
+        place = self._places.get(cell)
+        return float(self._values[0] + (0.0 if place is None else self._values[place]))
+
+    def pass_time(self, mood_kept: float) -> None:
+        """All fade, the mood to `mood_kept` of itself."""
+        kept = np.full(len(self._values), _REMEMBERED)
+        kept[0] = mood_kept
+        self._values *= kept
+        self._covariance *= kept[:, None] * kept
+        self._covariance[np.diag_indices_from(self._covariance)] += (1 - kept**2) * self._unknown
+
+    def variance(self, cell: tuple[int, int]) -> float:
+        """Of mood and cell together."""
+        row = self._with_mood(cell)
+        return float(row[0] + row[self._places[cell]])
+
+    def learn(self, cell: tuple[int, int], surprise: float, noise: float) -> None:
+        """The two together were so much more than believed, to a variance of `noise`."""
+        row = self._with_mood(cell)
+        gain = row / (row[0] + row[self._places[cell]] + noise)
+        self._values += gain * surprise
+        self._covariance -= gain[:, None] * row
+
+    def _with_mood(self, cell: tuple[int, int]) -> _Floats:
+        if cell not in self._places:
+            count = self._places[cell] = len(self._values)
+            self._values = np.append(self._values, 0.0)
+            self._unknown = np.append(self._unknown, _UNKNOWN)
+            wider = np.zeros((count + 1, count + 1))
+            wider[:count, :count] = self._covariance
+            wider[count, count] = _UNKNOWN
+            self._covariance = wider
+        row: _Floats = self._covariance[0] + self._covariance[self._places[cell]]
+        return row
 
 
 class StepCosts:
@@ -82,66 +131,67 @@ class StepCosts:
         # Of steps without drafts and of those with them: each kind fades with its own steps, for
         # where all steps are of one kind the other's say what the fit can not tell from them.
         self._left, self._right = np.zeros((2, size, size)), np.zeros((2, size))
+        # What the first steps took of what is guessed.
+        self._scales: list[float] = []
         self._weights: list[float] = []
         # Seconds by these weights: asked for in every step.
         self._fitted: dict[tuple[int, int], float] = {}
         self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
-        self._steps = 0
+        self._measured = 0
         # Contexts grow longer, a machine is busy.
-        self._mood = _Belief(0.0, _MOODY)
+        self._beliefs = _Beliefs()
         self._noise = _NOISE
-        self._cells: dict[tuple[int, int], _Belief] = {}
 
     @property
     def known(self) -> bool:
         """Whether anything has been measured."""
-        return self._steps > 0
+        return self._measured > 0
 
     def seconds(self, running: int, drafts: int, bucket: int) -> float:
         """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
-        cell = self._cells.get((bucket, drafts))
-        own = 0.0 if cell is None else cell.value * _REMEMBERED ** (self._steps - cell.step)
-        return exp(self._mood.value + own) * self._shape(running, drafts)
+        return self._factor(drafts, bucket) * self._shape(running, drafts)
 
-    def record(self, running: int, drafts: int, bucket: int, seconds: float) -> None:
-        """A step has taken so many seconds."""
-        if not self._steps:
-            self._begin(running, seconds)
-        expected = self.seconds(running, drafts, bucket)
-        off = min(max(seconds / expected, 1 / _FARTHEST), _FARTHEST)
-        shape = self._shape(running, drafts)
-        target = off * expected / (shape * exp(self._mood.value))
-        self._unfitted[drafts > 0].append(
-            [x / shape for x in _features(running, drafts)] + [target]
-        )
-        self._steps += 1
-        cell = self._cells.setdefault((bucket, drafts), _Belief(0.0, _UNKNOWN, self._steps))
-        cell.fade(_REMEMBERED ** (self._steps - cell.step), _UNKNOWN)
-        cell.step = self._steps
-        self._mood.fade(_LASTING, _MOODY)
-        known = self._mood.variance + cell.variance
-        total = known + self._noise
-        most = _SURPRISE * sqrt(total)
+    def record(
+        self,
+        bucket: int,
+        drafts: int,
+        steps: Sequence[tuple[int, float]],
+        elapsed: float | None = None,
+    ) -> None:
+        """Each of `steps`, one after the other, of so many running requests, all of `bucket`, has
+        taken so many seconds. Since the last steps that were recorded, these included, `elapsed`
+        seconds have gone by: by default, what these took."""
+        for running, seconds in steps[: _FIRST - len(self._scales)]:
+            self._scales.append(seconds / _guess(running, drafts))
+        factor, count = self._factor(drafts, bucket), len(steps)
+        expected = [factor * self._shape(running, drafts) for running, _ in steps]
+        taken = 0.0
+        for (_, seconds), guess in zip(steps, expected, strict=True):
+            taken += min(max(seconds, guess / _FARTHEST), guess * _FARTHEST)
+        off = taken / sum(expected)
+        size = sum(running for running, _ in steps) / count
+        shape = sum(expected) / count / factor
+        target = off * factor / self._beliefs.mood
+        self._unfitted[drafts > 0].append([x / shape for x in _features(size, drafts)] + [target])
+        self._measured += 1
+        if elapsed is None:
+            elapsed = sum(seconds for _, seconds in steps)
+        self._beliefs.pass_time(exp(-elapsed / _LASTING))
+        known = self._beliefs.variance((bucket, drafts))
+        most = _SURPRISE * sqrt(known + self._noise / count)
         surprise = min(max(log(off), -most), most)
-        self._noise += (max(surprise**2 - known, _LEAST_NOISE) - self._noise) / _NOISE_STEPS
-        for belief in (self._mood, cell):
-            gain = belief.variance / total
-            belief.value += gain * surprise
-            belief.variance *= 1 - gain
+        noise = max(count * (surprise**2 - known), _LEAST_NOISE)
+        self._noise += (noise - self._noise) / _NOISE_STEPS
+        self._beliefs.learn((bucket, drafts), surprise, self._noise / count)
 
-    def _begin(self, running: int, seconds: float) -> None:
-        for size in _PRIOR_SIZES:
-            base = seconds * (1 + 0.05 * size) / (1 + 0.05 * running)
-            for drafts in _PRIOR_DRAFTS:
-                x = np.array(_features(size, drafts)) / (base * _guessed_factor(size, drafts))
-                self._left[int(drafts > 0)] += _PRIOR_WEIGHT * np.outer(x, x)
-                self._right[int(drafts > 0)] += _PRIOR_WEIGHT * x
+    def _factor(self, drafts: int, bucket: int) -> float:
+        return exp(self._beliefs.of((bucket, drafts)))
 
     def _shape(self, running: int, drafts: int) -> float:
         # The more steps there were, the less the next ones change. A fit takes a tenth of a small
         # model's step.
         waiting = sum(map(len, self._unfitted))
-        if not self._weights or waiting >= min(1 + self._steps // 8, _REFIT):
+        if not self._weights or waiting >= min(1 + self._measured // 8, _REFIT):
             self._take_in()
         known = self._fitted.get((running, drafts))
         if known is None:
@@ -160,8 +210,17 @@ class StepCosts:
                 self._right[kind] = fade * self._right[kind] + rows.T @ (kept * targets)
                 steps.clear()
         self._fitted.clear()
-        left, right = self._left.sum(0).tolist(), self._right.sum(0).tolist()
-        self._weights = _least_squares(left, right, self._weights)
+        scale = median(self._scales)
+        guessed = np.array(
+            [
+                np.array(_features(size, drafts)) / (scale * _guess(size, drafts))
+                for size in _PRIOR_SIZES
+                for drafts in _PRIOR_DRAFTS
+            ]
+        )
+        left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
+        right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
+        self._weights = _least_squares(left.tolist(), right.tolist(), self._weights)
 
 
 def _least_squares(left: list[list[float]], right: list[float], start: list[float]) -> list[float]:
@@ -175,11 +234,11 @@ def _least_squares(left: list[list[float]], right: list[float], start: list[floa
     return x
 
 
-def _features(running: int, drafts: int) -> tuple[float, ...]:
+def _features(running: float, drafts: int) -> tuple[float, ...]:
     rows = running * (drafts + 1)
     return 1.0, rows, max(rows - _KNEE, 0), float(drafts > 0), drafts, running * drafts
 
 
-def _guessed_factor(size: int, drafts: int) -> float:
-    """Seconds over those without drafts, before any have been seen."""
-    return 1 + (0.15 + drafts * (0.05 + 0.02 * size) if drafts else 0.0)
+def _guess(size: int, drafts: int) -> float:
+    """Seconds, of a step without drafts of no requests, before any have been seen."""
+    return (1 + 0.05 * size) * (1 + (0.15 + drafts * (0.05 + 0.02 * size) if drafts else 0.0))

@@ -64,8 +64,10 @@ class EagleProposer:
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, Row] = {}
         self._order: list[str] = []
-        # The rows in that order, shared by what waits for them; None where they have changed.
+        # The rows in that order, shared by what waits for them; None where they have changed. And
+        # the engine's list of their names, the same one in each step of a batch.
         self._batch: list[Row] | None = None
+        self._names: Sequence[str] = ()
         self._waiting = WaitingFeatures(waiting_bytes)
         self._short_of_memory = False
         self._free_cache = free_cache
@@ -174,10 +176,11 @@ class EagleProposer:
         return batch.chains(drafts.tolist())
 
     def _in_order(self, request_ids: Sequence[str]) -> list[Row]:
-        if list(request_ids) != self._order:
-            raise EngineError("the rows of the draft head are not those of the engine")
-        if self._batch is None:
+        if self._batch is None or request_ids is not self._names:
+            if list(request_ids) != self._order:
+                raise EngineError("the rows of the draft head are not those of the engine")
             self._batch = [self._rows[name] for name in self._order]
+            self._names = request_ids
         return self._batch
 
     def _by_columns(

@@ -7,6 +7,7 @@ batches of rollouts shrink until the next one begins, each about like the one be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _SOON = 32.0
@@ -31,20 +32,23 @@ class Rest:
     written: float = 0.0
     _taken_in: float = 0.0
     _seconds: float = 0.0
-    # By class of batch sizes: since when, and how long such a batch has lasted until it grew.
-    _since: dict[int, float] = field(default_factory=dict)
+    # The class of batch sizes that there is now, since when, and how long each has lasted.
+    _bucket: int = 0
+    _since: float = 0.0
     _lasted: dict[int, float] = field(default_factory=dict)
 
     def batch(self, running: int, bucket: int) -> None:
         """A step of so many requests comes; `bucket` stands for batches of about that size."""
         if running > self.running:
-            for other in [other for other in self._since if other < bucket]:
-                lasted = self.written - self._since.pop(other)
-                self._lasted[other] = (self._lasted.get(other, lasted) + lasted) / 2
             # New requests bring what there is to know of them.
             self.missed *= self.running / running
         self.running = running
-        self._since.setdefault(bucket, self.written)
+        if bucket != self._bucket:
+            if self._bucket:
+                lasted = self.written - self._since
+                before = self._lasted.get(self._bucket, lasted)
+                self._lasted[self._bucket] = (before + lasted) / 2
+            self._bucket, self._since = bucket, self.written
 
     def stepped(self, made: float, drafted: bool) -> None:
         """The step has written `made` tokens a request."""
@@ -63,7 +67,15 @@ class Rest:
         known = self._seconds + _SHARE * row * _TRUST
         return self.missed * self.running * known / (self._taken_in + _TRUST)
 
-    def horizon(self, bucket: int) -> float:
-        """Tokens of a request that the batch is expected to write from when it became so small."""
-        lasted = self._lasted.get(bucket)
-        return max(_SOON, self.written - self._since[bucket]) if lasted is None else lasted
+    def horizon(self, drafts: Callable[[int], bool]) -> float:
+        """Tokens of a request that drafts will be of use for from now on: while the batch is about
+        as large as now and, where it `drafts` at smaller sizes too, as far down as it does."""
+        now = self.written - self._since
+        lasted = self._lasted.get(self._bucket)
+        # One that has outlived the others lasts on as long as it has outlived them.
+        found = max(_SOON, now) if lasted is None else abs(lasted - now)
+        for smaller in sorted((b for b in self._lasted if b < self._bucket), reverse=True):
+            if not drafts(smaller):
+                break
+            found += self._lasted[smaller]
+        return found

@@ -92,16 +92,16 @@ memory has left the caches."""
 _DECIDE = 6
 """Steps between two decisions at one batch size."""
 
-_SAMPLED = 16
-"""Of steps without drafts one in so many is thought about and learned from: they are many and
-alike, and in a small model what is computed here would show. Of steps with drafts no fewer."""
-
 _THOUGHT = 1.5e-4
 """Seconds that it takes to choose and to learn: Python that other work has driven out of the
 caches."""
 
-_THINKING = 0.01
-"""Share of the time that this may take while drafts are made: of short steps some go by without."""
+_THINKING = 0.005
+"""Share of the time that this may take: of short steps some go by without, for they are many and
+alike. What they took counts all the same, together."""
+
+_LONGEST_SLEEP = 31
+"""Steps of which at least one is thought about, but for that one."""
 
 _LONGEST_LOOK = 16
 
@@ -196,13 +196,18 @@ class CostModelSelector:
         self._seen = _Seen()
         self._looking: DraftPlan | None = None
         self._looks_left = self._look_steps = 0
-        self._spent = self._lost = 0.0
+        self._spent = 0.0
+        # By looks at decoding without drafts, and at plans.
+        self._lost_plain = self._lost = 0.0
         self._rest = Rest()
         # How many more steps of a plan go by without a thought, at which batch size, and how many
         # have.
         self._asleep = False
         self._dreamt = OFF
         self._sleep = self._slept_at = self._slept = 0
+        # What steps slept through took, and when costs were told last.
+        self._unheard: list[tuple[int, float]] = []
+        self._told = 0.0
         # Steps without drafts in a row.
         self._plain = _SETTLED
 
@@ -220,10 +225,8 @@ class CostModelSelector:
         plan = self._chosen(running)
         if not self._looks_left and self._bucket(running).seen.steps >= _PAUSE:
             self._dreamt, self._slept_at = plan, size
-            self._sleep = _SAMPLED - 1
-            if plan != OFF:
-                step = self._costs.seconds(running, plan.steps, size)
-                self._sleep = min(self._sleep, int(_THOUGHT / (_THINKING * step)))
+            step = self._costs.seconds(running, plan.steps, size)
+            self._sleep = min(_LONGEST_SLEEP, int(_THOUGHT / (_THINKING * step)))
         return plan
 
     def _chosen(self, running: int) -> DraftPlan:
@@ -247,14 +250,20 @@ class CostModelSelector:
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
+        here = rates[bucket.current]
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
-        if rates[bucket.current] < least:
-            bucket.current = OFF
-        rested = bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP)
-        # The first look at a batch size is worth what it costs.
-        if rested and (not bucket.looks or self._lost + beginning <= self._allowed(running)):
-            look = self._worth_a_look(running, rates, max(rates[bucket.current], least))
+        if here < least:
+            bucket.current, here = OFF, rates[OFF]
+        if bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP):
+            # The first look at a batch size is worth what it costs.
+            if bucket.looks:
+                allowed = self._allowed(running)
+                if self._lost + beginning > allowed:
+                    rates = {OFF: rates[OFF]}
+                if self._lost_plain > allowed:
+                    del rates[OFF]
+            look = self._worth_a_look(running, rates, max(here, least))
             if look is not None:
                 steps = _PAUSE if look == OFF else _TOUR if self._rest.missed else _LOOK
                 self._looking, self._looks_left, self._look_steps = look, steps, 0
@@ -269,6 +278,8 @@ class CostModelSelector:
         self._plain = 0 if step.drafted else self._plain + 1
         if self._asleep:
             self._slept += 1
+            if self._tells(step) and max(step.drafted, default=0) == self._dreamt.steps:
+                self._unheard.append((step.running, step.seconds))
             self._rest.stepped(made, drafted=bool(step.drafted))
             return
         bucket, size = self._bucket(step.running), bucket_of(step.running)
@@ -282,8 +293,8 @@ class CostModelSelector:
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         drafts = max(step.drafted, default=0)
-        if step.steady and not 0 < self._plain <= _SETTLED:
-            self._costs.record(step.running, drafts, size, step.seconds)
+        if self._tells(step):
+            self._measured(size, drafts, [(step.running, step.seconds)])
         elif drafts and self._rest.missed and self._costs.known:
             extra = step.seconds - self._costs.seconds(step.running, drafts, size)
             self._rest.took_in(extra, self._row(step.running))
@@ -315,7 +326,18 @@ class CostModelSelector:
             bucket.seen.steps += self._slept
             if self._dreamt == OFF:
                 self._forget(bucket, self._slept)
+            if self._unheard and self._costs.known:
+                self._measured(self._slept_at, self._dreamt.steps, self._unheard)
+            self._unheard.clear()
         self._sleep = self._slept = 0
+
+    def _tells(self, step: StepRecord) -> bool:
+        """Whether it took what such steps take in a row."""
+        return step.steady and not 0 < self._plain <= _SETTLED
+
+    def _measured(self, size: int, drafts: int, steps: Sequence[tuple[int, float]]) -> None:
+        self._costs.record(size, drafts, steps, self._spent - self._told)
+        self._told = self._spent
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
@@ -352,7 +374,11 @@ class CostModelSelector:
         # drafts were, is no loss of the look's.
         rates = self._rates(step.running, [step.plan, bucket.current])
         expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
-        self._lost += expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
+        lost = expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
+        if step.plan == OFF:
+            self._lost_plain += lost
+        else:
+            self._lost += lost
         if not step.steady:
             self._lost += self._rest.cost(self._row(step.running))
         worth = made / rates[bucket.current]
@@ -371,7 +397,8 @@ class CostModelSelector:
         """What a plan must yield, where without drafts it is `plain`, to gain more while the batch
         lasts than its `beginning` costs."""
         size = bucket_of(running)
-        lasts = self._costs.seconds(running, 0, size) * self._rest.horizon(size)
+        drafting = self._rest.horizon(lambda other: self._buckets[other].current != OFF)
+        lasts = self._costs.seconds(running, 0, size) * drafting
         return plain / (1 - beginning / lasts) if beginning < lasts else inf
 
     def _allowed(self, running: int) -> float:

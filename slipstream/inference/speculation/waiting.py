@@ -37,11 +37,14 @@ class Row:
 
 @dataclass(slots=True)
 class _Step:
-    """What one step of the engine brought: to each of the rows that there were, tokens and, at the
-    beginning of its row of `features_NWD`, the features before them."""
+    """What one step of the engine brought: to each of the rows that there were, `counts` of the
+    `tokens` and, at the beginning of its row of `features_NWD`, the features before them."""
 
     rows: Sequence[Row]
-    tokens: Sequence[Sequence[int]]
+    counts: list[int]
+    # All in one list: hundreds of steps wait, and a list for each of their rows would be work for
+    # the garbage collector.
+    tokens: list[int]
     features_NWD: Tensor
 
 
@@ -96,7 +99,8 @@ class WaitingFeatures:
         self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], features_NWD: Tensor
     ) -> None:
         """A step has brought `tokens` to `rows`, which begin anew where steps are forgotten."""
-        self._steps.append(_Step(rows, tokens, features_NWD))
+        flat = list(chain.from_iterable(tokens))
+        self._steps.append(_Step(rows, list(map(len, tokens)), flat, features_NWD))
         self.nbytes += features_NWD.nbytes
         while self.nbytes > self.limit:
             oldest = self._steps.popleft()
@@ -117,25 +121,26 @@ class WaitingFeatures:
         if not sources:
             return None
         # Pieces: what a request began with, what a step brought to a row.
-        pieces = [row.tokens for row in begun]
-        pieces += chain.from_iterable(step.tokens for step in self._steps)
         size = [1] * len(begun) + [len(step.rows) for step in self._steps]
         width = [1] * len(begun) + [step.features_NWD.shape[1] for step in self._steps]
-        counts_P = _ints(map(len, pieces), len(pieces))
+        lengths = [len(row.tokens) for row in begun]
+        lengths += chain.from_iterable(step.counts for step in self._steps)
+        counts_P = np.array(lengths)
         ends_P: Ints = counts_P.cumsum()
         source_P = np.arange(len(sources)).repeat(size)
-        place_P = np.arange(len(pieces)) - np.repeat(np.cumsum(size) - size, size)
+        place_P = np.arange(len(counts_P)) - np.repeat(np.cumsum(size) - size, size)
         line_P = place_P * np.repeat(width, size) - (ends_P - counts_P)
         line_T = line_P.repeat(counts_P) + np.arange(ends_P[-1])
         source_T = source_P.repeat(counts_P)
-        tokens_T = _ints(chain.from_iterable(pieces), len(line_T))
+        brought = chain((row.tokens for row in begun), (step.tokens for step in self._steps))
+        tokens_T = _ints(chain.from_iterable(brought), len(line_T))
         # After one step of the same batch, as mostly, all is in order.
         if not begun and len(self._steps) == 1 and self._steps[0].rows is rows:
             if not counts_P.all():
                 return None
             return Waiting(counts_P, tokens_T, sources, source_T, line_T)
         owners = chain(begun, chain.from_iterable(step.rows for step in self._steps))
-        owner_P = _ints((row.index for row in owners), len(pieces))
+        owner_P = _ints((row.index for row in owners), len(counts_P))
         owner_T = owner_P.repeat(counts_P)
         order = np.argsort(owner_T, kind="stable")
         # Those of requests that have ended come first.

@@ -20,20 +20,24 @@ def test_what_was_missed_is_taken_in_by_drafting_and_thinned_by_new_requests() -
     assert (rest.missed, rest.written) == (0, 4.5)
 
 
-def test_a_batch_lasts_as_long_as_those_before_it_until_they_grew() -> None:
+def test_drafts_are_of_use_while_batches_last_as_long_as_those_before_them() -> None:
     rest = Rest()
+    never, always = (lambda size: False), (lambda size: True)
     for tokens in (100, 300):
         rest.batch(16, 16)
-        rest.stepped(50.0, drafted=False)
+        rest.stepped(40.0, drafted=False)
+        assert rest.horizon(never) == (40 if tokens == 100 else 0)
         rest.batch(2, 2)
         # Of the first one nothing is known but its age.
-        assert rest.horizon(2) == (32 if tokens == 100 else 100)
+        assert rest.horizon(always) == (32 if tokens == 100 else 100)
         rest.stepped(float(tokens), drafted=False)
-        assert rest.horizon(2) == 100
+        # It has lasted as long as was known, and three times as long.
+        assert rest.horizon(always) == (100 if tokens == 100 else 200)
     rest.batch(16, 16)
-    rest.batch(2, 2)
-    assert rest.horizon(2) == 200
-    assert rest.horizon(16) == 500  # it has not been larger: since it began
+    rest.stepped(10.0, drafted=False)
+    assert rest.horizon(never) == 30
+    assert rest.horizon(always) == 30 + 200
+    assert rest.horizon(lambda size: size != 2) == 30
 
 
 def test_the_cost_of_taking_in_is_learned_and_never_more_than_the_policys_own() -> None:

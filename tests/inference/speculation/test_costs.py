@@ -1,0 +1,45 @@
+"""What steps will take, learned from what they took."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from slipstream.inference.speculation.costs import StepCosts
+
+
+def test_steps_told_together_teach_what_each_of_them_would() -> None:
+    together, alone = StepCosts(), StepCosts()
+    rng = random.Random(0)
+    for _ in range(60):
+        steps = [(4, 2e-3 * math.exp(rng.gauss(0, 0.05))) for _ in range(8)]
+        together.record(4, 0, steps)
+        for step in steps:
+            alone.record(4, 0, [step])
+    assert together.seconds(4, 0, 4) == pytest.approx(alone.seconds(4, 0, 4), rel=0.02)
+    assert together.seconds(4, 0, 4) == pytest.approx(2e-3, rel=0.03)
+
+
+def test_the_very_first_step_may_take_any_time() -> None:
+    costs = StepCosts()
+    for seconds in (20e-3, *[2e-3] * 20):
+        costs.record(2, 0, [(2, seconds)])
+    # A draft was never made: about an eighth more than a step without.
+    assert costs.seconds(2, 1, 2) == pytest.approx(1.24 * 2e-3, rel=0.25)
+
+
+def test_how_two_plans_differ_is_learned_whatever_the_mood() -> None:
+    # All steps take up to twice as long for a tenth of a second; drafts half as long again, but for
+    # one class of sizes, where they take twice as long.
+    rng, costs, mood = random.Random(1), StepCosts(), 1.0
+    for turn in range(400):
+        if turn % 3 == 0:
+            mood = math.exp(rng.uniform(0, math.log(2)))
+        bucket, drafts = (8, 16)[turn // 2 % 2], turn % 2 * 2
+        factor = 1.0 if drafts == 0 else 2.0 if bucket == 16 else 1.5
+        costs.record(bucket, drafts, [(bucket, 4e-3 * factor * mood)] * 8)
+    for bucket, factor in ((8, 1.5), (16, 2.0)):
+        ratio = costs.seconds(bucket, 2, bucket) / costs.seconds(bucket, 0, bucket)
+        assert ratio == pytest.approx(factor, rel=0.1)
