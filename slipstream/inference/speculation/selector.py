@@ -397,7 +397,7 @@ class CostModelSelector:
         """What a plan must yield, where without drafts it is `plain`, to gain more while the batch
         lasts than its `beginning` costs."""
         size = bucket_of(running)
-        drafting = self._rest.horizon(lambda other: self._buckets[other].current != OFF)
+        drafting = self._rest.horizon(lambda other: self._bucket(other).current != OFF)
         lasts = self._costs.seconds(running, 0, size) * drafting
         return plain / (1 - beginning / lasts) if beginning < lasts else inf
 

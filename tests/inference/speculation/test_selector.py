@@ -335,6 +335,26 @@ def test_of_plain_steps_some_are_learned_from_and_all_count_as_missed() -> None:
     assert missed == [0, 1, 2] * 3
 
 
+def test_steps_slept_through_are_learned_from_together() -> None:
+    selector = CostModelSelector(PLANS, bs_threshold=0)
+
+    def plain(seconds: float) -> None:
+        selector.select(4)
+        selector.record(StepRecord(running=4, plan=OFF, seconds=seconds))
+
+    for _ in range(100):
+        plain(1e-3)
+    # What is thought about takes as long as ever; the others now take longer.
+    while selector._sleep < 20:
+        plain(1e-3)
+    before = selector._costs.seconds(4, 0, 4)
+    while selector._sleep:
+        plain(1.5e-3)
+    assert selector._costs.seconds(4, 0, 4) == before
+    selector.select(4)
+    assert selector._costs.seconds(4, 0, 4) > 1.1 * before
+
+
 def test_drafting_begins_again_only_where_it_pays_for_what_was_missed() -> None:
     # From sixteen requests on drafts cost more than they gain, at two they gain a quarter; but what
     # was written meanwhile must be taken in first.
