@@ -49,6 +49,7 @@ _NOISE = 0.08**2
 """Of the time of a step, mood and plan being known, before it has been seen."""
 
 _LEAST_NOISE = 0.02**2
+"""A machine that was still for a while may not be so for ever."""
 
 _NOISE_STEPS = 50
 """Measurements that what is known of the noise is about."""
@@ -103,10 +104,11 @@ class _Beliefs:
         row = self._with_mood(cell)
         return float(row[0] + row[self._places[cell]])
 
-    def learn(self, cell: tuple[int, int], surprise: float, noise: float) -> None:
-        """The two together were so much more than believed, to a variance of `noise`."""
+    def learn(self, cell: tuple[int, int], surprise: float, total: float) -> None:
+        """The two together were so much more than believed, of which, with the noise of what was
+        measured, the variance is `total`."""
         row = self._with_mood(cell)
-        gain = row / (row[0] + row[self._places[cell]] + noise)
+        gain = row / total
         self._values += gain * surprise
         self._covariance -= gain[:, None] * row
 
@@ -182,7 +184,7 @@ class StepCosts:
         surprise = min(max(log(off), -most), most)
         noise = max(count * (surprise**2 - known), _LEAST_NOISE)
         self._noise += (noise - self._noise) / _NOISE_STEPS
-        self._beliefs.learn((bucket, drafts), surprise, self._noise / count)
+        self._beliefs.learn((bucket, drafts), surprise, known + self._noise / count)
 
     def _factor(self, drafts: int, bucket: int) -> float:
         return exp(self._beliefs.of((bucket, drafts)))

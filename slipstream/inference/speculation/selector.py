@@ -256,14 +256,15 @@ class CostModelSelector:
         if here < least:
             bucket.current, here = OFF, rates[OFF]
         if bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP):
+            allowed = self._allowed(running)
             # The first look at a batch size is worth what it costs.
-            if bucket.looks:
-                allowed = self._allowed(running)
-                if self._lost + beginning > allowed:
-                    rates = {OFF: rates[OFF]}
-                if self._lost_plain > allowed:
-                    del rates[OFF]
-            look = self._worth_a_look(running, rates, max(here, least))
+            affordable = {
+                plan: rate
+                for plan, rate in rates.items()
+                if not bucket.looks
+                or (self._lost_plain if plan == OFF else self._lost + beginning) <= allowed
+            }
+            look = self._worth_a_look(running, affordable, max(here, least))
             if look is not None:
                 steps = _PAUSE if look == OFF else _TOUR if self._rest.missed else _LOOK
                 self._looking, self._looks_left, self._look_steps = look, steps, 0

@@ -104,8 +104,10 @@ def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: floa
         )
         rates.append(tokens / sum(seconds))
     assert mean(rates) > 0.95 * best_rate(running, p)
-    # A run may be unlucky with its first looks.
-    assert min(rates) > 0.8 * best_rate(running, p)
+    # One run in many is unlucky with its first looks, and stays without drafts for long.
+    unlucky, *others = sorted(rates)
+    assert min(others) > 0.9 * best_rate(running, p)
+    assert unlucky > 0.8 * best_rate(running, p)
 
 
 def test_looks_begin_with_those_that_lose_little() -> None:
@@ -318,7 +320,7 @@ def test_of_acceptance_each_plain_step_takes_the_same_thought_about_or_not() -> 
     assert selector.curve._tried[0] == pytest.approx(before * 0.998**400, rel=1e-6)
 
 
-def test_of_plain_steps_some_are_learned_from_and_all_count_as_missed() -> None:
+def test_plain_steps_are_learned_from_and_count_as_missed() -> None:
     selector = CostModelSelector(PLANS)
     for seconds in (*[1e-3] * 80, *[2e-3] * 800):
         selector.record(StepRecord(running=4, plan=OFF, seconds=seconds))
