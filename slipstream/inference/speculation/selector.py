@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf
+from math import inf, sqrt
 from typing import Protocol
 
 from slipstream.errors import ConfigError
@@ -124,6 +124,11 @@ _CHEAP = 0.1
 _GAP = 50
 """Steps between two looks at one batch size once there have been many; at first two, four, ..."""
 
+_EARLY, _ROOT = 2.0, 0.15
+"""Steps that looks at a batch size may lose beyond their share of the time: at once, and with the
+square root of those there were. A share alone of a short life allows no second look, should the
+first have been unlucky."""
+
 _PATIENCE = 0.998
 """How much of what was seen of a plan counts after each further step of its batch size."""
 
@@ -157,6 +162,10 @@ class _Bucket:
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
     looked_at: int = 0
+    spent: float = 0.0
+    # By looks at decoding without drafts, and at plans.
+    lost_plain: float = 0.0
+    lost: float = 0.0
     decide_at: int = 0
 
 
@@ -197,8 +206,6 @@ class CostModelSelector:
         self._looking: DraftPlan | None = None
         self._looks_left = self._look_steps = 0
         self._spent = 0.0
-        # By looks at decoding without drafts, and at plans.
-        self._lost_plain = self._lost = 0.0
         self._rest = Rest()
         # How many more steps of a plan go by without a thought, at which batch size, and how many
         # have.
@@ -262,7 +269,7 @@ class CostModelSelector:
                 plan: rate
                 for plan, rate in rates.items()
                 if not bucket.looks
-                or (self._lost_plain if plan == OFF else self._lost + beginning) <= allowed
+                or (bucket.lost_plain if plan == OFF else bucket.lost + beginning) <= allowed
             }
             look = self._worth_a_look(running, affordable, max(here, least))
             if look is not None:
@@ -275,6 +282,8 @@ class CostModelSelector:
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
         self._spent += step.seconds
+        bucket, size = self._bucket(step.running), bucket_of(step.running)
+        bucket.spent += step.seconds
         made = 1 + sum(step.accepted) / step.running
         self._plain = 0 if step.drafted else self._plain + 1
         if self._asleep:
@@ -283,7 +292,6 @@ class CostModelSelector:
                 self._unheard.append((step.running, step.seconds))
             self._rest.stepped(made, drafted=bool(step.drafted))
             return
-        bucket, size = self._bucket(step.running), bucket_of(step.running)
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
@@ -377,11 +385,11 @@ class CostModelSelector:
         expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
         lost = expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
         if step.plan == OFF:
-            self._lost_plain += lost
+            bucket.lost_plain += lost
         else:
-            self._lost += lost
+            bucket.lost += lost
         if not step.steady:
-            self._lost += self._rest.cost(self._row(step.running))
+            bucket.lost += self._rest.cost(self._row(step.running))
         worth = made / rates[bucket.current]
         # Better than expected: not the time to stop.
         self._look_steps += 1
@@ -403,9 +411,11 @@ class CostModelSelector:
         return plain / (1 - beginning / lasts) if beginning < lasts else inf
 
     def _allowed(self, running: int) -> float:
-        """Seconds that looks may have lost by now: at the beginning, some steps' worth."""
+        """Seconds that looks at this batch size may have lost by now."""
+        bucket = self._bucket(running)
         step = self._costs.seconds(running, 0, bucket_of(running))
-        return self._exploration * self._spent + 2 * step
+        early = _EARLY + _ROOT * sqrt(bucket.seen.steps)
+        return self._exploration * bucket.spent + early * step
 
     def _worth_a_look(
         self, running: int, rates: dict[DraftPlan, float], least: float

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from slipstream.inference.speculation.costs import StepCosts
+from slipstream.inference.speculation.costs import StepCosts, _Beliefs
 
 
 def test_steps_told_together_teach_what_each_of_them_would() -> None:
@@ -28,6 +28,17 @@ def test_the_very_first_step_may_take_any_time() -> None:
         costs.record(2, 0, [(2, seconds)])
     # A draft was never made: about an eighth more than a step without.
     assert costs.seconds(2, 1, 2) == pytest.approx(1.24 * 2e-3, rel=0.25)
+
+
+def test_one_mood_does_not_tell_two_plans_apart() -> None:
+    # Both were measured in it, one before the other: what is mood and what is the plan's own is not
+    # known, but that they are alike is.
+    beliefs = _Beliefs()
+    for plan in ((8, 0), (8, 2)):
+        off = 0.4 - beliefs.of(plan)
+        beliefs.learn(plan, off, beliefs.variance(plan) + 1e-6)
+    assert beliefs.of((8, 0)) == pytest.approx(0.4, abs=0.001)
+    assert beliefs.of((8, 2)) == pytest.approx(0.4, abs=0.001)
 
 
 def test_how_two_plans_differ_is_learned_whatever_the_mood() -> None:

@@ -224,6 +224,18 @@ def test_rows_of_another_engine_are_an_error() -> None:
         engine.step()
 
 
+def test_rows_in_another_order_are_an_error() -> None:
+    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32)
+    engine = make_engine(proposer=proposer, plan=DraftPlan.chain(2))
+    for name in ("one", "two"):
+        engine.add(make_request(name, max_tokens=9, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    features = torch.zeros(2, 1, shared_decoder().config.hidden_size)
+    with pytest.raises(EngineError, match="rows of the draft head are not those of the engine"):
+        proposer.observe(["two", "one"], [(3,), (3,)], features)
+
+
 def head_update(head: DraftHead, **changed: torch.Tensor) -> WeightUpdate:
     tensors = {name: p.detach().clone() for name, p in head.named_parameters()} | changed
     return WeightUpdate(version=3, buckets=[list(tensors.items())], kind=UpdateKind.DRAFT)
