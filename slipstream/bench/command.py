@@ -342,7 +342,7 @@ def _startup(args: argparse.Namespace) -> list[Row]:
 
 
 def _speculation(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import speculation
+    from slipstream.bench import grid, speculation
 
     bench = speculation.SpeculationBench(
         policy=args.policy,
@@ -371,9 +371,9 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         )
         rows += measured
     if "grid" in args.case:
-        measured = speculation.run_grid(bench, say)
+        measured = grid.run_grid(bench, say)
         _print_heading("depth of drafts by batch size", measured[0])
-        print(speculation.grid_table(measured), flush=True)
+        print(grid.grid_table(measured), flush=True)
         rows += measured
     return rows
 

@@ -1,9 +1,8 @@
 """What speculation gains, on a trained policy with a trained head, in turns with plain decoding.
 
-    rollout   64 responses of log-normal length: the whole, and the tail of four or fewer requests;
-              among the contenders an oracle that drafts the right tokens at no cost: no drafter
-              that drafts as deep can gain more on this engine and machine
-    grid      depth of drafts by batch size, as FastRL's bench_sd, and the selector beside it
+64 responses of log-normal length: the whole, and the tail of four or fewer requests. Among the
+contenders is an oracle that drafts the right tokens at no cost: no drafter that drafts as deep can
+gain more on this engine and machine. Depth by batch size is `grid`, on the same policy and head.
 
 Engines are called directly, on one thread. Every speculative contender must write the very tokens
 of plain decoding, or the benchmark fails.
@@ -16,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import torch
 
@@ -29,7 +28,6 @@ from slipstream.bench.trained import (
     LONG_TAIL,
     Responses,
     Trained,
-    cut_to,
     load_trained,
     long_tailed,
     make_engine,
@@ -42,29 +40,17 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
-from slipstream.inference.speculation.selector import (
-    CostModelSelector,
-    PredefinedSelector,
-    StepRecord,
-    StrategySelector,
-)
+from slipstream.inference.speculation.selector import CostModelSelector
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import policy_folder
 
 PLAIN = "plain"
-SELECTOR = "selector"
 ORACLE = "oracle"
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
-
-LEARNERS = 3
-"""Selectors that learn by themselves in the grid: one may be lucky in what it sees first."""
-
-LEARNED = 300
-"""Steps that each of them has decoded before it is measured. A run decodes as many in a minute."""
 
 LEAST = "least_seconds"
 """By the machine's own rates, which are measured in each round."""
@@ -76,8 +62,8 @@ FLOORS = {"whole": 1.4, "tail": 1.8}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
     """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
-    responses of `new_tokens` in the grid, at least `least_responses` of them a cell and two
-    batches, one after the other. Raises ConfigError for impossible values."""
+    responses of `new_tokens` in the grid, at least two different batches and `least_responses` of
+    each size. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0
@@ -113,38 +99,18 @@ def plans() -> list[DraftPlan]:
     return [OFF, *(DraftPlan.chain(depth) for depth in DEPTHS)]
 
 
-class _Turns:
-    """`StrategySelector` of an engine that several contenders share: whose turn it is decides. So
-    all of them compute in the same memory, and none is lucky in where it lies."""
-
-    def __init__(self) -> None:
-        self._whose: StrategySelector = PredefinedSelector(OFF)
-
-    def give(self, whose: StrategySelector) -> None:
-        self._whose = whose
-
-    def select(self, running: int) -> DraftPlan:
-        return self._whose.select(running)
-
-    def record(self, step: StepRecord) -> None:
-        self._whose.record(step)
-
-    def changed(self) -> None:
-        self._whose.changed()
-
-
 class _Generator:
     """An engine and what it did in each round."""
 
     def __init__(
         self,
         engine: Engine,
-        batches: Sequence[Responses],
+        batch: Responses,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
         """`prepare` is called before each round."""
         self.engine = engine
-        self.batches = batches
+        self.batch = batch
         self.prepare = prepare
         self.tokens: list[list[int]] = []
         self.stats: list[EngineStats] = []
@@ -152,15 +118,8 @@ class _Generator:
     def __call__(self) -> None:
         self.prepare()
         before = self.engine.stats()
-        self.tokens = [
-            g.token_ids for batch in self.batches for g in self.engine.run(batch.requests)
-        ]
+        self.tokens = [g.token_ids for g in self.engine.run(self.batch.requests)]
         self.stats.append(self.engine.stats().since(before))
-
-    def until(self, steps: int) -> None:
-        """Go on until so many steps have been decoded, not counted as rounds."""
-        while sum(s.decode_steps for s in self.stats) < steps:
-            self()
 
     def tail_rates(self, rounds: int) -> list[float]:
         """Tokens per second of decode steps of few requests, round by round."""
@@ -192,16 +151,16 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     alone, beside = HistoryProposer(), HistoryProposer()
     # Histories forget before each round: they would know the responses of the last one.
     proposers: dict[str, tuple[Proposer, Callable[[], object]]] = {
-        "eagle": (_eagle(trained, bench.dtype), lambda: None),
+        "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
-        "union": (UnionProposer(_eagle(trained, bench.dtype), beside), beside.forget),
+        "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
         ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), lambda: None),
     }
-    generators = {PLAIN: _Generator(plain, [chosen])}
+    generators = {PLAIN: _Generator(plain, chosen)}
     for name, (proposer, prepare) in proposers.items():
         selector = CostModelSelector(plans())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
-        generators[name] = _Generator(engine, [chosen], prepare)
+        generators[name] = _Generator(engine, chosen, prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
     calls["machine"] = lambda: rates.append(measure_rates(bench.dtype))
     with ExitStack() as stack:
@@ -222,7 +181,8 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
             cpu_clocks[name] = peer.cpu_clock
         # Two rounds to warm up: the selector measures in them.
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
-    _check_same(generators)
+    for name, generator in generators.items():
+        check_same(name, generator.tokens, generators[PLAIN].tokens)
     least = {
         name: _least(trained, rates[-bench.rounds :], chosen, drafts)
         for name, drafts in ((PLAIN, 0), (ORACLE, max(DEPTHS)))
@@ -284,11 +244,11 @@ def _rollout_row(
         best = min(generators.keys() - {ORACLE}, key=lambda n: median(times[n].wall))
         values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
         values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)
-    return _row(
+    return row_of(
         bench,
         "rollout",
         name,
-        times[name].wall,
+        Spread.of(times[name].wall),
         values,
         tokens=sum(chosen.lengths),
         median_length=median(chosen.lengths),
@@ -297,102 +257,31 @@ def _rollout_row(
     )
 
 
-def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """A row for each batch size and plan, and one for the selector: of `LEARNERS` of them the mean,
-    each of which has decoded `LEARNED` steps of that size before."""
-    trained = load_trained(bench.policy)
-    natural = natural_responses(trained, bench.temperature, bench.dtype)
-    most = max(2 * max(bench.batches), bench.least_responses)
-    pool = cut_to(natural, most, bench.new_tokens)
-    rows = []
-    for size in bench.batches:
-        say(f"batch {size}")
-        # Two batches at least: a single one of many requests is over in tenths of a second.
-        count = max(2 * size, bench.least_responses // size * size)
-        batches = [
-            Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
-            for i in range(0, count, size)
-        ]
-        generators = {PLAIN: _Generator(make_engine(trained, bench.dtype), batches)}
-        turns = _Turns()
-        proposer = _eagle(trained, bench.dtype)
-        shared = make_engine(trained, bench.dtype, proposer=proposer, selector=turns)
-        strategies: dict[str, StrategySelector] = {
-            "off" if plan == OFF else str(plan): PredefinedSelector(plan) for plan in plans()
-        }
-        learners = {f"{SELECTOR} {i}": CostModelSelector(plans()) for i in range(LEARNERS)}
-        for name, strategy in (strategies | learners).items():
-            generators[name] = _Generator(shared, batches, partial(turns.give, strategy))
-        for name in learners:
-            generators[name].until(LEARNED)
-        times = alternate(generators, rounds=bench.rounds, warm_up=2)
-        _check_same(generators)
-        seconds = {name: times[name].wall for name in generators if name not in learners}
-        best = best_of_others(seconds)
-        together = zip(*(times[name].wall for name in learners), strict=True)
-        seconds[SELECTOR] = [mean(of_round) for of_round in together]
-        tokens = sum(sum(b.lengths) for b in batches)
-        for name, wall in seconds.items():
-            mine = [name] if name in generators else learners
-            values: dict[str, float | Spread] = {
-                "tokens_per_second": Spread.of([tokens / s for s in wall]),
-                "over_plain": ratio(seconds[PLAIN], wall),
-                "over_best_fixed": ratio(best, wall),
-                "accept_length": mean(generators[g].accept_length(bench.rounds) for g in mine),
-            }
-            rows.append(_row(bench, f"batch {size}", name, wall, values, tokens=tokens))
-    return rows
-
-
-def best_of_others(seconds: Mapping[str, Sequence[float]]) -> list[float]:
-    """In each round, the time of what was fastest in the other rounds (by their median, where there
-    are any): what won a round by luck would flatter itself in it."""
-    rounds = len(next(iter(seconds.values())))
-    found = []
-    for i in range(rounds):
-        others = [j for j in range(rounds) if j != i] or [i]
-        best = min(seconds, key=lambda name: median(seconds[name][j] for j in others))
-        found.append(seconds[best][i])
-    return found
-
-
-def grid_table(rows: Sequence[Row]) -> str:
-    """Speed over plain decoding by plan and batch size, and what the selector yields of the best
-    fixed plan."""
-    cases = list(dict.fromkeys(row.case for row in rows))
-    names = list(dict.fromkeys(row.contender for row in rows))
-    by_cell = {(row.case, row.contender): row for row in rows}
-    lines = [f"  {'over plain':<12}" + "".join(f"{name:>10}" for name in names) + "   of the best"]
-    for case in cases:
-        cells = "".join(f"{_median(by_cell[case, name], 'over_plain'):10.2f}" for name in names)
-        share = _median(by_cell[case, SELECTOR], "over_best_fixed")
-        lines.append(f"  {case:<12}{cells}{share:14.3f}")
-    return "\n".join(lines)
-
-
 def _median(row: Row, name: str) -> float:
     value = row.values[name]
     return value.median if isinstance(value, Spread) else value
 
 
-def _eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
+def make_eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
+    """With the policy's head."""
     return EagleProposer(trained.head, dtype=dtype, free_cache=False)
 
 
-def _check_same(generators: Mapping[str, _Generator]) -> None:
-    for name, generator in generators.items():
-        if generator.tokens != generators[PLAIN].tokens:
-            raise EngineError(f"{name} wrote other tokens than plain decoding: a bug in the engine")
+def check_same(name: str, written: object, plain: object) -> None:
+    """Raises EngineError where a contender wrote other tokens than plain decoding."""
+    if written != plain:
+        raise EngineError(f"{name} wrote other tokens than plain decoding: a bug in the engine")
 
 
-def _row(
+def row_of(
     bench: SpeculationBench,
     case: str,
     name: str,
-    seconds: Sequence[float],
+    seconds: Spread,
     values: Mapping[str, float | Spread],
     **settings: float,
 ) -> Row:
+    """What `name` took, under the bench's settings and more."""
     peer = (VLLM | SPECULATING).get(name)
     return Row(
         benchmark="speculation",
@@ -400,7 +289,7 @@ def _row(
         contender=name,
         dtype=str(bench.dtype).removeprefix("torch.") if peer is None else peer.dtype,
         threads=torch.get_num_threads() if peer is None else peer.given_threads,
-        seconds=Spread.of(seconds),
+        seconds=seconds,
         machine=this_machine(),
         values=dict(values),
         settings={"policy": str(bench.policy), "temperature": bench.temperature, **settings},

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
-import torch
 
 from slipstream.bench import speculation, trained
 from slipstream.bench.speculation import (
     FLOORS,
     ORACLE,
     PLAIN,
-    SELECTOR,
     SpeculationBench,
-    best_of_others,
-    grid_table,
     most_possible,
-    run_grid,
     run_rollout,
 )
 from slipstream.bench.trained import Responses, Trained, cut_to, load_trained, long_tailed
@@ -71,41 +64,6 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path) -> None:
         load_trained(tmp_path)
 
 
-def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = shared_decoder()
-    head = DraftHead(decoder.config)
-    head.init_weights(1)
-    prompts = [(3, 4, 5 + i) for i in range(8)]
-    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(speculation, "load_trained", lambda folder: toy)
-    bench = SpeculationBench(
-        policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=6, least_responses=2
-    )
-    rows = run_grid(bench, print)
-    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
-    assert [row.contender for row in rows] == 2 * names
-    assert [row.case for row in rows] == ["batch 1"] * 9 + ["batch 2"] * 9
-    accepted: dict[str, Any] = {row.contender: row.values["accept_length"] for row in rows}
-    assert accepted[PLAIN] == accepted["off"] == 1.0
-    assert 1.0 < accepted["1_1_2"] <= 2.0
-    assert accepted["7_1_8"] > 1.0
-    tokens = {(row.case, row.settings["tokens"]) for row in rows}
-    assert tokens == {("batch 1", 12), ("batch 2", 24)}
-    lines = grid_table(rows).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]
-    assert lines[1].split()[2] == "1.00"
-    # Natural responses end by themselves or at the limit.
-    natural = trained.natural_responses(toy, 1.0, torch.float32)
-    assert natural.lengths == [37] * 8
-
-
-def test_what_won_a_round_by_luck_is_not_the_best_in_it() -> None:
-    # "b" is faster in the second and third round, "a" in the others.
-    seconds = {"a": [1.0, 1.1, 1.1, 1.0], "b": [1.2, 0.5, 0.6, 1.2]}
-    assert best_of_others(seconds) == [1.2, 1.1, 1.1, 1.2]
-    assert best_of_others({"a": [2.0], "b": [1.0]}) == [1.0]
-
-
 def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = shared_decoder(eos=5)
     head = DraftHead(decoder.config)
@@ -131,29 +89,3 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
     least = [rows[i].values["least_seconds"].median for i in (0, -1)]  # type: ignore[union-attr]
     assert most["roofline"] == least[0] / least[1] > 1
     assert most["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
-
-
-def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = shared_decoder()
-    head = DraftHead(decoder.config)
-    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
-    monkeypatch.setattr(speculation, "load_trained", lambda folder: toy)
-    make = trained.make_engine
-    seeds = iter(range(100))
-
-    def wrong(*args: object, **settings: object) -> object:
-        engine = make(*args, **settings)  # type: ignore[arg-type]
-        run, seed = engine.run, next(seeds)
-
-        def other(requests: list) -> object:  # type: ignore[type-arg]
-            return run([replace(r, key=replace(r.key, seed=seed)) for r in requests])
-
-        engine.run = other  # type: ignore[method-assign, assignment]
-        return engine
-
-    monkeypatch.setattr(speculation, "make_engine", wrong)
-    bench = SpeculationBench(
-        policy=Path("toy"), rounds=1, batches=(1,), new_tokens=6, least_responses=1
-    )
-    with pytest.raises(Exception, match="wrote other tokens than plain decoding"):
-        run_grid(bench, print)

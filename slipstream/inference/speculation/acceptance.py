@@ -22,16 +22,16 @@ class AcceptanceCurve:
         self._right: list[float] = []
         self._tried: list[float] = []
 
-    def record(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Drafts and how many of them were accepted, per request."""
+    def record(self, drafted: Sequence[int], accepted: Sequence[int], steps: int = 1) -> None:
+        """Drafts and how many of them were accepted, per request and step."""
         deepest = max(drafted, default=0)
         while len(self._tried) < deepest:
             self._right.append(0.0)
             self._tried.append(0.0)
         # Depths that are no longer tried soon take after the ones before them again.
-        slow = max(_FADE, 1 - len(drafted) / self._kept)
+        slow = max(_FADE, 1 - len(drafted) / steps / self._kept)
         for depth in range(len(self._tried)):
-            keep = slow if depth < deepest else _FADE
+            keep = (slow if depth < deepest else _FADE) ** steps
             self._right[depth] *= keep
             self._tried[depth] *= keep
         for (drafts, right), count in Counter(zip(drafted, accepted, strict=True)).items():

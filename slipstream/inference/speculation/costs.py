@@ -97,7 +97,7 @@ class _Beliefs:
         kept[0] = mood_kept
         self._values *= kept
         self._covariance *= kept[:, None] * kept
-        self._covariance[np.diag_indices_from(self._covariance)] += (1 - kept**2) * self._unknown
+        self._covariance.flat[:: len(kept) + 1] += (1 - kept**2) * self._unknown
 
     def variance(self, cell: tuple[int, int]) -> float:
         """Of mood and cell together."""
@@ -222,18 +222,25 @@ class StepCosts:
         )
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
-        self._weights = _least_squares(left.tolist(), right.tolist(), self._weights)
+        self._weights = _least_squares(left, right).tolist()
 
 
-def _least_squares(left: list[list[float]], right: list[float], start: list[float]) -> list[float]:
-    """The x >= 0 that solves left x = right best, coordinate by coordinate: nothing makes a step
-    faster, and a sign that noise has turned would mislead far from where it was measured."""
-    x = list(start) if start else [0.0] * len(right)
-    for _ in range(30):
-        for i, row in enumerate(left):
-            rest = right[i] - sum(a * b for a, b in zip(row, x, strict=True)) + row[i] * x[i]
-            x[i] = max(rest / row[i], 0.0) if row[i] > 0 else 0.0
-    return x
+def _least_squares(left: _Floats, right: _Floats) -> _Floats:
+    """The x >= 0 that solves left x = right best: nothing makes a step faster, and a sign that
+    noise has turned would mislead far from where it was measured. `left` is positive definite.
+
+    Which are 0 is found by exchange of the last one that is wrong, which ends (Murty 1974)."""
+    free = np.ones(len(right), dtype=bool)
+    x = np.zeros(len(right))
+    for _ in range(2 ** len(right)):
+        x[:] = 0.0
+        x[free] = np.linalg.solve(left[np.ix_(free, free)], right[free])
+        wrong = np.flatnonzero(np.where(free, x < 0, left @ x < right * (1 - 1e-9)))
+        if not len(wrong):
+            break
+        free[wrong[-1]] = not free[wrong[-1]]
+    # Rounding may leave two that exchange for ever, about 0.
+    return np.maximum(x, 0.0)
 
 
 def _features(running: float, drafts: int) -> tuple[float, ...]:

@@ -92,16 +92,22 @@ memory has left the caches."""
 _DECIDE = 6
 """Steps between two decisions at one batch size."""
 
-_THOUGHT = 1.5e-4
+_THOUGHT = 3e-4
 """Seconds that it takes to choose and to learn: Python that other work has driven out of the
 caches."""
 
+_LEARNING = 0.5
+"""Of a thought: to learn from steps of one kind."""
+
 _THINKING = 0.005
-"""Share of the time that this may take: of short steps some go by without, for they are many and
+"""Share of the time that this may take: of short steps most go by without, for they are many and
 alike. What they took counts all the same, together."""
 
+_FIRST_THOUGHTS = 2.0
+"""How many more there may be, by the square root of the steps: what comes first teaches most."""
+
 _LONGEST_SLEEP = 31
-"""Steps of which at least one is thought about, but for that one."""
+"""Steps after which it is looked again whether a thought is due."""
 
 _LONGEST_LOOK = 16
 
@@ -162,11 +168,37 @@ class _Bucket:
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
     looked_at: int = 0
+    decide_at: int = 0
+    thoughts: float = 0.0
     spent: float = 0.0
     # By looks at decoding without drafts, and at plans.
     lost_plain: float = 0.0
     lost: float = 0.0
-    decide_at: int = 0
+    # Whether nothing is drafted because it would take too long to catch up.
+    rests: bool = False
+
+
+@dataclass(slots=True)
+class _Slept:
+    """Steps of one batch size that went by without a thought, until they are learned from."""
+
+    plain: int = 0
+    drafting: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    seconds: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """By drafts, and in it with the requests that ran."""
+
+    def add(self, step: StepRecord, tells: bool) -> None:
+        if step.drafted:
+            self.drafting += 1
+            self.drafted += step.drafted
+            self.accepted += step.accepted
+        else:
+            self.plain += 1
+        drafts = max(step.drafted, default=0)
+        if tells and drafts == step.plan.steps:
+            self.seconds.setdefault(drafts, []).append((step.running, step.seconds))
 
 
 class CostModelSelector:
@@ -207,41 +239,53 @@ class CostModelSelector:
         self._looks_left = self._look_steps = 0
         self._spent = 0.0
         self._rest = Rest()
-        # How many more steps of a plan go by without a thought, at which batch size, and how many
-        # have.
+        # Whether this step goes by without a thought, by which plan, and how many more will if the
+        # batch stays as it is; those that did while it stayed so, and all by batch size.
         self._asleep = False
-        self._dreamt = OFF
-        self._sleep = self._slept_at = self._slept = 0
-        # What steps slept through took, and when costs were told last.
-        self._unheard: list[tuple[int, float]] = []
+        self._dreamt, self._sleep = OFF, 0
+        self._unseen: list[StepRecord] = []
+        self._slept: dict[int, _Slept] = {}
+        # When costs were told last.
         self._told = 0.0
         # Steps without drafts in a row.
         self._plain = _SETTLED
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
-        size = bucket_of(running)
-        grown = running > self._rest.running
-        self._asleep = self._sleep > 0 and size == self._slept_at and not grown
-        if not self._asleep:
-            self._wake()
-        self._rest.batch(running, size)
-        if self._asleep:
+        if self._sleep and running == self._rest.running:
             self._sleep -= 1
             return self._dreamt
-        plan = self._chosen(running)
-        if not self._looks_left and self._bucket(running).seen.steps >= _PAUSE:
-            self._dreamt, self._slept_at = plan, size
-            step = self._costs.seconds(running, plan.steps, size)
-            self._sleep = min(_LONGEST_SLEEP, int(_THOUGHT / (_THINKING * step)))
-        return plan
+        self._remember()
+        grown = running > self._rest.running
+        self._rest.batch(running, bucket_of(running))
+        bucket = self._bucket(running)
+        known = bucket.seen.steps >= _PAUSE
+        over = self._threshold is not None and running > self._threshold
+        must = not over and self._must_think(bucket, grown)
+        wait = self._until_it_may_think(bucket) if known and not must else 0.0
+        self._asleep = wait > 0
+        if self._asleep:
+            self._dreamt = OFF if over else bucket.current
+            step = bucket.spent / bucket.seen.steps
+            self._sleep = min(int(wait / step), _LONGEST_SLEEP)
+            return self._dreamt
+        self._learn()
+        return self._chosen(running) if known and not over else OFF
+
+    def _must_think(self, bucket: _Bucket, grown: bool) -> bool:
+        first = bucket.decide_at == 0 or self._looks_left > 0
+        # Who was not drafted for until now must be caught up with. New requests bring what there is
+        # to know of them.
+        begins = bucket.current != OFF or (grown and bucket.rests)
+        return first or (begins and self._rest.missed > 0)
+
+    def _until_it_may_think(self, bucket: _Bucket) -> float:
+        """Seconds at this batch size."""
+        thoughts = bucket.thoughts - _FIRST_THOUGHTS * sqrt(bucket.seen.steps)
+        return thoughts * _THOUGHT / _THINKING - bucket.spent
 
     def _chosen(self, running: int) -> DraftPlan:
-        if self._threshold is not None and running > self._threshold:
-            return OFF
         bucket = self._bucket(running)
-        if bucket.seen.steps < _PAUSE:
-            return OFF
         if self._looks_left and self._looking is not None:
             if self._looking != OFF and self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
                 rates = self._rates(running)
@@ -260,7 +304,8 @@ class CostModelSelector:
         here = rates[bucket.current]
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
-        if here < least:
+        bucket.rests = here < least
+        if bucket.rests:
             bucket.current, here = OFF, rates[OFF]
         if bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP):
             allowed = self._allowed(running)
@@ -281,17 +326,16 @@ class CostModelSelector:
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
+        if self._asleep:
+            self._unseen.append(step)
+            return
         self._spent += step.seconds
         bucket, size = self._bucket(step.running), bucket_of(step.running)
         bucket.spent += step.seconds
-        made = 1 + sum(step.accepted) / step.running
-        self._plain = 0 if step.drafted else self._plain + 1
-        if self._asleep:
-            self._slept += 1
-            if self._tells(step) and max(step.drafted, default=0) == self._dreamt.steps:
-                self._unheard.append((step.running, step.seconds))
-            self._rest.stepped(made, drafted=bool(step.drafted))
-            return
+        made, drafts = 1 + sum(step.accepted) / step.running, max(step.drafted, default=0)
+        self._plain = 0 if drafts else self._plain + 1
+        if bucket.seen.steps >= _PAUSE:
+            bucket.thoughts += _LEARNING if self._looks_left else 1
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
@@ -301,7 +345,6 @@ class CostModelSelector:
             self._looked(step, made, bucket)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
-        drafts = max(step.drafted, default=0)
         if self._tells(step):
             self._measured(size, drafts, [(step.running, step.seconds)])
         elif drafts and self._rest.missed and self._costs.known:
@@ -328,17 +371,32 @@ class CostModelSelector:
         ]
         return max(found, default=None)
 
-    def _wake(self) -> None:
-        """Take account of the steps slept through."""
-        if self._slept:
-            bucket = self._bucket(self._slept_at)
-            bucket.seen.steps += self._slept
-            if self._dreamt == OFF:
-                self._forget(bucket, self._slept)
-            if self._unheard and self._costs.known:
-                self._measured(self._slept_at, self._dreamt.steps, self._unheard)
-            self._unheard.clear()
-        self._sleep = self._slept = 0
+    def _remember(self) -> None:
+        """Take account of the steps slept through, but for what they teach."""
+        for step in self._unseen:
+            bucket, size = self._bucket(step.running), bucket_of(step.running)
+            self._spent += step.seconds
+            bucket.spent += step.seconds
+            bucket.seen.steps += 1
+            drafts = len(step.drafted) > 0
+            self._plain = 0 if drafts else self._plain + 1
+            self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
+            self._rest.stepped(1 + sum(step.accepted) / step.running, drafted=drafts)
+        self._unseen.clear()
+        self._sleep = 0
+
+    def _learn(self) -> None:
+        """From the steps slept through."""
+        for size, slept in self._slept.items():
+            bucket = self._buckets[size]
+            self._forget(bucket, slept.plain)
+            if slept.drafting:
+                self.curve.record(slept.drafted, slept.accepted, slept.drafting)
+                bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
+            for drafts, steps in slept.seconds.items():
+                self._measured(size, drafts, steps)
+                bucket.thoughts += _LEARNING
+        self._slept.clear()
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""
@@ -355,7 +413,10 @@ class CostModelSelector:
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)
-        return self._buckets.setdefault(size, _Bucket())
+        bucket = self._buckets.get(size)
+        if bucket is None:
+            bucket = self._buckets[size] = _Bucket()
+        return bucket
 
     def _rate(self, running: int, plan: DraftPlan) -> float:
         """Tokens per second and request."""

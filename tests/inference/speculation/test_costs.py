@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
-from slipstream.inference.speculation.costs import StepCosts, _Beliefs
+from slipstream.inference.speculation.costs import StepCosts, _Beliefs, _least_squares
 
 
 def test_steps_told_together_teach_what_each_of_them_would() -> None:
@@ -28,6 +29,22 @@ def test_the_very_first_step_may_take_any_time() -> None:
         costs.record(2, 0, [(2, seconds)])
     # A draft was never made: about an eighth more than a step without.
     assert costs.seconds(2, 1, 2) == pytest.approx(1.24 * 2e-3, rel=0.25)
+
+
+def test_weights_below_zero_are_left_out_of_the_fit() -> None:
+    rng = np.random.default_rng(0)
+    left_out = 0
+    for _ in range(300):
+        rows, targets = rng.normal(size=(9, 6)), rng.normal(size=9)
+        left, right = rows.T @ rows, rows.T @ targets
+        found = _least_squares(left, right)
+        slope = left @ found - right
+        # The conditions of Karush, Kuhn and Tucker: no other x >= 0 fits better.
+        assert (found >= 0).all()
+        assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-8
+        assert slope[found == 0].min(initial=0.0) > -1e-8
+        left_out += (found == 0).sum()
+    assert left_out > 300
 
 
 def test_one_mood_does_not_tell_two_plans_apart() -> None:

@@ -1,0 +1,288 @@
+"""Depth of drafts by batch size, as FastRL's bench_sd, and how near the selector comes to the best.
+
+The speed of a shared machine changes within seconds by more than plans differ by, so contenders
+take turns as short as may be. Which tokens come does not depend on what was drafted: fixed plans
+take turns of a few steps within one batch. A selector is what it has decoded before, so its turns
+are whole batches, beside plain decoding, no drafts and the plan that was found best. All but plain
+decoding share one engine: they compute in the same memory, and none is lucky in where it lies.
+
+Used by `command`; policy and settings are those of `speculation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import exp
+from statistics import mean
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.bench.record import Row, Spread
+from slipstream.bench.speculation import (
+    PLAIN,
+    SpeculationBench,
+    check_same,
+    make_eagle,
+    plans,
+    row_of,
+)
+from slipstream.bench.trained import Responses, cut_to, load_trained, make_engine, natural_responses
+from slipstream.inference.engine import Engine
+from slipstream.inference.protocol import EngineStats
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StepRecord,
+    StrategySelector,
+)
+
+SELECTOR = "selector"
+
+LEARNERS = 3
+"""Selectors that learn by themselves: one may be lucky in what it sees first."""
+
+LEARNED = 300
+"""Steps that each of them has decoded before it is measured. A run decodes as many in a minute."""
+
+TURN = 8
+"""Steps of a fixed plan in a row."""
+
+SETTLED = 3
+"""Of these so many are not counted: drafters catch up, and caches hold what was there before."""
+
+_Tokens = list[list[int]]
+_Batches = Sequence[tuple[Responses, _Tokens]]
+"""With the tokens that plain decoding writes."""
+_Floats = npt.NDArray[np.float64]
+
+
+def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+    """For each batch size a row for plain decoding, each plan and the selector: of `LEARNERS` of
+    them the mean, each of which has decoded `LEARNED` steps of that size before."""
+    trained = load_trained(bench.policy)
+    natural = natural_responses(trained, bench.temperature, bench.dtype)
+    most = max(2 * max(bench.batches), bench.least_responses)
+    pool = cut_to(natural, most, bench.new_tokens)
+    rows = []
+    for size in bench.batches:
+        say(f"batch {size}")
+        plain = make_engine(trained, bench.dtype)
+        turns = _Turns()
+        drafting = make_engine(
+            trained, bench.dtype, proposer=make_eagle(trained, bench.dtype), selector=turns
+        )
+        count = max(2 * size, bench.least_responses // size * size)
+        batches = []
+        for i in range(0, count, size):
+            batch = Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
+            batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
+        fixed = _fixed_plans(bench, size, drafting, turns, batches)
+        rows += _beside_the_best(bench, size, fixed, plain, drafting, turns, batches)
+    return rows
+
+
+def grid_table(rows: Sequence[Row]) -> str:
+    """Speed over plain decoding by plan and batch size, and what the selector yields of the best
+    fixed plan."""
+    cases = list(dict.fromkeys(row.case for row in rows))
+    names = list(dict.fromkeys(row.contender for row in rows))
+    by_cell = {(row.case, row.contender): row.values for row in rows}
+    lines = [f"  {'over plain':<12}" + "".join(f"{name:>10}" for name in names) + "   of the best"]
+    for case in cases:
+        cells = "".join(f"{by_cell[case, name]['over_plain']:10.2f}" for name in names)
+        share, error = (by_cell[case, SELECTOR][k] for k in ("over_best_fixed", "standard_error"))
+        lines.append(f"  {case:<12}{cells}{share:8.3f} ±{error:.3f}")
+    return "\n".join(lines)
+
+
+class _Turns:
+    """`StrategySelector` of an engine that several contenders share: whose turn it is decides."""
+
+    def __init__(self) -> None:
+        self.whose: StrategySelector = PredefinedSelector(OFF)
+
+    def select(self, running: int) -> DraftPlan:
+        return self.whose.select(running)
+
+    def record(self, step: StepRecord) -> None:
+        self.whose.record(step)
+
+    def changed(self) -> None:
+        self.whose.changed()
+
+
+class _PlansInTurns:
+    """`StrategySelector` by which plans take turns of `TURN` steps, there and back, and which keeps
+    what full batches of `size` took."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._order = cycle([*plans(), *reversed(plans())])
+        self._plan, self._steps = OFF, TURN
+        # A list for each turn.
+        self.seconds: dict[DraftPlan, list[list[float]]] = {plan: [] for plan in plans()}
+        self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans()}
+        """Tokens of a request, by step."""
+
+    def select(self, running: int) -> DraftPlan:
+        if self._steps == TURN:
+            self._plan, self._steps = next(self._order), 0
+            self.seconds[self._plan].append([])
+        self._steps += 1
+        return self._plan
+
+    def record(self, step: StepRecord) -> None:
+        # Where there is no room for drafts, none are made.
+        as_told = max(step.drafted, default=0) == self._plan.steps
+        if self._steps > SETTLED and step.steady and step.running == self._size and as_told:
+            self.seconds[self._plan][-1].append(step.seconds)
+            self.made[self._plan].append(1 + sum(step.accepted) / step.running)
+
+    def changed(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch that was decoded: how long it took, and what was done."""
+
+    seconds: float
+    stats: EngineStats
+
+    @classmethod
+    def by(cls, engine: Engine, batch: Responses, known: _Tokens) -> _Batch:
+        """Raises EngineError where it does not write the `known` tokens."""
+        before, start = engine.stats(), perf_counter()
+        written = [g.token_ids for g in engine.run(batch.requests)]
+        seconds = perf_counter() - start
+        check_same("a draft plan", written, known)
+        return cls(seconds, engine.stats().since(before))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A plan at one batch size: seconds of a step, speed over no drafts, tokens a step."""
+
+    plan: DraftPlan
+    seconds: Spread
+    over_off: float
+    accept_length: float
+
+    @property
+    def name(self) -> str:
+        return _name(self.plan)
+
+
+def _fixed_plans(
+    bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: _Batches
+) -> list[_Fixed]:
+    # Of few requests it takes more steps to know what is accepted.
+    wanted = bench.rounds * max(40, 400 // size)
+    found = turns.whose = _PlansInTurns(size)
+    again = cycle(batches)
+    while min(map(len, found.made.values())) < wanted:
+        _Batch.by(engine, *next(again))
+    whole = min(map(len, found.seconds.values()))
+    took = [[mean(turn or [np.nan]) for turn in found.seconds[p][:whole]] for p in plans()]
+    (off, *others), _ = apart(np.log(took))
+    made = {plan: mean(found.made[plan]) for plan in plans()}
+    return [
+        _Fixed(
+            plan=plan,
+            seconds=Spread.of([s for turn in found.seconds[plan] for s in turn]),
+            over_off=made[plan] / exp(longer - off),
+            accept_length=made[plan],
+        )
+        for plan, longer in zip(plans(), (off, *others), strict=True)
+    ]
+
+
+def _beside_the_best(
+    bench: SpeculationBench,
+    size: int,
+    fixed: Sequence[_Fixed],
+    plain: Engine,
+    drafting: Engine,
+    turns: _Turns,
+    batches: _Batches,
+) -> list[Row]:
+    best = max(fixed, key=lambda f: f.over_off)
+    learners = {f"{SELECTOR} {i}": CostModelSelector(plans()) for i in range(LEARNERS)}
+    for turns.whose in learners.values():
+        again, steps = cycle(batches), 0
+        while steps < LEARNED:
+            steps += _Batch.by(drafting, *next(again)).stats.decode_steps
+    strategies: dict[str, StrategySelector] = {
+        _name(plan): PredefinedSelector(plan) for plan in dict.fromkeys([OFF, best.plan])
+    }
+    strategies |= learners
+    names = [PLAIN, *strategies]
+    done: dict[str, list[_Batch]] = {name: [] for name in names}
+    for number, batch in enumerate(islice(cycle(batches), bench.rounds * max(8, 32 // size))):
+        first = number // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in order if number % 2 == 0 else reversed(order):
+            turns.whose = strategies.get(name, turns.whose)
+            done[name].append(_Batch.by(plain if name == PLAIN else drafting, *batch))
+    logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
+    longer = dict(zip(names, logs, strict=True))
+    learned = mean(longer[name] for name in learners)
+    off_over_plain = exp(longer[PLAIN] - longer[_name(OFF)])
+
+    def row(name: str, seconds: Spread, **values: float | Spread) -> Row:
+        return row_of(bench, f"batch {size}", name, seconds, values, new_tokens=bench.new_tokens)
+
+    mine = [batch for name in learners for batch in done[name]]
+    return [
+        row(PLAIN, _spread(done[PLAIN]), over_plain=1.0, accept_length=1.0),
+        *(
+            row(
+                plan.name,
+                plan.seconds,
+                over_plain=off_over_plain * plan.over_off,
+                accept_length=plan.accept_length,
+            )
+            for plan in fixed
+        ),
+        row(
+            SELECTOR,
+            _spread(mine),
+            over_plain=exp(longer[PLAIN] - learned),
+            over_best_fixed=exp(longer[best.name] - learned),
+            # Of the difference of one contender from the mean of the learners.
+            standard_error=error * (1 + 1 / LEARNERS) ** 0.5,
+            accept_length=mean(b.stats.accept_length for b in mine),
+            on_fraction=mean(b.stats.on_fraction for b in mine),
+        ),
+    ]
+
+
+def apart(logs: _Floats) -> tuple[list[float], float]:
+    """How much each contender's logarithms are apart from those that all share a turn with, and the
+    standard error of one. `logs` is (contenders, turns), nan where there is none.
+
+    By median polish (Tukey 1977): a contender's own is the median over turns of what is left
+    without what the turn's share, and that is the median over contenders of what is left without
+    their own. A disturbed turn, or one contender's in it, moves neither.
+    """
+    shared = np.zeros(logs.shape[1])
+    for _ in range(10):
+        own = np.nanmedian(logs - shared, 1)
+        shared = np.nanmedian(logs - own[:, None], 0)
+    left = np.abs(logs - shared - own[:, None])
+    # Of what is spread normally: the deviation by the median one, and the error of a median.
+    deviation = 1.4826 * float(np.nanmedian(left))
+    return own.tolist(), 1.2533 * deviation / logs.shape[1] ** 0.5
+
+
+def _spread(batches: Sequence[_Batch]) -> Spread:
+    return Spread.of([batch.seconds for batch in batches])
+
+
+def _name(plan: DraftPlan) -> str:
+    return "off" if plan == OFF else str(plan)

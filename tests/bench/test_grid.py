@@ -1,0 +1,127 @@
+"""Plans and selectors in turns, by batch size."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.bench import grid, trained
+from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, run_grid
+from slipstream.bench.speculation import PLAIN, SpeculationBench, plans
+from slipstream.bench.trained import Trained
+from slipstream.inference.speculation.plan import OFF
+from slipstream.inference.speculation.selector import StepRecord
+from slipstream.models.draft_head import DraftHead
+from tests.inference.helpers import shared_decoder
+
+
+def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    prompts = [(3, 4, 5 + i) for i in range(8)]
+    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
+    monkeypatch.setattr(grid, "load_trained", lambda folder: toy)
+    monkeypatch.setattr(grid, "LEARNED", 20)
+    bench = SpeculationBench(
+        policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
+    )
+    rows = run_grid(bench, print)
+    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
+    assert [row.contender for row in rows] == 2 * names
+    assert [row.case for row in rows] == ["batch 1"] * 9 + ["batch 2"] * 9
+    values: dict[str, Any] = {row.contender: row.values for row in rows}
+    assert values[PLAIN]["accept_length"] == values["off"]["accept_length"] == 1.0
+    assert 1.0 < values["1_1_2"]["accept_length"] <= 2.0
+    assert values["7_1_8"]["accept_length"] > 1.0
+    assert values[PLAIN]["over_plain"] == 1.0
+    assert 0 < values[SELECTOR]["over_best_fixed"] < 2
+    assert values[SELECTOR]["standard_error"] > 0
+    lines = grid_table(rows).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]
+    assert lines[1].split()[2] == "1.00"
+    # Natural responses end by themselves or at the limit.
+    natural = trained.natural_responses(toy, 1.0, torch.float32)
+    assert natural.lengths == [37] * 8
+
+
+def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
+    turns = grid._PlansInTurns(2)
+    told = []
+    for step in range(2 * len(plans()) * TURN):
+        plan = turns.select(2)
+        told.append(plan)
+        drafted = [plan.steps] * 2 if plan != OFF else []
+        running = 1 if step % TURN == TURN - 1 else 2
+        record = StepRecord(
+            running=running,
+            plan=plan,
+            seconds=1.0 + step,
+            drafted=drafted[:running],
+            accepted=drafted[:running],
+        )
+        turns.record(record)
+    order = [*plans(), *reversed(plans())]
+    assert told == [plan for plan in order for _ in range(TURN)]
+    for plan in plans():
+        first, second = turns.seconds[plan]
+        assert len(first) == len(second) == TURN - SETTLED - 1
+        assert turns.made[plan] == [1.0 + plan.steps] * len(first + second)
+    # Where no drafts were made, though told so, it is no step of the plan's.
+    while turns.select(2) == OFF:
+        pass
+    for _ in range(SETTLED):
+        turns.select(2)
+    turns.record(StepRecord(running=2, plan=OFF, seconds=1.0))
+    assert turns.seconds[plans()[1]][-1] == []
+
+
+def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
+    # Between turns it may be twice as fast, and one contender in ten is disturbed.
+    rng = random.Random(0)
+    own = [0.0, log(1.04), -log(1.2)]
+    logs = np.empty((3, 60))
+    for turn in range(60):
+        mood = rng.choice([0.0, log(2)])
+        for i, true in enumerate(own):
+            disturbed = 1.0 if rng.random() < 0.1 else 0.0
+            logs[i, turn] = true + mood + disturbed + 0.03 * rng.gauss(0, 1)
+    logs[1, 7] = np.nan
+    found, error = apart(logs)
+    for true, by in zip(own, found, strict=True):
+        assert exp(by - found[0]) == pytest.approx(exp(true), rel=0.015)
+    # 0.03 of noise in 60 turns.
+    assert error == pytest.approx(1.2533 * 0.03 / 60**0.5, rel=0.35)
+
+
+def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
+    monkeypatch.setattr(grid, "load_trained", lambda folder: toy)
+    make = trained.make_engine
+    seeds = iter(range(100))
+
+    def wrong(*args: object, **settings: object) -> object:
+        engine = make(*args, **settings)  # type: ignore[arg-type]
+        run, seed = engine.run, next(seeds)
+
+        def other(requests: list) -> object:  # type: ignore[type-arg]
+            return run([replace(r, key=replace(r.key, seed=seed)) for r in requests])
+
+        engine.run = other  # type: ignore[method-assign, assignment]
+        return engine
+
+    monkeypatch.setattr(grid, "make_engine", wrong)
+    bench = SpeculationBench(
+        policy=Path("toy"), rounds=1, batches=(1,), new_tokens=6, least_responses=1
+    )
+    with pytest.raises(Exception, match="wrote other tokens than plain decoding"):
+        run_grid(bench, print)
