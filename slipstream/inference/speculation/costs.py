@@ -180,7 +180,7 @@ class StepCosts:
             elapsed = sum(seconds for _, seconds in steps)
         self._beliefs.pass_time(exp(-elapsed / _LASTING))
         known = self._beliefs.variance((bucket, drafts))
-        most = _SURPRISE * sqrt(known + self._noise / count)
+        most = _SURPRISE * count * sqrt(known + self._noise / count)
         surprise = min(max(log(off), -most), most)
         noise = max(count * (surprise**2 - known), _LEAST_NOISE)
         self._noise += (noise - self._noise) / _NOISE_STEPS

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from typing import Protocol
 
 from slipstream.errors import ConfigError
@@ -74,12 +74,8 @@ class PredefinedSelector:
 _TRUST = 30.0
 """Trials at one batch size that count as much as what is known of all."""
 
-_LOOK = 2
-"""Steps of a look at another plan."""
-
-_TOUR = 4
-"""Steps of a look before which nothing was drafted. To catch up is what it costs most, so after
-every `_LOOK` steps another plan may be looked at, or the same one again."""
+_LOOK = 4
+"""Steps of a look at another plan, of which all but the first one are measured."""
 
 _PAUSE = 8
 """Steps of a look at decoding without drafts, and those that each batch size begins with: all plans
@@ -89,27 +85,27 @@ _SETTLED = 3
 """After drafts it takes so many steps until decoding without them is as fast as in a row: its
 memory has left the caches."""
 
-_DECIDE = 6
-"""Steps between two decisions at one batch size."""
-
-_THOUGHT = 3e-4
+_THOUGHT = 6e-4
 """Seconds that it takes to choose and to learn: Python that other work has driven out of the
-caches."""
+caches, and that drives other work out of them. A step that was thought about is not measured,
+but where it takes long."""
 
-_LEARNING = 0.5
+_LEARNING = 0.25
 """Of a thought: to learn from steps of one kind."""
+
+_LONG = 50.0
+"""Thoughts that a step must take to be measured though it was thought about."""
 
 _THINKING = 0.005
 """Share of the time that this may take: of short steps most go by without, for they are many and
 alike. What they took counts all the same, together."""
 
-_FIRST_THOUGHTS = 2.0
-"""How many more there may be, by the square root of the steps: what comes first teaches most."""
+_FIRST_THOUGHTS = 1.0
+"""How many more there may be, by the square root of the steps at a batch size: what comes first
+teaches most."""
 
 _LONGEST_SLEEP = 31
 """Steps after which it is looked again whether a thought is due."""
-
-_LONGEST_LOOK = 16
 
 _FORGET = 0.998
 """What a step without drafts leaves of what is known about acceptance."""
@@ -168,7 +164,8 @@ class _Bucket:
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
     looked_at: int = 0
-    decide_at: int = 0
+    # Not before: what was chosen is tried for some steps.
+    decide_at: int = _PAUSE
     thoughts: float = 0.0
     spent: float = 0.0
     # By looks at decoding without drafts, and at plans.
@@ -176,6 +173,18 @@ class _Bucket:
     lost: float = 0.0
     # Whether nothing is drafted because it would take too long to catch up.
     rests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """At a plan, from so many steps of a batch size on until so many."""
+
+    plan: DraftPlan
+    bucket: _Bucket
+    begun: int
+    until: int
+    tour: bool
+    """Whether the drafter had to catch up for it: what a look costs most, so another may follow."""
 
 
 @dataclass(slots=True)
@@ -206,11 +215,11 @@ class CostModelSelector:
 
     Acceptance is one curve for all plans, so a plan need not be tried to know what it would accept;
     batch sizes differ from it as far as they have been seen to, for what runs last is the long and
-    difficult. Seconds are those of `StepCosts`. A plan that might be better than
-    the current one, the more so the less or the longer ago it was seen, is looked at for two steps,
-    or, where the drafter must catch up first or nothing is drafted, for longer; what looks lose is
-    bounded to a share of the time. Each batch size begins without drafts, to know what is lost or
-    gained by them. Switches only where the gain is beyond `hysteresis`.
+    difficult. Seconds are those of `StepCosts`. A plan that might be better than the current one,
+    the more so the less or the longer ago it was seen, is looked at for some steps. What looks lose
+    is bounded to a share of the time, and so is what thinking takes. Each batch size begins without
+    drafts, to know what is lost or gained by them. Switches only where the gain is beyond
+    `hysteresis`.
     """
 
     def __init__(
@@ -235,8 +244,7 @@ class CostModelSelector:
         self._exploration = exploration
         self._buckets: dict[int, _Bucket] = {}
         self._seen = _Seen()
-        self._looking: DraftPlan | None = None
-        self._looks_left = self._look_steps = 0
+        self._look: _Look | None = None
         self._spent = 0.0
         self._rest = Rest()
         # Whether this step goes by without a thought, by which plan, and how many more will if the
@@ -259,55 +267,54 @@ class CostModelSelector:
         grown = running > self._rest.running
         self._rest.batch(running, bucket_of(running))
         bucket = self._bucket(running)
-        known = bucket.seen.steps >= _PAUSE
         over = self._threshold is not None and running > self._threshold
-        must = not over and self._must_think(bucket, grown)
-        wait = self._until_it_may_think(bucket) if known and not must else 0.0
-        self._asleep = wait > 0
+        plan, steps = self._without_a_thought(bucket, grown, over)
+        self._asleep = steps > 0
         if self._asleep:
-            self._dreamt = OFF if over else bucket.current
-            step = bucket.spent / bucket.seen.steps
-            self._sleep = min(int(wait / step), _LONGEST_SLEEP)
-            return self._dreamt
+            self._dreamt, self._sleep = plan, steps - 1
+            return plan
         self._learn()
-        return self._chosen(running) if known and not over else OFF
+        bucket.thoughts += 1
+        return OFF if over or not self._costs.known else self._chosen(running)
 
-    def _must_think(self, bucket: _Bucket, grown: bool) -> bool:
-        first = bucket.decide_at == 0 or self._looks_left > 0
+    def _without_a_thought(self, bucket: _Bucket, grown: bool, over: bool) -> tuple[DraftPlan, int]:
+        """What to do without one, for so many steps; if none are left it is time to think."""
+        if bucket.seen.steps < _PAUSE:
+            return OFF, _PAUSE - bucket.seen.steps
+        look = self._look
+        if look is not None and not over:
+            left = look.until - bucket.seen.steps
+            return look.plan, left if look.bucket is bucket else 0
         # Who was not drafted for until now must be caught up with. New requests bring what there is
         # to know of them.
         begins = bucket.current != OFF or (grown and bucket.rests)
-        return first or (begins and self._rest.missed > 0)
-
-    def _until_it_may_think(self, bucket: _Bucket) -> float:
-        """Seconds at this batch size."""
+        if bucket.seen.steps == bucket.decide_at or (begins and self._rest.missed > 0 and not over):
+            return OFF, 0
         thoughts = bucket.thoughts - _FIRST_THOUGHTS * sqrt(bucket.seen.steps)
-        return thoughts * _THOUGHT / _THINKING - bucket.spent
+        wait = thoughts * _THOUGHT / _THINKING - bucket.spent
+        steps = min(ceil(wait * bucket.seen.steps / bucket.spent), _LONGEST_SLEEP)
+        return OFF if over else bucket.current, max(steps, bucket.decide_at - bucket.seen.steps)
 
     def _chosen(self, running: int) -> DraftPlan:
         bucket = self._bucket(running)
-        if self._looks_left and self._looking is not None:
-            if self._looking != OFF and self._looks_left < _TOUR and self._looks_left % _LOOK == 0:
-                rates = self._rates(running)
-                another = self._worth_a_look(running, rates, rates[bucket.current])
-                self._looking = another or self._looking
-            return self._looking
-        begins = bucket.current != OFF and self._rest.missed > 0
-        if bucket.seen.steps < bucket.decide_at and not begins:
-            return bucket.current
-        bucket.decide_at = bucket.seen.steps + _DECIDE
+        tour = self._look is not None and self._look.tour
+        if self._look is not None:
+            self._looked(running, self._look)
+            self._look = None
         rates = self._rates(running)
         rates[OFF] *= 1 + _DRAFTING
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             bucket.current = best
+            if bucket.seen.evidence(best) < _ENOUGH:
+                bucket.decide_at = bucket.seen.steps + _LOOK
         here = rates[bucket.current]
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
         bucket.rests = here < least
         if bucket.rests:
             bucket.current, here = OFF, rates[OFF]
-        if bucket.seen.steps - bucket.looked_at > min(2 * bucket.looks, _GAP):
+        if tour or bucket.seen.steps > bucket.looked_at + min(2 * bucket.looks, _GAP):
             allowed = self._allowed(running)
             # The first look at a batch size is worth what it costs.
             affordable = {
@@ -316,12 +323,15 @@ class CostModelSelector:
                 if not bucket.looks
                 or (bucket.lost_plain if plan == OFF else bucket.lost + beginning) <= allowed
             }
-            look = self._worth_a_look(running, affordable, max(here, least))
-            if look is not None:
-                steps = _PAUSE if look == OFF else _TOUR if self._rest.missed else _LOOK
-                self._looking, self._looks_left, self._look_steps = look, steps, 0
-                bucket.looks, bucket.looked_at = bucket.looks + 1, bucket.seen.steps + steps
-                return look
+            plan = self._worth_a_look(running, affordable, max(here, least))
+            if plan is not None:
+                begun = bucket.seen.steps
+                until = begun + (_PAUSE if plan == OFF else _LOOK)
+                bucket.looks, bucket.looked_at = bucket.looks + 1, until
+                begins = plan != OFF and self._rest.missed > 0
+                bucket.lost += beginning if begins else 0.0
+                self._look = _Look(plan, bucket, begun, until, begins)
+                return plan
         return bucket.current
 
     def record(self, step: StepRecord) -> None:
@@ -334,18 +344,14 @@ class CostModelSelector:
         bucket.spent += step.seconds
         made, drafts = 1 + sum(step.accepted) / step.running, max(step.drafted, default=0)
         self._plain = 0 if drafts else self._plain + 1
-        if bucket.seen.steps >= _PAUSE:
-            bucket.thoughts += _LEARNING if self._looks_left else 1
         if step.drafted:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
         else:
             self._forget(bucket, 1)
-        if self._looks_left:
-            self._looked(step, made, bucket)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
-        if self._tells(step):
+        if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
             self._measured(size, drafts, [(step.running, step.seconds)])
         elif drafts and self._rest.missed and self._costs.known:
             extra = step.seconds - self._costs.seconds(step.running, drafts, size)
@@ -377,7 +383,11 @@ class CostModelSelector:
             bucket, size = self._bucket(step.running), bucket_of(step.running)
             self._spent += step.seconds
             bucket.spent += step.seconds
-            bucket.seen.steps += 1
+            if bucket.seen.evidence(step.plan) < _ENOUGH:
+                bucket.seen.record(step.plan)
+                self._seen.record(step.plan)
+            else:
+                bucket.seen.steps += 1
             drafts = len(step.drafted) > 0
             self._plain = 0 if drafts else self._plain + 1
             self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
@@ -436,26 +446,19 @@ class CostModelSelector:
         costs = self._costs
         return {plan: made[plan.steps] / costs.seconds(running, plan.steps, size) for plan in plans}
 
-    def _looked(self, step: StepRecord, made: float, bucket: _Bucket) -> None:
-        self._looks_left -= 1
-        if step.plan != self._looking or not self._costs.known:
-            return
+    def _looked(self, running: int, look: _Look) -> None:
+        """A look has ended."""
         # By what is believed, not by what was measured: what disturbs a step, or how lucky its
         # drafts were, is no loss of the look's.
-        rates = self._rates(step.running, [step.plan, bucket.current])
-        expected = self._costs.seconds(step.running, step.plan.steps, bucket_of(step.running))
-        lost = expected * max(0.0, 1 - rates[step.plan] / rates[bucket.current])
-        if step.plan == OFF:
+        bucket = look.bucket
+        rates = self._rates(running, [look.plan, bucket.current])
+        expected = self._costs.seconds(running, look.plan.steps, bucket_of(running))
+        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current]) * expected
+        lost *= bucket.seen.steps - look.begun
+        if look.plan == OFF:
             bucket.lost_plain += lost
         else:
             bucket.lost += lost
-        if not step.steady:
-            bucket.lost += self._rest.cost(self._row(step.running))
-        worth = made / rates[bucket.current]
-        # Better than expected: not the time to stop.
-        self._look_steps += 1
-        if step.steady and step.seconds < worth and self._look_steps < _LONGEST_LOOK:
-            self._looks_left = max(self._looks_left, 1)
 
     def _row(self, running: int) -> float:
         """Seconds that one more row of each request takes, for each."""
