@@ -57,6 +57,11 @@ class EmbeddedEngine(AsyncEngine):
         async with self._between_steps():
             await self._call(lambda: self._embedded.update_drafter(update))
 
+    async def speculate(self, on: bool) -> None:
+        """Draft, or decode plainly until told otherwise: see `Engine`."""
+        async with self._between_steps():
+            await self._call(lambda: self._embedded.speculate(on))
+
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None
     ) -> None:

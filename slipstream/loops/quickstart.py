@@ -10,7 +10,7 @@ what more SFT would have added. Everything here can be done with `slipstream tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.draft_phase import draft_phase
@@ -291,22 +292,20 @@ async def compare_decoding(run: Run, policy: Path) -> list[SideBySide]:
         f"{COMPARED} responses at once, and some {FEW} at a time: plainly and with drafts, in turns"
     )
 
-    def make(speculate: Callable[[str], None] | None) -> InferenceEngine:
-        decoder = load_checkpoint(policy)
-        return build.make_engine(config, decoder, run.tokenizer, run.compute, speculate=speculate)
+    def make() -> InferenceEngine:
+        decoder, note = load_checkpoint(policy), run.progress.note
+        return build.make_engine(config, decoder, run.tokenizer, run.compute, speculate=note)
 
-    plain, again = (run.compute.run(lambda: make(None)) for _ in range(2))
-    drafting = run.compute.run(lambda: make(run.progress.note))
+    engine = run.compute.run(make)
+    assert isinstance(engine, EmbeddedEngine)  # the only one that drafts by a head
     try:
         settings = build.eval_settings(config)
         return [
-            await side_by_side(
-                plain, again, drafting, prompts[:count], run.rewards, settings, at_once=at_once
-            )
+            await side_by_side(engine, prompts[:count], run.rewards, settings, at_once=at_once)
             for count, at_once in ((COMPARED, COMPARED), (COMPARED // 4, FEW))
         ]
     finally:
-        close_parts(run.stages, plain, again, drafting)
+        close_parts(run.stages, engine)
 
 
 async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
@@ -487,7 +486,7 @@ def _compared(pair: Mapping[str, Any]) -> str:
         + (" at once" if pair["at_once"] == pair["responses"] else f", {pair['at_once']} at a time")
         + f": plain {pair['plain_seconds']:.2f} s, speculative {pair['speculative_seconds']:.2f} s "
         f"({pair['speedup']:.2f}x; half of {pair['rounds']} rounds within "
-        f"{pair['speedup_low']:.2f}x to {pair['speedup_high']:.2f}x, a second plain engine within "
+        f"{pair['speedup_low']:.2f}x to {pair['speedup_high']:.2f}x, plain once more within "
         f"{pair['noise_low']:.2f}x to {pair['noise_high']:.2f}x), "
         f"identical {'yes' if pair['identical'] else 'NO'}, {drafts}"
     )

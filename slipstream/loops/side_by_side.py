@@ -1,12 +1,17 @@
-"""A run's own policy, decoded plainly and with drafts, in turns: the same responses, sooner."""
+"""A run's own policy, decoded plainly and with drafts, in turns: the same responses, sooner.
+
+One engine does both, so both compute in the same memory: two engines that do the same can differ
+by several percent, for reasons of where their tensors lie.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
-from slipstream.inference.protocol import EngineStats, InferenceEngine
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.protocol import EngineStats
 from slipstream.loops.evaluate import EvalSettings
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.rewards.protocol import RewardManager
@@ -17,7 +22,7 @@ from slipstream.types import Prompt, Sample
 class SideBySide:
     """Seconds are those of engine steps, medians over `rounds`; `speedup` is speculation's over
     plain decoding, the median of the rounds, half of which lie between `speedup_low` and
-    `speedup_high`; those of a second plain engine over the first, between `noise_low` and
+    `speedup_high`; those of a second plain turn over the first, between `noise_low` and
     `noise_high`. `identical` compares token ids and log-probs of every round, bit for bit.
     `at_once` responses run together; drafts are made in `on_fraction` of the decoding time, and
     where in none, `accept_length` is 1."""
@@ -39,9 +44,7 @@ class SideBySide:
 
 
 async def side_by_side(
-    plain: InferenceEngine,
-    again: InferenceEngine,
-    speculative: InferenceEngine,
+    engine: EmbeddedEngine,
     prompts: Sequence[Prompt],
     rewards: RewardManager,
     settings: EvalSettings,
@@ -50,30 +53,31 @@ async def side_by_side(
     rounds: int = 15,
     warm_up: int = 4,
 ) -> SideBySide:
-    """Answer `prompts`, `at_once` at a time, with each engine in turns, after some rounds to warm
-    up: in a run, too, the selector has measured its plans over many steps. Which engine begins
-    changes from round to round. `again` is one like `plain`: what the two differ by is noise."""
+    """Answer `prompts`, `at_once` at a time: plainly, so again, and with drafts, in turns, after
+    some rounds to warm up: in a run, too, the selector has measured its plans over many steps.
+    Which turn comes first changes from round to round. What the two plain ones differ by is noise.
+    """
     groups = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
-    engines = {"plain": plain, "again": again, "speculative": speculative}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    names = ("plain", "again", "speculative")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     tokens, identical = 0, True
-    before = speculative.stats()
+    drafted: list[EngineStats] = []
     for number in range(warm_up + rounds):
-        if number == warm_up:
-            before = speculative.stats()
         written: list[list[tuple[list[int], list[float]]]] = []
-        first = number % len(engines)
-        turns = [*engines.items()][first:] + [*engines.items()][:first]
-        for name, engine in turns:
-            start = _compute_seconds(engine.stats())
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            await engine.speculate(name == "speculative")
+            before = engine.stats()
             evaluations = [await run_evaluation([engine], g, rewards, settings) for g in groups]
+            done = engine.stats().since(before)
             if number >= warm_up:
-                seconds[name].append(_compute_seconds(engine.stats()) - start)
+                seconds[name].append(done.prefill_seconds + done.decode_seconds)
+                drafted += [done] if name == "speculative" else []
             samples = [s for e in evaluations for group in e.groups for s in group.samples]
             written.append([_bits(sample) for sample in samples])
             tokens = sum(sample.response_length for sample in samples)
         identical = identical and written[0] == written[1] == written[2]
-    drafted = speculative.stats().since(before)
+    await engine.speculate(True)
     low, middle, high = _quartiles(seconds["plain"], seconds["speculative"])
     noise_low, _, noise_high = _quartiles(seconds["plain"], seconds["again"])
     return SideBySide(
@@ -88,19 +92,15 @@ async def side_by_side(
         noise_low=noise_low,
         noise_high=noise_high,
         identical=identical,
-        accept_length=drafted.accept_length,
-        on_fraction=drafted.on_fraction,
+        accept_length=mean(stats.accept_length for stats in drafted),
+        on_fraction=mean(stats.on_fraction for stats in drafted),
         rounds=rounds,
     )
 
 
 def _quartiles(plain: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Of how much faster the other engine was."""
+    """Of how much faster the other turns were."""
     return quantiles([p / s for p, s in zip(plain, other, strict=True)], method="inclusive")
-
-
-def _compute_seconds(stats: EngineStats) -> float:
-    return stats.prefill_seconds + stats.decode_seconds
 
 
 def _bits(sample: Sample) -> tuple[list[int], list[float]]:

@@ -91,8 +91,9 @@ class Engine:
             max_tokens=settings.max_prefill_tokens,
             new_row=self._store,
         )
-        self._proposer = proposer
-        self._selector = selector
+        self._own_proposer, self._own_selector = proposer, selector
+        # None while it is not to speculate.
+        self._proposer, self._selector = proposer, selector
         if selector is not None and proposer is None:
             raise ConfigError("engine: a selector of draft plans needs a proposer")
         self.plan = plan
@@ -114,7 +115,7 @@ class Engine:
 
     @plan.setter
     def plan(self, plan: DraftPlan) -> None:
-        if plan != OFF and self._proposer is None:
+        if plan != OFF and self._own_proposer is None:
             raise ConfigError(f"engine: draft plan {plan} needs a proposer")
         if plan.topk > 1:
             raise ConfigError(
@@ -122,6 +123,19 @@ class Engine:
                 f"{DraftPlan.chain(plan.steps)}"
             )
         self._plan = plan
+
+    def speculate(self, on: bool) -> None:
+        """Draft, or decode plainly until told otherwise: the same tokens, in another time.
+
+        Raises EngineError where there are requests, for who drafts must see them from their
+        beginning, and where nobody drafts.
+        """
+        if self._own_proposer is None:
+            raise EngineError("speculate: this engine was made without a proposer of drafts")
+        if not self._scheduler.idle:
+            raise EngineError("speculate: requests are running; let them end, or abort them")
+        self._proposer = self._own_proposer if on else None
+        self._selector = self._own_selector if on else None
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it can never be served."""
@@ -210,8 +224,8 @@ class Engine:
         self._runner.load(tensors)
         self._weights += 1
         self.version = update.version
-        if self._selector is not None:
-            self._selector.changed()
+        if self._own_selector is not None:
+            self._own_selector.changed()
 
     def _release_when_idle(self) -> None:
         """Give memory back when nobody runs or waits."""
@@ -232,11 +246,11 @@ class Engine:
         """
         if update.kind is not UpdateKind.DRAFT:
             raise EngineError(f"the drafter takes draft weights, got {update.kind.value}")
-        if not isinstance(self._proposer, LearningProposer):
+        if not isinstance(self._own_proposer, LearningProposer):
             raise EngineError(f"this engine has no draft head to update to {update.version}")
-        self._proposer.update(update)
-        if self._selector is not None:
-            self._selector.changed()
+        self._own_proposer.update(update)
+        if self._own_selector is not None:
+            self._own_selector.changed()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -384,6 +398,8 @@ class Engine:
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
+        if self._proposer is None:
+            return OFF
         plan = self._plan if self._selector is None else self._selector.select(rows)
         longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.bench.drafters import LyingOracle
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -243,6 +243,26 @@ def test_staggered_samples_run_one_after_the_other() -> None:
 def test_a_plan_needs_a_proposer() -> None:
     with pytest.raises(ConfigError, match="draft plan 3_1_4 needs a proposer"):
         make_engine(plan=DraftPlan.chain(3))
+
+
+def test_speculation_can_be_left_out_for_a_while() -> None:
+    requests = mixed_requests(6, tokens=20)
+    reference = make_engine(shared_decoder()).run(requests)
+    engine = make_engine(proposer=oracle_of(reference, LyingOracle), plan=DraftPlan.chain(3))
+    drafted = []
+    for on in (True, False, True):
+        engine.speculate(on)
+        before = engine.stats()
+        assert all_bits(engine.run(requests)) == all_bits(reference)
+        drafted.append(engine.stats().since(before).draft_tokens)
+    assert min(drafted[0], drafted[2]) > 0
+    assert drafted[1] == 0
+    engine.add(requests[0])
+    engine.step()
+    with pytest.raises(EngineError, match="requests are running; let them end, or abort them"):
+        engine.speculate(False)
+    with pytest.raises(EngineError, match="was made without a proposer of drafts"):
+        make_engine().speculate(True)
 
 
 def test_trees_are_refused_when_set_too() -> None:
