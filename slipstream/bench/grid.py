@@ -87,16 +87,20 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
 
 
 def grid_table(rows: Sequence[Row]) -> str:
-    """Speed over plain decoding by plan and batch size, and what the selector yields of the best
-    fixed plan."""
+    """Speed over plain decoding by plan and batch size, in steps of full batches; and in whole
+    batches, from prompts to the last that ends, that of the best plan and of the selector, and what
+    this yields of the best."""
     cases = list(dict.fromkeys(row.case for row in rows))
-    names = list(dict.fromkeys(row.contender for row in rows))
+    names = [name for name in dict.fromkeys(row.contender for row in rows) if name != SELECTOR]
     by_cell = {(row.case, row.contender): row.values for row in rows}
-    lines = [f"  {'over plain':<12}" + "".join(f"{name:>10}" for name in names) + "   of the best"]
+    heading = "".join(f"{name:>9}" for name in names) + "   whole: best  selector   of the best"
+    lines = [f"  {'over plain':<12}{heading}"]
     for case in cases:
-        cells = "".join(f"{by_cell[case, name]['over_plain']:10.2f}" for name in names)
-        share, error = (by_cell[case, SELECTOR][k] for k in ("over_best_fixed", "standard_error"))
-        lines.append(f"  {case:<12}{cells}{share:8.3f} ±{error:.3f}")
+        cells = "".join(f"{by_cell[case, name]['over_plain']:9.2f}" for name in names)
+        mine = by_cell[case, SELECTOR]
+        whole = f"{mine['best_over_plain']:14.2f}{mine['over_plain']:10.2f}"
+        share = f"{mine['over_best_fixed']:8.3f} ±{mine['standard_error']:.3f}"
+        lines.append(f"  {case:<12}{cells}{whole}{share}")
     return "\n".join(lines)
 
 
@@ -253,6 +257,7 @@ def _beside_the_best(
             SELECTOR,
             _spread(mine),
             over_plain=exp(longer[PLAIN] - learned),
+            best_over_plain=exp(longer[PLAIN] - longer[best.name]),
             over_best_fixed=exp(longer[best.name] - learned),
             # Of the difference of one contender from the mean of the learners.
             standard_error=error * (1 + 1 / LEARNERS) ** 0.5,
