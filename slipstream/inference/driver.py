@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import anyio
-import anyio.to_thread
 
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.protocol import EngineStats
 from slipstream.models.hf_io import read_tensors
+from slipstream.threads import arrival
 from slipstream.types import (
     GenerateRequest,
     Generation,
@@ -189,7 +189,7 @@ class AsyncEngine:
             known = [n for n, t in self._tickets.items() if t.known and t.result is None]
             future = self._submit(lambda: self._run_slice(known))
             try:
-                await anyio.to_thread.run_sync(wait, [future], abandon_on_cancel=True)
+                await arrival(future)
             except anyio.get_cancelled_exc_class():
                 self._interrupt(+1)
                 await _finish(future)
@@ -305,4 +305,4 @@ def _empty(name: str, reason: StopReason, error: str | None = None) -> Generatio
 async def _finish(future: Future[Any]) -> None:
     """Wait, even when cancelled: the compute thread cannot be stopped in the middle of its work."""
     with anyio.CancelScope(shield=True):
-        await anyio.to_thread.run_sync(wait, [future])
+        await arrival(future)

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
 import anyio
-import anyio.from_thread
-import anyio.lowlevel
 
 from slipstream.errors import StageTimeoutError
+from slipstream.threads import arrival
 
 T = TypeVar("T")
 
@@ -70,8 +69,6 @@ async def run_in_daemon(work: Callable[[], T]) -> T:
 
     Cancelling leaves the thread alone: it ends with its work or with the process.
     """
-    done = anyio.Event()
-    token = anyio.lowlevel.current_token()
     result: Future[T] = Future()
 
     def run() -> None:
@@ -79,11 +76,9 @@ async def run_in_daemon(work: Callable[[], T]) -> T:
             result.set_result(work())
         except BaseException as error:  # handed to the waiting task
             result.set_exception(error)
-        with contextlib.suppress(RuntimeError):  # the event loop has ended: nobody waits
-            anyio.from_thread.run_sync(done.set, token=token)
 
     threading.Thread(target=run, name="stage", daemon=True).start()
-    await done.wait()
+    await arrival(result)
     return result.result()
 
 

@@ -1,23 +1,23 @@
 """Runs a user's function with a deadline, so that it can neither hang nor crash the run.
 
-A synchronous function runs in a daemon thread of its own: Python cannot stop a thread, so one that
-never returns is abandoned; as a daemon it does not keep the interpreter from exiting. An async
-function runs on the event loop and is cancelled at the deadline. Called by the reward managers.
+A synchronous function runs in a daemon thread: Python cannot stop a thread, so one that never
+returns is abandoned; as a daemon it does not keep the interpreter from exiting. An async function
+runs on the event loop and is cancelled at the deadline. Called by the reward managers.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import anyio.from_thread
 import anyio.lowlevel
 
 from slipstream.errors import ConfigError, RewardError
+from slipstream.threads import DaemonThreads, arrival
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class DeadlineRunner:
-    """Calls functions with a deadline; `max_abandoned` hung threads may live at once."""
+    """Calls functions with a deadline; `max_abandoned` hung calls may be left at once."""
 
     def __init__(self, *, timeout_s: float, num_workers: int, max_abandoned: int = 8) -> None:
         if not 0.0 < timeout_s < float("inf"):
@@ -51,12 +51,13 @@ class DeadlineRunner:
         self._num_workers = num_workers
         self._slots: anyio.CapacityLimiter | None = None
         self._loop: anyio.lowlevel.EventLoopToken | None = None
-        self._abandoned: list[threading.Thread] = []
+        self._threads = DaemonThreads("reward")
+        self._abandoned: list[Future[Outcome]] = []
 
     @property
     def abandoned(self) -> int:
-        """Threads past their deadline that still run."""
-        self._abandoned = [t for t in self._abandoned if t.is_alive()]
+        """Calls past their deadline that still run, each in a thread."""
+        self._abandoned = [call for call in self._abandoned if not call.done()]
         return len(self._abandoned)
 
     async def run(self, function: Callable[[], Any], *, name: str, asynchronous: bool) -> Outcome:
@@ -97,35 +98,26 @@ class DeadlineRunner:
                 f"{self.timeout_s:g} s and cannot be stopped: give it a time limit of its own, or "
                 "raise reward_model.timeout_s"
             )
-        answered = anyio.Event()
-        token = anyio.lowlevel.current_token()
-        box: list[Outcome | RewardError] = []
+        call: Future[Outcome] = Future()
 
         def work() -> None:
             try:
-                box.append(Outcome(value=function()))
+                outcome = Outcome(value=function())
             except RewardError as error:
-                box.append(error)
+                call.set_exception(error)
+                return
             except BaseException as error:  # supervisor: SystemExit must not end the thread mutely
-                box.append(Outcome(failure=_reason(error)))
-            try:
-                anyio.from_thread.run_sync(answered.set, token=token)
-            except RuntimeError:
-                return  # the event loop ended first: nobody waits for the answer any more
+                outcome = Outcome(failure=_reason(error))
+            call.set_result(outcome)
 
-        thread = threading.Thread(target=work, name=f"reward-{name}", daemon=True)
-        thread.start()
+        self._threads.start(work)
         try:
             with anyio.move_on_after(self.timeout_s):
-                await answered.wait()
+                await arrival(call)
         finally:
-            if not box:
-                self._abandoned.append(thread)
-        if not box:
-            return self._timed_out()
-        if isinstance(box[0], RewardError):
-            raise box[0]
-        return box[0]
+            if not call.done():
+                self._abandoned.append(call)
+        return call.result() if call.done() else self._timed_out()
 
 
 def _reason(error: BaseException) -> str:

@@ -8,16 +8,12 @@ Tinker's style), so that work can be submitted first and awaited later.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import anyio
-import anyio.from_thread
-import anyio.lowlevel
-
+from slipstream.threads import arrival
 from slipstream.training.losses import LossFn
 from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
 
@@ -68,17 +64,7 @@ class TrainFuture(Generic[T_co]):
         return self._arrive().__await__()
 
     async def _arrive(self) -> T_co:
-        if not self._work.done():
-            arrived = anyio.Event()
-            token = anyio.lowlevel.current_token()
-
-            def wake(_: object) -> None:
-                # A loop that has ended in the meantime has nobody left to wake.
-                with contextlib.suppress(RuntimeError):
-                    anyio.from_thread.run_sync(arrived.set, token=token)
-
-            self._work.add_done_callback(wake)
-            await arrived.wait()
+        await arrival(self._work)
         return self._work.result()
 
 

@@ -354,7 +354,7 @@ class Engine:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
         if self._proposer is not None:
-            features = hidden[: count * width].view(count, width, -1)
+            features = hidden.view(count + padding, width, -1)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(
@@ -401,6 +401,8 @@ class Engine:
         if self._proposer is None:
             return OFF
         plan = self._plan if self._selector is None else self._selector.select(rows)
+        if plan == OFF:
+            return OFF
         longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):
             return OFF

@@ -1,0 +1,72 @@
+"""Between an event loop and the threads that work for it.
+
+Waking the loop never makes a thread wait: a compute thread that waited would do nothing meanwhile.
+Knows nothing of what the work is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import anyio
+
+
+async def arrival(work: Future[Any]) -> None:
+    """Wait until `work` is done, failed or cancelled. Being cancelled leaves the work alone."""
+    if work.done():
+        return
+    arrived = anyio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wake(_: object) -> None:
+        # A loop that has ended in the meantime has nobody left to wake.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(arrived.set)
+
+    work.add_done_callback(wake)
+    await arrived.wait()
+
+
+class DaemonThreads:
+    """Threads for work that may never return: such a thread is lost, but does not keep the process
+    from ending. One that has done its work takes more, and ends when none has come for a while:
+    starting a thread makes the caller wait until it runs, which takes milliseconds beside a busy
+    one."""
+
+    def __init__(self, name: str, idle_s: float = 10.0) -> None:
+        self._name, self._idle_s = name, idle_s
+        self._lock = threading.Lock()
+        # The last one that had work comes first: its memory is still in the caches.
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have `work` done, which may not raise; as many run at once as are started."""
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(inbox,), name=self._name, daemon=True
+            ).start()
+        inbox.put(work)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            try:
+                work = inbox.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if inbox not in self._idle:
+                        continue  # work is on its way
+                    self._idle.remove(inbox)
+                return
+            work()
+            del work
+            with self._lock:
+                self._idle.append(inbox)
