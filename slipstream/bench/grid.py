@@ -193,16 +193,16 @@ def _fixed_plans(
         _Batch.by(engine, *next(again))
     whole = min(map(len, found.seconds.values()))
     took = [[mean(turn or [np.nan]) for turn in found.seconds[p][:whole]] for p in plans()]
-    (off, *others), _ = apart(np.log(took))
+    logs, _ = apart(np.log(took))
     made = {plan: mean(found.made[plan]) for plan in plans()}
     return [
         _Fixed(
             plan=plan,
             seconds=Spread.of([s for turn in found.seconds[plan] for s in turn]),
-            over_off=made[plan] / exp(longer - off),
+            over_off=made[plan] / exp(longer - logs[0]),
             accept_length=made[plan],
         )
-        for plan, longer in zip(plans(), (off, *others), strict=True)
+        for plan, longer in zip(plans(), logs, strict=True)
     ]
 
 

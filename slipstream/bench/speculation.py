@@ -2,7 +2,9 @@
 
 64 responses of log-normal length: the whole, and the tail of four or fewer requests. Among the
 contenders is an oracle that drafts the right tokens at no cost: no drafter that drafts as deep can
-gain more on this engine and machine. Depth by batch size is `grid`, on the same policy and head.
+gain more on this engine and machine. At the other end is a head that was never trained: with it the
+rollout should not be slower than plain decoding, beyond what a second plain engine differs by.
+Depth by batch size is `grid`, on the same policy and head.
 
 Engines are called directly, on one thread. Every speculative contender must write the very tokens
 of plain decoding, or the benchmark fails.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -43,8 +45,11 @@ from slipstream.inference.speculation.protocol import Proposer
 from slipstream.inference.speculation.selector import CostModelSelector
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import policy_folder
+from slipstream.models.draft_head import DraftHead
 
 PLAIN = "plain"
+AGAIN = "plain_again"
+UNTRAINED = "untrained"
 ORACLE = "oracle"
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
@@ -138,8 +143,8 @@ class _Generator:
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """The long-tailed rollout: plain, with a head, with history, with both, with drafts that are
-    always right, and peers."""
+    """The long-tailed rollout: plain, and once more, with a head, with history, with both, with
+    drafts that are hardly ever right, with some that always are, and peers."""
     trained = load_trained(bench.policy)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
@@ -154,9 +159,11 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
         "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
+        UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
         ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), lambda: None),
     }
     generators = {PLAIN: _Generator(plain, chosen)}
+    generators[AGAIN] = _Generator(make_engine(trained, bench.dtype), chosen)
     for name, (proposer, prepare) in proposers.items():
         selector = CostModelSelector(plans())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
@@ -241,7 +248,9 @@ def _rollout_row(
         values["accept_length"] = mine.accept_length(bench.rounds)
         values["on_fraction"] = mine.on_fraction(bench.rounds)
     else:
-        best = min(generators.keys() - {ORACLE}, key=lambda n: median(times[n].wall))
+        best = min(
+            generators.keys() - {AGAIN, UNTRAINED, ORACLE}, key=lambda n: median(times[n].wall)
+        )
         values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
         values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)
     return row_of(
@@ -265,6 +274,13 @@ def _median(row: Row, name: str) -> float:
 def make_eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
     """With the policy's head."""
     return EagleProposer(trained.head, dtype=dtype, free_cache=False)
+
+
+def _untrained(trained: Trained) -> Trained:
+    """The policy, and a head as it is before training."""
+    head = DraftHead(trained.decoder.config)
+    head.init_weights(seed=0)
+    return replace(trained, head=head)
 
 
 def check_same(name: str, written: object, plain: object) -> None:

@@ -11,9 +11,11 @@ import pytest
 
 from slipstream.bench import speculation, trained
 from slipstream.bench.speculation import (
+    AGAIN,
     FLOORS,
     ORACLE,
     PLAIN,
+    UNTRAINED,
     SpeculationBench,
     most_possible,
     run_rollout,
@@ -79,7 +81,8 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(speculation, "make_engine", made)
     rows = run_rollout(SpeculationBench(policy=Path("toy"), rounds=1, batch=12), print)
-    assert [row.contender for row in rows] == [PLAIN, "eagle", "history", "union", ORACLE]
+    drafting = ["eagle", "history", "union", UNTRAINED, ORACLE]
+    assert [row.contender for row in rows] == [PLAIN, AGAIN, *drafting]
     oracle = engines[-1].stats()
     # A draft that ends its response is not counted as accepted.
     assert 0 <= oracle.draft_tokens - oracle.accepted_tokens <= oracle.finished

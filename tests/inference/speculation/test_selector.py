@@ -17,6 +17,7 @@ from slipstream.inference.speculation.selector import (
     PredefinedSelector,
     StepRecord,
     StrategySelector,
+    _Look,
     bucket_of,
 )
 
@@ -72,6 +73,15 @@ def simulate(
         plans.append(plan)
         before = plan
     return seconds, plain, plans
+
+
+def slept_through(selector: CostModelSelector, steps: list[StepRecord]) -> None:
+    """Steps that go by without a thought; then they, and all before, are learned from."""
+    for step in steps:
+        selector._asleep = True
+        selector.record(step)
+    selector._remember()
+    selector._learn()
 
 
 def expected_rate(running: int, drafts: int, p: float, cost: Cost = cpu) -> float:
@@ -273,13 +283,11 @@ def test_the_first_steps_after_drafts_do_not_count_as_those_without() -> None:
     selector = CostModelSelector(PLANS)
     plan = DraftPlan.chain(1)
     draft = StepRecord(running=4, plan=plan, seconds=3e-3, drafted=[1] * 4, accepted=[1] * 4)
-    for _ in range(20):
-        selector.record(StepRecord(running=4, plan=OFF, seconds=1e-3))
+    slept_through(selector, [StepRecord(running=4, plan=OFF, seconds=1e-3)] * 20)
     for _ in range(200):
-        selector.record(draft)
-        for _ in range(3):
-            selector.record(StepRecord(running=4, plan=OFF, seconds=2e-3))
-    assert selector._costs.seconds(4, 0, 4) == pytest.approx(1e-3, rel=0.3)
+        slept_through(selector, [draft, *[StepRecord(running=4, plan=OFF, seconds=2e-3)] * 3])
+    assert selector._costs.seconds(4, 0, 4) == pytest.approx(1e-3, rel=0.2)
+    assert selector._costs.seconds(4, 1, 4) == pytest.approx(3e-3, rel=0.1)
 
 
 @pytest.mark.parametrize(("seconds", "asleep"), [(1.0, 0.0), (1e-3, 0.95)])
@@ -303,15 +311,13 @@ def test_of_short_steps_with_drafts_only_some_are_thought_about(
 def test_of_acceptance_each_plain_step_takes_the_same_thought_about_or_not() -> None:
     selector = CostModelSelector(PLANS)
     simulate(selector, [4] * 200, acceptance=lambda _: 0.9)
-    selector._remember()
-    selector._learn()
+    slept_through(selector, [])
     before = selector.curve._tried[0]
     for asleep in (False, True):
         for _ in range(200):
             selector._asleep = asleep
             selector.record(StepRecord(running=4, plan=OFF, seconds=4.8e-3))
-        selector._remember()
-        selector._learn()
+        slept_through(selector, [])
         before *= 0.998**200
         assert selector.curve._tried[0] == pytest.approx(before)
 
@@ -455,3 +461,104 @@ def test_new_requests_are_noticed_while_plain_steps_go_by_without_a_thought() ->
     selector._remember()
     # Ten new ones have missed nothing; the step itself adds one for all.
     assert selector._rest.missed == pytest.approx(missed * 50 / 60 + 1)
+
+
+def _even(running: int, drafts: int) -> float:
+    """Seconds of a step where each draft that is right saves a little more than it takes."""
+    return 0.1 * (1 + 0.9 * drafts)
+
+
+def test_looks_end_where_they_have_lost_too_much() -> None:
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [4] * 300, acceptance=lambda _: 1.0, cost=_even)
+    bucket = selector._buckets[4]
+
+    def looks_at(lost: float, lost_plain: float) -> DraftPlan | None:
+        bucket.looks, bucket.looked_at, selector._look = 1, 0, None
+        bucket.lost, bucket.lost_plain = lost, lost_plain
+        bucket.seen.forget(0.0)
+        selector._seen.forget(0.0)
+        plan = selector._chosen(4)
+        return None if selector._look is None else plan
+
+    draft = looks_at(0.0, 1e9)
+    assert draft not in (None, OFF)
+    assert looks_at(1e9, 0.0) == OFF
+    assert looks_at(1e9, 1e9) is None
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.95])
+def test_a_look_is_charged_what_it_is_believed_to_lose(acceptance: float) -> None:
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [4] * 300, acceptance=lambda _: acceptance)
+    bucket, plan = selector._buckets[4], PLANS[-1]
+    rates = selector._rates(4)
+    for looked, current in ((plan, OFF), (OFF, plan)):
+        bucket.current, bucket.lost, bucket.lost_plain = current, 0.0, 0.0
+        begun = bucket.seen.steps - 4
+        selector._looked(4, _Look(looked, bucket, begun, bucket.seen.steps, tour=False))
+        worse = max(0.0, 1 - rates[looked] / rates[current])
+        lost = 4 * worse * selector._costs.seconds(4, looked.steps, 4)
+        assert (bucket.lost, bucket.lost_plain) == pytest.approx(
+            (lost, 0.0) if looked == plan else (0.0, lost)
+        )
+    assert (rates[plan] > rates[OFF]) is (acceptance > 0.5)
+
+
+def test_what_a_look_has_to_take_in_is_counted_as_lost() -> None:
+    selector = CostModelSelector(PLANS)
+    simulate(selector, [4] * 300, acceptance=lambda _: 0.9, cost=_even)
+    bucket = selector._buckets[4]
+    assert bucket.current == OFF
+    bucket.seen.forget(0.0)
+    selector._seen.forget(0.0)
+    selector._rest.missed = 30.0
+    beginning = selector._rest.cost(selector._row(4))
+    allowed = selector._allowed(4)
+    assert 0 < beginning < allowed
+    for lost, looks in ((allowed - 0.5 * beginning, False), (allowed - 1.5 * beginning, True)):
+        bucket.looks, bucket.looked_at, selector._look = 1, 0, None
+        bucket.lost, bucket.lost_plain = lost, 1e9
+        assert (selector._chosen(4) != OFF) is looks
+        assert bucket.lost == pytest.approx(lost + looks * beginning)
+
+
+def test_beyond_the_threshold_no_look_goes_on() -> None:
+    # Both sizes are measured together.
+    selector = CostModelSelector(PLANS, bs_threshold=5)
+    sizes = [5] * 30 + [5, 6] * 500
+    _, _, plans = simulate(selector, sizes, acceptance=lambda _: 0.9)
+    assert {plan for size, plan in zip(sizes, plans, strict=True) if size == 6} == {OFF}
+    assert sum(plan != OFF for plan in plans) > 100
+
+
+def _resting() -> CostModelSelector:
+    """It has not drafted for a while, and short steps go by without a thought."""
+    selector = CostModelSelector(PLANS)
+    short = lambda running, drafts: 1e-3 * (1 + drafts)  # noqa: E731
+    simulate(selector, [16, 4] * 200, acceptance=lambda _: 0.0, cost=short)
+    off = StepRecord(running=8, plan=OFF, seconds=2e-3)
+    slept_through(selector, [off] * 60)
+    selector._rest.batch(8, 8)
+    assert selector._rest.missed > 0
+    for size in (4, 16):
+        bucket = selector._buckets[size]
+        bucket.decide_at, bucket.thoughts = 0, 1e6
+    selector._look = None
+    return selector
+
+
+def test_new_requests_are_a_reason_to_think_where_it_was_too_late_for_the_old_ones() -> None:
+    for rests in (False, True):
+        selector = _resting()
+        selector._buckets[16].rests = rests
+        selector.select(16)
+        assert selector._asleep is not rests
+
+
+def test_no_drafts_begin_without_a_thought() -> None:
+    for current in (OFF, PLANS[0]):
+        selector = _resting()
+        selector._buckets[4].current = current
+        selector.select(4)
+        assert selector._asleep is (current == OFF)
