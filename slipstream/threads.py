@@ -11,17 +11,16 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import Context
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
-import anyio
+T = TypeVar("T")
 
 
 async def arrival(work: Future[Any]) -> None:
     """Wait until `work` is done, failed or cancelled. Being cancelled leaves the work alone."""
-    if work.done():
-        return
-    arrived = anyio.Event()
+    arrived = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def wake(_: object) -> None:
@@ -45,28 +44,40 @@ class DaemonThreads:
         # The last one that had work comes first: its memory is still in the caches.
         self._idle: list[SimpleQueue[Callable[[], None]]] = []
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Have `work` done, which may not raise; as many run at once as are started."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have `work` done now, however much else is under way: what it returns or raises."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                # As in a thread of its own: what others have set (decimal's precision) is not set.
+                result = Context().run(work)
+            except BaseException as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = SimpleQueue()
-            threading.Thread(
-                target=self._serve, args=(inbox,), name=self._name, daemon=True
-            ).start()
-        inbox.put(work)
+            thread = threading.Thread(target=self._serve, args=(inbox,), name=self._name)
+            thread.daemon = True
+            thread.start()
+        inbox.put(run)
+        return answer
 
     def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
         while True:
             try:
-                work = inbox.get(timeout=self._idle_s)
+                run = inbox.get(timeout=self._idle_s)
             except Empty:
                 with self._lock:
                     if inbox not in self._idle:
                         continue  # work is on its way
                     self._idle.remove(inbox)
                 return
-            work()
-            del work
+            run()
+            del run  # and what it holds
             with self._lock:
                 self._idle.append(inbox)

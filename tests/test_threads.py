@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from decimal import getcontext
 
 import anyio
 import pytest
@@ -83,10 +83,8 @@ def test_waking_the_loop_does_not_make_the_thread_wait() -> None:
     anyio.run(main)
 
 
-def _ident(threads: DaemonThreads) -> Any:
-    done: Future[int] = Future()
-    threads.start(lambda: done.set_result(threading.get_ident()))
-    return done.result(60)
+def _ident(threads: DaemonThreads) -> int:
+    return threads.submit(threading.get_ident).result(60)
 
 
 def _settle(threads: DaemonThreads, idle: int) -> None:
@@ -97,6 +95,17 @@ def _settle(threads: DaemonThreads, idle: int) -> None:
     pytest.fail(f"{len(threads._idle)} threads are idle, not {idle}")
 
 
+def test_what_work_raises_is_its_answer() -> None:
+    threads = DaemonThreads("test-raises")
+    for error in (ValueError("no"), SystemExit(3), KeyboardInterrupt()):
+
+        def raising(error: BaseException = error) -> None:
+            raise error
+
+        assert threads.submit(raising).exception(60) is error
+    assert threads.submit(lambda: 3).result(60) == 3
+
+
 def test_a_thread_takes_more_work() -> None:
     threads = DaemonThreads("test-again")
     first = _ident(threads)
@@ -105,19 +114,28 @@ def test_a_thread_takes_more_work() -> None:
         assert _ident(threads) == first
 
 
+def test_work_begins_in_a_context_of_its_own() -> None:
+    threads = DaemonThreads("test-context")
+
+    def sets_precision() -> int:
+        before, getcontext().prec = getcontext().prec, 3
+        return before
+
+    first = threads.submit(sets_precision).result(60)
+    _settle(threads, 1)
+    assert threads.submit(sets_precision).result(60) == first != 3
+
+
 def test_work_that_hangs_holds_up_no_other() -> None:
     threads, release = DaemonThreads("test-hangs"), threading.Event()
-
-    def hang() -> None:
-        release.wait(60)
-
-    threads.start(hang)
+    hung = threads.submit(lambda: release.wait(60))
     idents = {_ident(threads) for _ in range(3)}
     named = [t for t in threading.enumerate() if t.name == "test-hangs"]
     assert all(t.daemon for t in named)
-    assert len(idents - {t.ident for t in named}) == 0
     assert len(named) > len(idents)
+    assert not hung.done()
     release.set()
+    assert hung.result(60)
     _settle(threads, len(named))
 
 
@@ -132,12 +150,13 @@ def test_idle_threads_end() -> None:
     assert _ident(threads)
 
 
-def test_no_work_is_lost_to_a_thread_that_ends() -> None:
-    # It gives up waiting just when it is given work, again and again.
-    threads = DaemonThreads("test-race", idle_s=1e-6)
-    done = [Future[int]() for _ in range(300)]
-    for i, future in enumerate(done):
-        threads.start(lambda i=i, future=future: future.set_result(i))  # type: ignore[misc]
-        if i % 3 == 0:
-            future.result(60)
-    assert [future.result(60) for future in done] == list(range(300))
+def test_a_thread_whose_work_is_on_its_way_does_not_end() -> None:
+    threads, done = DaemonThreads("test-race", idle_s=0.01), threading.Event()
+    inbox = None
+    while inbox is None:
+        _ident(threads)
+        with threads._lock:
+            inbox = threads._idle.pop() if threads._idle else None
+    threading.Event().wait(0.05)
+    inbox.put(done.set)
+    assert done.wait(60)

@@ -369,6 +369,11 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
             "  such drafts on an engine that wastes nothing of this machine's rates, whole: "
             f"{most['roofline']:.2f}"
         )
+        over = {row.contender: row.values["speculative_over_plain"] for row in measured}
+        print(
+            f"  a head that was never trained: {_shown(over[speculation.UNTRAINED])}, where plain "
+            f"decoding once more is {_shown(over[speculation.AGAIN])}"
+        )
         rows += measured
     if "grid" in args.case:
         measured = grid.run_grid(bench, say)

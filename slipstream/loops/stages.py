@@ -14,16 +14,17 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
 from slipstream.errors import StageTimeoutError
-from slipstream.threads import arrival
+from slipstream.threads import DaemonThreads, arrival
 
 T = TypeVar("T")
+
+_THREADS = DaemonThreads("stage")
 
 REMEDY = "raise trainer.stage_timeout_s if it only needs more time"
 
@@ -65,19 +66,11 @@ class Stages:
 
 
 async def run_in_daemon(work: Callable[[], T]) -> T:
-    """Run blocking work in a thread of its own, which does not keep the process from ending.
+    """Run blocking work in a thread that does not keep the process from ending.
 
     Cancelling leaves the thread alone: it ends with its work or with the process.
     """
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # handed to the waiting task
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="stage", daemon=True).start()
+    result = _THREADS.submit(work)
     await arrival(result)
     return result.result()
 

@@ -52,7 +52,7 @@ class DeadlineRunner:
         self._slots: anyio.CapacityLimiter | None = None
         self._loop: anyio.lowlevel.EventLoopToken | None = None
         self._threads = DaemonThreads("reward")
-        self._abandoned: list[Future[Outcome]] = []
+        self._abandoned: list[Future[Any]] = []
 
     @property
     def abandoned(self) -> int:
@@ -98,28 +98,26 @@ class DeadlineRunner:
                 f"{self.timeout_s:g} s and cannot be stopped: give it a time limit of its own, or "
                 "raise reward_model.timeout_s"
             )
-        call: Future[Outcome] = Future()
-
-        def work() -> None:
-            try:
-                outcome = Outcome(value=function())
-            except RewardError as error:
-                call.set_exception(error)
-                return
-            except BaseException as error:  # supervisor: SystemExit must not end the thread mutely
-                outcome = Outcome(failure=_reason(error))
-            call.set_result(outcome)
-
-        self._threads.start(work)
+        call = self._threads.submit(function)
         try:
             with anyio.move_on_after(self.timeout_s):
                 await arrival(call)
         finally:
             if not call.done():
                 self._abandoned.append(call)
-        return call.result() if call.done() else self._timed_out()
+        if not call.done():
+            return self._timed_out()
+        error = call.exception()
+        if isinstance(error, RewardError):
+            raise error
+        if error is not None:  # supervisor: SystemExit, too, keeps the reason
+            return Outcome(failure=_reason(error))
+        return Outcome(value=call.result())
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # it is a user's class
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -122,6 +122,15 @@ def leaves(**_: Any) -> float:
     sys.exit(3)
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+def mutely(**_: Any) -> float:
+    raise MuteError
+
+
 async def never(**_: Any) -> float:
     await anyio.sleep_forever()
     return 1.0
@@ -133,6 +142,7 @@ async def never(**_: Any) -> float:
         (raises, "ValueError: bad text"),
         (raises_later, "KeyError"),
         (leaves, "SystemExit: 3"),
+        (mutely, "MuteError"),
         (lambda **_: None, "returned NoneType, not a number"),
         (lambda **_: "1.0", "returned str, not a number"),
         (lambda **_: math.nan, "returned nan, not a finite number"),

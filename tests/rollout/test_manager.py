@@ -344,14 +344,27 @@ def test_a_reward_that_ends_the_run_arrives_as_itself_and_stops_the_engine() -> 
     assert rollouts._engines[0].stats().running == 0
 
 
-def test_ctrl_c_in_a_task_leaves_no_thread_that_keeps_the_process_from_ending() -> None:
+def test_ctrl_c_in_a_task_leaves_no_thread_that_keeps_the_process_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def pressed(sample: Sample) -> float:
         raise KeyboardInterrupt
 
-    before = set(threading.enumerate())
+    async def beside_a_worker(sample: Sample) -> None:
+        await anyio.to_thread.run_sync(int)
+
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
     with pytest.raises(KeyboardInterrupt):
-        batch(manager(scorer=Scorer(pressed)))
-    workers = [t for t in threading.enumerate() if t not in before and "AnyIO" in t.name]
+        batch(manager(scorer=Scorer(pressed, wait=beside_a_worker)))
+    workers = [thread for thread in begun if "AnyIO" in thread.name]
+    assert workers
     for thread in workers:
         thread.join(5.0)
     assert [thread for thread in workers if thread.is_alive()] == []

@@ -354,7 +354,8 @@ class Engine:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
         if self._proposer is not None:
-            features = hidden.view(count + padding, width, -1)
+            real = hidden[: count * width] if padding else hidden
+            features = real.view(count, width, -1)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(

@@ -334,8 +334,7 @@ def test_of_drafts_made_without_a_thought_acceptance_is_learned() -> None:
         for step in steps:
             selector._asleep = asleep
             selector.record(step)
-        selector._remember()
-        selector._learn()
+        slept_through(selector, [])
         curves.append((selector.curve.rates(2), selector._bucket(2).curve.rates(2)))
     # Of twenty steps the first ones count as much as the last.
     for awake, dreaming in zip(*curves, strict=True):
