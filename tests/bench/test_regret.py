@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from slipstream.bench import regret
 from slipstream.bench.regret import World, play, recorded, run, simulated, table
 from slipstream.bench.speculation import plans
 from slipstream.errors import ConfigError
@@ -102,3 +104,10 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
     rows = run([path], seeds=2)
     assert [row.case for row in rows] == [str(path)]
     assert str(path) in table(rows)
+
+
+def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A second for each of the two calls of a step, which takes one.
+    monkeypatch.setattr(regret, "perf_counter", count().__next__)
+    found = play(world(), PredefinedSelector(ONE), [OFF, ONE], 0)
+    assert (found.seconds, found.choosing) == (100, 2)

@@ -354,8 +354,7 @@ class Engine:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
         if self._proposer is not None:
-            real = hidden[: count * width] if padding else hidden
-            features = real.view(count, width, -1)
+            features = hidden[: count * width].view(count, width, -1)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(

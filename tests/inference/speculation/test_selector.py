@@ -495,7 +495,9 @@ def test_a_look_is_charged_what_it_is_believed_to_lose(acceptance: float) -> Non
     for looked, current in ((plan, OFF), (OFF, plan)):
         bucket.current, bucket.lost, bucket.lost_plain = current, 0.0, 0.0
         begun = bucket.seen.steps - 4
-        selector._looked(4, _Look(looked, bucket, begun, bucket.seen.steps, tour=False))
+        selector._look = _Look(looked, bucket, begun, bucket.seen.steps, tour=False)
+        bucket.looked_at = bucket.seen.steps  # no other look begins
+        selector._chosen(4)
         worse = max(0.0, 1 - rates[looked] / rates[current])
         lost = 4 * worse * selector._costs.seconds(4, looked.steps, 4)
         assert (bucket.lost, bucket.lost_plain) == pytest.approx(
