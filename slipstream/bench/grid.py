@@ -110,14 +110,17 @@ class _Turns:
     def __init__(self) -> None:
         self.whose: StrategySelector = PredefinedSelector(OFF)
 
-    def select(self, running: int) -> DraftPlan:
+    def select(self, running: int) -> DraftPlan | None:
         return self.whose.select(running)
 
     def record(self, step: StepRecord) -> None:
         self.whose.record(step)
 
-    def changed(self) -> None:
-        self.whose.changed()
+    def idle(self) -> None:
+        self.whose.idle()
+
+    def changed(self, *, drafter: bool = False) -> None:
+        self.whose.changed(drafter=drafter)
 
 
 class _PlansInTurns:
@@ -147,7 +150,10 @@ class _PlansInTurns:
             self.seconds[self._plan][-1].append(step.seconds)
             self.made[self._plan].append(1 + sum(step.accepted) / step.running)
 
-    def changed(self) -> None:
+    def idle(self) -> None:
+        pass
+
+    def changed(self, *, drafter: bool = False) -> None:
         pass
 
 

@@ -34,7 +34,7 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.report import read_trace
+from slipstream.inference.speculation.report import Resting, read_trace
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     StepRecord,
@@ -94,12 +94,15 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
     hindsight = _best_of_each_size(world, plans)
     best = sharpest = 0.0
     for step, running in enumerate(world.sizes):
+        grown = step > 0 and running > world.sizes[step - 1]
         start = perf_counter()
-        plan = selector.select(running)
+        if grown:
+            selector.idle()
+        chosen = selector.select(running)
         choosing += perf_counter() - start
+        plan = OFF if chosen is None else chosen
         seconds = world.seconds(step, running, plan.steps)
         # Requests that come anew bring what there is to know of them.
-        grown = step > 0 and running > world.sizes[step - 1]
         missed = 0 if grown else missed
         late = missed * running * world.taking_in if plan != OFF else 0.0
         accepted = _drawn(world.rates(step, running), plan.steps, running, rng)
@@ -112,7 +115,8 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
             steady=plan == OFF or not missed,
         )
         start = perf_counter()
-        selector.record(record)
+        if chosen is not None:
+            selector.record(record)
         choosing += perf_counter() - start
         tokens = world.rate(step, plan.steps) * seconds
         spent += seconds + late
@@ -208,7 +212,9 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     tried = {OFF}
     for event in read_trace(lines):
-        if event is None:
+        if isinstance(event, Resting):
+            sizes.append(event.running)
+        if not isinstance(event, StepRecord):
             continue
         depth, size = max(event.drafted, default=0), bucket_of(event.running)
         sizes.append(event.running)

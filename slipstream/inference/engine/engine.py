@@ -92,7 +92,7 @@ class Engine:
             new_row=self._store,
         )
         self._own_proposer, self._own_selector = proposer, selector
-        # None while it is not to speculate.
+        # None while it is not to speculate; the proposer also while what runs is not drafted for.
         self._proposer, self._selector = proposer, selector
         if selector is not None and proposer is None:
             raise ConfigError("engine: a selector of draft plans needs a proposer")
@@ -168,7 +168,7 @@ class Engine:
         with torch.inference_mode():
             self._admit()
             self._decode()
-            self._release_when_idle()
+            self._when_idle()
         ended, self._ended = self._ended, []
         return _ordinary(ended)
 
@@ -194,7 +194,7 @@ class Engine:
                 self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 request.stop_reason = StopReason.ABORT
-            self._release_when_idle()
+            self._when_idle()
         self._count(aborted=len(stopped))
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
@@ -227,11 +227,16 @@ class Engine:
         if self._own_selector is not None:
             self._own_selector.changed()
 
-    def _release_when_idle(self) -> None:
-        """Give memory back when nobody runs or waits."""
-        if self._scheduler.idle and self.settings.free_cache_engine:
+    def _when_idle(self) -> None:
+        """Give memory back when nobody runs or waits, and have all see the next requests."""
+        if not self._scheduler.idle:
+            return
+        if self.settings.free_cache_engine:
             self._runner.forget_recordings()
             self._scheduler.store.release()
+        if self._selector is not None:
+            self._selector.idle()
+            self._proposer = self._own_proposer
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
@@ -250,7 +255,7 @@ class Engine:
             raise EngineError(f"this engine has no draft head to update to {update.version}")
         self._own_proposer.update(update)
         if self._own_selector is not None:
-            self._own_selector.changed()
+            self._own_selector.changed(drafter=True)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -384,7 +389,7 @@ class Engine:
                 draft_depth=plan.steps,
                 draft_seconds=seconds,
             )
-        if self._selector is not None:
+        if self._selector is not None and self._proposer is not None:
             step = StepRecord(
                 running=count,
                 plan=plan,
@@ -398,16 +403,29 @@ class Engine:
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
-        if self._proposer is None:
-            return OFF
-        plan = self._plan if self._selector is None else self._selector.select(rows)
-        if plan == OFF:
+        plan: DraftPlan | None = self._plan
+        if self._selector is not None:
+            plan = self._selector.select(rows)
+            self._attend(plan is not None)
+        if self._proposer is None or plan is None or plan == OFF:
             return OFF
         longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):
             return OFF
         self._scheduler.store.reserve(rows, longest)
         return plan
+
+    def _attend(self, wanted: bool) -> None:
+        """Whether the proposer sees what runs. Once it has not, it knows no earlier features."""
+        if wanted == (self._proposer is not None) or self._own_proposer is None:
+            return
+        for request in self._scheduler.running:
+            if wanted:
+                prompt, context = request.request.prompt_ids, request.context
+                self._own_proposer.begin(request.request_id, prompt, context, None)
+            else:
+                self._own_proposer.end(request.request_id)
+        self._proposer = self._own_proposer if wanted else None
 
     def _draft(
         self,

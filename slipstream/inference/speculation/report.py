@@ -1,7 +1,7 @@
 """What a selector does, said and recorded: a decorator around any of them.
 
 Messages come once: that nothing is gained, and that a draft head is never right. A trace has a JSON
-line for each step and each change of weights, and can be replayed through a selector of the same
+line for each step and each event between steps, and can be replayed through a selector of the same
 settings (`read_trace`, `replay`).
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -26,6 +28,21 @@ _FAULT_AFTER = 500
 
 _USELESS_AFTER = 1000
 """Steps before it is said that nothing is gained."""
+
+
+class Event(StrEnum):
+    """What a selector is told of between steps."""
+
+    IDLE = "idle"
+    POLICY = "policy"
+    DRAFTER = "drafter"
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """A step of `running` requests that nothing is drafted for."""
+
+    running: int
 
 
 class ReportedSelector:
@@ -47,9 +64,13 @@ class ReportedSelector:
         self._steps = self._verifications = self._accepted = 0
         self._said_useless = False
 
-    def select(self, running: int) -> DraftPlan:
+    def select(self, running: int) -> DraftPlan | None:
         """See `StrategySelector`."""
-        return self._selector.select(running)
+        plan = self._selector.select(running)
+        if plan is None:
+            self._say_useless(f"with about {running} requests at once it gained next to nothing")
+            self._write({"running": running, "plan": None})
+        return plan
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -62,21 +83,30 @@ class ReportedSelector:
         if self._steps % _USELESS_AFTER == 0 and not self._said_useless:
             self._check_gain()
         if self._trace is not None:
-            line = {
-                "running": step.running,
-                "plan": str(step.plan),
-                "seconds": step.seconds,
-                "drafted": list(step.drafted),
-                "accepted": list(step.accepted),
-                "steady": step.steady,
-            }
-            self._trace(json.dumps(line) + "\n")
+            self._write(
+                {
+                    "running": step.running,
+                    "plan": str(step.plan),
+                    "seconds": step.seconds,
+                    "drafted": list(step.drafted),
+                    "accepted": list(step.accepted),
+                    "steady": step.steady,
+                }
+            )
 
-    def changed(self) -> None:
+    def idle(self) -> None:
         """See `StrategySelector`."""
-        self._selector.changed()
+        self._selector.idle()
+        self._write({"event": Event.IDLE})
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """See `StrategySelector`."""
+        self._selector.changed(drafter=drafter)
+        self._write({"event": Event.DRAFTER if drafter else Event.POLICY})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         if self._trace is not None:
-            self._trace(json.dumps({"changed": True}) + "\n")
+            self._trace(json.dumps(line) + "\n")
 
     def _check_head(self, head: str) -> None:
         length = 1 + self._accepted / self._verifications
@@ -96,26 +126,34 @@ class ReportedSelector:
         if isinstance(self._selector, CostModelSelector):
             best = self._selector.best_speedup()
             if best is not None and best <= 1.0:
-                self._said_useless = True
-                self._notify(
-                    "speculative decoding has turned itself off: no plan was faster than plain "
-                    f"decoding at any batch size in {self._steps} steps. It goes on looking now "
-                    "and then; speculative.enable=false spares even that"
+                self._say_useless(
+                    f"no plan was faster than plain decoding at any batch size in {self._steps} "
+                    "steps"
                 )
 
+    def _say_useless(self, why: str) -> None:
+        if not self._said_useless:
+            self._notify(
+                f"speculative decoding has turned itself off: {why}. It goes on looking now and "
+                "then; speculative.enable=false spares even that"
+            )
+        self._said_useless = True
 
-def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | None]:
-    """The steps of a trace; None where weights changed. Raises ValueError for a line of neither."""
+
+def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Resting | Event]:
+    """What a trace tells of. Raises ValueError for a line of something else."""
     for number, line in enumerate(lines, start=1):
         try:
-            event = json.loads(line)
-            step = None if event.get("changed") else _step_of(event)
+            yield _read(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} is none of a trace: {error}") from error
-        yield step
 
 
-def _step_of(event: Mapping[str, Any]) -> StepRecord:
+def _read(event: Mapping[str, Any]) -> StepRecord | Resting | Event:
+    if "event" in event:
+        return Event(event["event"])
+    if event["plan"] is None:
+        return Resting(event["running"])
     return StepRecord(
         running=event["running"],
         plan=DraftPlan.parse(event["plan"]),
@@ -126,19 +164,26 @@ def _step_of(event: Mapping[str, Any]) -> StepRecord:
     )
 
 
-def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[DraftPlan, DraftPlan]]:
+def replay(
+    lines: Iterable[str], selector: StrategySelector
+) -> list[tuple[DraftPlan | None, DraftPlan | None]]:
     """What `selector` would choose at each step of a trace, beside what was chosen.
 
     It is told what happened then. A selector of the same settings chooses the same plans, except
     where a lack of memory had turned drafts off.
     """
-    pairs = []
+    pairs: list[tuple[DraftPlan | None, DraftPlan | None]] = []
     for step in read_trace(lines):
-        if step is None:
-            selector.changed()
-            continue
-        pairs.append((selector.select(step.running), step.plan))
-        selector.record(step)
+        match step:
+            case Event.IDLE:
+                selector.idle()
+            case Event():
+                selector.changed(drafter=step is Event.DRAFTER)
+            case Resting():
+                pairs.append((selector.select(step.running), None))
+            case StepRecord():
+                pairs.append((selector.select(step.running), step.plan))
+                selector.record(step)
     return pairs
 
 

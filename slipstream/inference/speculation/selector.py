@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.recess import Recess
 from slipstream.inference.speculation.rest import Rest
 
 
@@ -39,16 +40,21 @@ class StepRecord:
 class StrategySelector(Protocol):
     """Chooses a plan for each decode step."""
 
-    def select(self, running: int) -> DraftPlan:
-        """The plan for a step of `running` requests."""
+    def select(self, running: int) -> DraftPlan | None:
+        """The plan for a step of `running` requests. None where nobody needs to see what it
+        brings, for nothing will be drafted for these requests; it is not recorded."""
         ...
 
     def record(self, step: StepRecord) -> None:
         """What came of it."""
         ...
 
-    def changed(self) -> None:
-        """Policy or drafter have other weights now: earlier acceptance says less."""
+    def idle(self) -> None:
+        """No request is left."""
+        ...
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """The policy, or the drafter, has other weights now: earlier acceptance says less."""
         ...
 
 
@@ -67,7 +73,10 @@ class PredefinedSelector:
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
 
-    def changed(self) -> None:
+    def idle(self) -> None:
+        """See `StrategySelector`."""
+
+    def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
 
 
@@ -219,7 +228,7 @@ class CostModelSelector:
     the more so the less or the longer ago it was seen, is looked at for some steps. What looks lose
     is bounded to a share of the time, and so is what thinking takes. Each batch size begins without
     drafts, to know what is lost or gained by them. Switches only where the gain is beyond
-    `hysteresis`.
+    `hysteresis`. Rollouts after some that gained nothing are not drafted for at all (`recess`).
     """
 
     def __init__(
@@ -247,6 +256,7 @@ class CostModelSelector:
         self._look: _Look | None = None
         self._spent = 0.0
         self._rest = Rest()
+        self._recess = Recess(bucket_of)
         # Whether this step goes by without a thought, by which plan, and how many more will if the
         # batch stays as it is; those that did while it stayed so, and all by batch size.
         self._asleep = False
@@ -258,8 +268,10 @@ class CostModelSelector:
         # Steps without drafts in a row.
         self._plain = _SETTLED
 
-    def select(self, running: int) -> DraftPlan:
+    def select(self, running: int) -> DraftPlan | None:
         """See `StrategySelector`."""
+        if self._recess.rests(running):
+            return None
         if self._sleep and running == self._rest.running:
             self._sleep -= 1
             return self._dreamt
@@ -357,9 +369,17 @@ class CostModelSelector:
             extra = step.seconds - self._costs.seconds(step.running, drafts, size)
             self._rest.took_in(extra, self._row(step.running))
         self._rest.stepped(made, drafted=drafts > 0)
+        self._recess.stepped(step.seconds, self._gained(step, made))
 
-    def changed(self) -> None:
+    def idle(self) -> None:
         """See `StrategySelector`."""
+        self._remember()
+        self._recess.ended()
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """See `StrategySelector`."""
+        if drafter:
+            self._recess.drafter_changed()
         self.curve.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
@@ -391,7 +411,9 @@ class CostModelSelector:
             drafts = len(step.drafted) > 0
             self._plain = 0 if drafts else self._plain + 1
             self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
-            self._rest.stepped(1 + sum(step.accepted) / step.running, drafted=drafts)
+            made = 1 + sum(step.accepted) / step.running
+            self._rest.stepped(made, drafted=drafts)
+            self._recess.stepped(step.seconds, self._gained(step, made))
         self._unseen.clear()
         self._sleep = 0
 
@@ -407,6 +429,13 @@ class CostModelSelector:
                 self._measured(size, drafts, steps)
                 bucket.thoughts += _LEARNING
         self._slept.clear()
+
+    def _gained(self, step: StepRecord, made: float) -> float:
+        """Seconds, over steps without drafts that would have made as much."""
+        if not step.drafted or not self._costs.known:
+            return 0.0
+        plain = self._costs.seconds(step.running, 0, bucket_of(step.running))
+        return made * plain - step.seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""

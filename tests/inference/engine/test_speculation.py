@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,9 +12,20 @@ import torch
 from slipstream.bench.drafters import LyingOracle
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine import engine as engine_module
+from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
+from slipstream.inference.speculation.selector import StepRecord
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.models.draft_head import DraftHead
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    StopReason,
+    UpdateKind,
+    WeightUpdate,
+)
 from tests.inference.helpers import (
     EOS,
     VOCAB,
@@ -263,6 +274,94 @@ def test_speculation_can_be_left_out_for_a_while() -> None:
         engine.speculate(False)
     with pytest.raises(EngineError, match="was made without a proposer of drafts"):
         make_engine().speculate(True)
+
+
+class Choosy:
+    """`StrategySelector` that also has nothing seen of some steps, and counts what it is told."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+        self.asked: list[DraftPlan | None] = []
+        self.told: list[DraftPlan] = []
+        self.changes: list[bool] = []
+        self.idles = 0
+
+    def select(self, running: int) -> DraftPlan | None:
+        if len(self.asked) % 4 == 0:
+            self._plan = self._rng.choice([None, None, OFF, DraftPlan.chain(2)])
+        self.asked.append(self._plan)
+        return self._plan
+
+    def record(self, step: StepRecord) -> None:
+        self.told.append(step.plan)
+
+    def idle(self) -> None:
+        self.idles += 1
+
+    def changed(self, *, drafter: bool = False) -> None:
+        self.changes.append(drafter)
+
+
+@pytest.mark.parametrize("who", ["history", "union"])
+def test_drafts_may_rest_at_any_time(who: str) -> None:
+    requests = mixed_requests(12, tokens=40)
+    reference = make_engine(shared_decoder()).run(requests)
+    head = DraftHead(shared_decoder().config)
+    head.init_weights(1)
+    history = HistoryProposer()
+    union = UnionProposer(EagleProposer(head, dtype=torch.float32), history)
+    selector = Choosy()
+    engine = make_engine(
+        proposer=history if who == "history" else union, selector=selector, max_num_seqs=5
+    )
+    for idles in (1, 2):
+        assert all_bits(engine.run(requests)) == all_bits(reference)
+        assert selector.idles == idles
+        assert not history._running
+    assert len(selector.asked) == engine.stats().decode_steps
+    assert selector.told == [plan for plan in selector.asked if plan is not None]
+    assert 0 < len(selector.told) < len(selector.asked)
+    assert engine.stats().accepted_tokens > 0
+
+
+def test_a_selector_is_told_what_has_changed() -> None:
+    head = DraftHead(shared_decoder().config)
+    head.init_weights(1)
+    selector = Choosy()
+    engine = make_engine(proposer=EagleProposer(head, dtype=torch.float32), selector=selector)
+    engine.update_weights(update_from(shared_decoder(), 1))
+    weights = [(name, weight.detach().clone()) for name, weight in head.named_parameters()]
+    engine.update_drafter(WeightUpdate(version=1, buckets=[weights], kind=UpdateKind.DRAFT))
+    assert selector.changes == [False, True]
+
+
+def test_who_rested_sees_the_next_requests_from_their_beginning() -> None:
+    class Watched(HistoryProposer):
+        known: ClassVar[list[bool]] = []
+
+        def begin(
+            self,
+            request_id: str,
+            prompt: Sequence[int],
+            context: Sequence[int],
+            features_TD: torch.Tensor | None = None,
+        ) -> None:
+            self.known.append(features_TD is not None)
+            super().begin(request_id, prompt, context)
+
+    class RestsFirst(Choosy):
+        def select(self, running: int) -> DraftPlan | None:
+            return DraftPlan.chain(2) if self.idles else None
+
+    proposer = Watched()
+    engine = make_engine(proposer=proposer, selector=RestsFirst(), max_num_seqs=5)
+    requests = [make_request(f"r{i}", max_tokens=30, ignore_eos=True) for i in range(8)]
+    engine.run(requests)
+    # Those that were there when the recess began.
+    assert len(proposer.known) == 5
+    assert engine.stats().draft_steps == 0
+    engine.run(requests)
+    assert proposer.known == [True] * 13
 
 
 def test_trees_are_refused_when_set_too() -> None:

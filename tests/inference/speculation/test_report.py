@@ -63,30 +63,62 @@ def test_that_nothing_is_gained_is_said_once() -> None:
     said: list[str] = []
     reported = ReportedSelector(CostModelSelector(PLANS), notify=said.append)
     for _ in range(5000):
-        plan = reported.select(3)
+        plan = reported.select(3) or OFF
         reported.record(step(plan, 0, seconds=1 + plan.steps, running=3))
     (message,) = said
     assert "turned itself off: no plan was faster than plain decoding" in message
     assert "speculative.enable=false" in message
 
 
+def test_that_drafts_rest_is_said_once() -> None:
+    said: list[str] = []
+    reported = ReportedSelector(CostModelSelector(PLANS), notify=said.append)
+    resting = 0
+    for number in range(5000):
+        if number % 200 == 0:
+            reported.idle()
+        plan = reported.select(3)
+        if plan is None:
+            resting += 1
+        else:
+            reported.record(step(plan, 0, seconds=1 + plan.steps, running=3))
+    assert resting > 2500
+    (message,) = said
+    assert "turned itself off: with about 3 requests at once it gained next to nothing" in message
+    assert "speculative.enable=false" in message
+    while reported.select(3) is not None:
+        reported.record(step(OFF, 0, running=3))
+        reported.idle()
+    reported.changed()
+    assert reported.select(3) is None
+    reported.changed(drafter=True)
+    assert reported.select(3) is not None
+
+
 def test_a_trace_replays_to_the_same_decisions() -> None:
     trace = io.StringIO()
     reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace.write)
-    for number in range(400):
+    for number in range(1000):
         if number == 200:
             reported.changed()
+        if number == 300:
+            reported.changed(drafter=True)
+        if number >= 400 and number % 150 == 0:
+            reported.idle()
         running = 1 + number % 3
         plan = reported.select(running)
-        seconds = 1 + 0.3 * plan.steps * running
-        reported.record(step(plan, plan.steps * (number % 2), seconds=seconds, running=running))
+        if plan is not None:
+            right = plan.steps * (number % 2) * (number < 400)
+            seconds = 1 + 0.3 * plan.steps * running
+            reported.record(step(plan, right, seconds=seconds, running=running))
     lines = trace.getvalue().splitlines()
-    assert len(lines) == 401
-    assert json.loads(lines[200]) == {"changed": True}
+    assert json.loads(lines[200]) == {"event": "policy"}
+    assert json.loads(lines[301]) == {"event": "drafter"}
+    assert sum(json.loads(line) == {"event": "idle"} for line in lines) == 4
     pairs = replay(lines, CostModelSelector(PLANS))
-    assert len(pairs) == 400
+    assert len(pairs) == len(lines) - 6 == 1000
     assert all(again == recorded for again, recorded in pairs)
-    assert {str(plan) for _, plan in pairs} >= {"0_0_1", "2_1_3"}
+    assert {str(plan) for _, plan in pairs} >= {"0_0_1", "2_1_3", "None"}
     others = replay(lines, PredefinedSelector(PLANS[0]))
     assert {plan for plan, _ in others} == {PLANS[0]}
 
@@ -108,7 +140,8 @@ def test_an_engine_reports_what_it_does() -> None:
         proposer=EagleProposer(head, dtype=torch.float32), selector=reported, max_num_seqs=2
     )
     engine.run([make_request(f"e{i}", max_tokens=60, ignore_eos=True) for i in range(4)])
-    events = [json.loads(line) for line in trace.getvalue().splitlines()]
+    *events, last = [json.loads(line) for line in trace.getvalue().splitlines()]
+    assert last == {"event": "idle"}
     stats = engine.stats()
     assert len(events) == stats.decode_steps
     assert sum(sum(event["drafted"]) for event in events) == stats.draft_tokens

@@ -11,7 +11,9 @@ from statistics import mean
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.inference.speculation import selector as selector_module
 from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.recess import Recess
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     PredefinedSelector,
@@ -47,7 +49,7 @@ def simulate(
     seconds = plain = 0.0
     plans, before = [], OFF
     for step, running in enumerate(sizes):
-        plan = selector.select(running)
+        plan = selector.select(running) or OFF
         took = cost(running, plan.steps) * (1 + noise * rng.gauss(0, 1))
         if rng.random() < 0.01:
             took *= 5  # something else ran
@@ -390,7 +392,7 @@ def test_drafting_begins_again_only_where_it_pays_for_what_was_missed() -> None:
         rng = random.Random(seed)
         for rollout in range(12):
             for running in [16] * 200 + [2] * tail:
-                plan = selector.select(running)
+                plan = selector.select(running) or OFF
                 late = missed * running * taking_in if plan != OFF else 0.0
                 rows = running * (plan.steps + 1)
                 milliseconds = 4 + 0.8 * rows + (0.5 + 0.3 * running) * plan.steps + late
@@ -422,7 +424,7 @@ def test_drafts_are_not_weighed_against_what_will_be_decoded_without_them() -> N
     rng = random.Random(0)
     for rollout in range(24):
         for running in [16] * 150 + [4] * 8 + [2] * 200:
-            plan = selector.select(running)
+            plan = selector.select(running) or OFF
             late = missed * running * 0.1 if plan != OFF else 0.0
             milliseconds = 4 + 0.1 * running * (plan.steps + 1) + 0.7 * plan.steps + late
             step = StepRecord(
@@ -438,6 +440,60 @@ def test_drafts_are_not_weighed_against_what_will_be_decoded_without_them() -> N
             used += rollout >= 8 and running == 4 and plan != OFF
         missed = 0
     assert used / 16 / 8 < 0.2
+
+
+def test_what_drafts_gained_is_added_up_when_nobody_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[float, float]] = []
+    at_end: list[int] = []
+
+    class Told(Recess):
+        def stepped(self, seconds: float, gained: float = 0.0) -> None:
+            told.append((seconds, gained))
+
+        def ended(self) -> None:
+            at_end.append(len(told))
+
+    monkeypatch.setattr(selector_module, "Recess", Told)
+    selector = CostModelSelector(PLANS)
+    sizes = [4] * 700 + [2] * 333
+    seconds, plain, plans = simulate(selector, sizes, noise=0.0)
+    assert len(told) < len(sizes)  # the last ones went by without a thought
+    selector.idle()
+    assert at_end == [len(sizes)] == [len(told)]
+    # One step in a hundred is disturbed and takes five times as long.
+    assert sum(step for step, _ in told) == pytest.approx(1.04 * seconds, rel=0.03)
+    assert sum(gained for _, gained in told) == pytest.approx(plain - 1.04 * seconds, rel=0.15)
+    assert plain / seconds > 1.3
+    drafting = [plan != OFF for plan in plans]
+    assert all(
+        gained == 0 for (_, gained), drafts in zip(told, drafting, strict=True) if not drafts
+    )
+
+
+@pytest.mark.parametrize(("acceptance", "rests"), [(0.0, 0.8), (0.9, 0.0)])
+def test_rollouts_without_gain_are_left_alone(acceptance: float, rests: float) -> None:
+    selector, rested, rollouts = CostModelSelector(PLANS), 0, 40
+    rng = random.Random(0)
+    sizes = [running for running in (32, 16, 8, 4, 2, 1) for _ in range(40)]
+    for _ in range(rollouts):
+        for running in sizes:
+            plan = selector.select(running)
+            if plan is None:
+                rested += 1
+                continue
+            accepted = [plan.steps * (rng.random() < acceptance) for _ in range(running)]
+            step = StepRecord(
+                running=running,
+                plan=plan,
+                seconds=cpu(running, plan.steps) * math.exp(rng.gauss(0, 0.05)),
+                drafted=[plan.steps] * running if plan.steps else [],
+                accepted=accepted if plan.steps else [],
+            )
+            selector.record(step)
+        selector.idle()
+    assert rested / rollouts / len(sizes) == pytest.approx(rests, abs=0.1)
 
 
 def test_new_requests_are_noticed_while_plain_steps_go_by_without_a_thought() -> None:
