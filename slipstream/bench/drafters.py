@@ -74,6 +74,9 @@ class LyingOracle:
         """See `Proposer`."""
         self._done.pop(request_id, None)
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """See `Proposer`. It knows everything."""
+
 
 class Counted:
     """A proposer, and how many verifications it drafted for, those without an idea included."""
@@ -83,6 +86,7 @@ class Counted:
         self.begin = proposer.begin
         self.observe = proposer.observe
         self.end = proposer.end
+        self.remember = proposer.remember
         self.verifications = 0
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:

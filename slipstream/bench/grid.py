@@ -110,14 +110,14 @@ class _Turns:
     def __init__(self) -> None:
         self.whose: StrategySelector = PredefinedSelector(OFF)
 
-    def select(self, running: int) -> DraftPlan | None:
+    def begins(self, requests: int) -> int:
+        return self.whose.begins(requests)
+
+    def select(self, running: int) -> DraftPlan:
         return self.whose.select(running)
 
     def record(self, step: StepRecord) -> None:
         self.whose.record(step)
-
-    def idle(self) -> None:
-        self.whose.idle()
 
     def changed(self, *, drafter: bool = False) -> None:
         self.whose.changed(drafter=drafter)
@@ -136,6 +136,9 @@ class _PlansInTurns:
         self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans()}
         """Tokens of a request, by step."""
 
+    def begins(self, requests: int) -> int:
+        return 0
+
     def select(self, running: int) -> DraftPlan:
         if self._steps == TURN:
             self._plan, self._steps = next(self._order), 0
@@ -149,9 +152,6 @@ class _PlansInTurns:
         if self._steps > SETTLED and step.steady and step.running == self._size and as_told:
             self.seconds[self._plan][-1].append(step.seconds)
             self.made[self._plan].append(1 + sum(step.accepted) / step.running)
-
-    def idle(self) -> None:
-        pass
 
     def changed(self, *, drafter: bool = False) -> None:
         pass

@@ -34,7 +34,7 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.report import Resting, read_trace
+from slipstream.inference.speculation.report import read_trace
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     StepRecord,
@@ -90,17 +90,16 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
     time of its plans, and for taking in what was written while it did not draft: luck only reaches
     it."""
     rng, spent, drafting, missed = random.Random(seed), 0.0, 0.0, 0
-    choosing = 0.0
+    choosing, unseen = 0.0, 0
     hindsight = _best_of_each_size(world, plans)
     best = sharpest = 0.0
     for step, running in enumerate(world.sizes):
         grown = step > 0 and running > world.sizes[step - 1]
         start = perf_counter()
-        if grown:
-            selector.idle()
-        chosen = selector.select(running)
+        if grown or not step:
+            unseen = selector.begins(running)
+        plan = OFF if unseen else selector.select(running)
         choosing += perf_counter() - start
-        plan = OFF if chosen is None else chosen
         seconds = world.seconds(step, running, plan.steps)
         # Requests that come anew bring what there is to know of them.
         missed = 0 if grown else missed
@@ -115,7 +114,9 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
             steady=plan == OFF or not missed,
         )
         start = perf_counter()
-        if chosen is not None:
+        if unseen:
+            unseen -= 1
+        else:
             selector.record(record)
         choosing += perf_counter() - start
         tokens = world.rate(step, plan.steps) * seconds
@@ -212,8 +213,6 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
     seen: dict[tuple[int, int], list[float]] = defaultdict(list)
     tried = {OFF}
     for event in read_trace(lines):
-        if isinstance(event, Resting):
-            sizes.append(event.running)
         if not isinstance(event, StepRecord):
             continue
         depth, size = max(event.drafted, default=0), bucket_of(event.running)

@@ -41,11 +41,12 @@ class EngineStats:
     over from ended requests.
     `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
     response too. In `draft_steps`, which took `draft_seconds` of the `decode_seconds`, chains of
-    `draft_depth` (their sum) were planned. Of the `draft_tokens` that were verified in
-    `verifications`, one per request and step, `accepted_tokens` were right. `batch_tokens` and
-    `batch_seconds` are those of decode steps by class of batch size (`batch_class`). `max_batch` is
-    the largest number of requests in one decode step. `kv_bytes`, what keys and values take now,
-    and `running` and `waiting` are no counters.
+    `draft_depth` (their sum) were planned; of `recess_steps` it was clear from the beginning of
+    their requests that nothing would be drafted, for drafts had gained nothing. Of the
+    `draft_tokens` that were verified in `verifications`, one per request and step,
+    `accepted_tokens` were right. `batch_tokens` and `batch_seconds` are those of decode steps by
+    class of batch size (`batch_class`). `max_batch` is the largest number of requests in one decode
+    step. `kv_bytes`, what keys and values take now, and `running` and `waiting` are no counters.
     """
 
     version: PolicyVersion = 0
@@ -66,6 +67,7 @@ class EngineStats:
     draft_steps: int = 0
     draft_depth: int = 0
     draft_seconds: float = 0.0
+    recess_steps: int = 0
     max_batch: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -32,6 +32,7 @@ def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, floa
     new = now.since(before)
     if new.decode_seconds > 0:
         metrics["spec/on_fraction"] = new.on_fraction
+        metrics["spec/recess_fraction"] = new.recess_steps / new.decode_steps
     if new.verifications:
         metrics["spec/accept_length"] = new.accept_length
     if new.draft_steps:

@@ -271,6 +271,13 @@ SECTIONS: tuple[Section, ...] = (
                 wall_time=True,
             ),
             Metric(
+                "spec/recess_fraction",
+                "share",
+                "share of decode steps in rollouts that nobody drafts for, since drafts had gained "
+                "nothing",
+                wall_time=True,
+            ),
+            Metric(
                 "spec/plan", "tokens", "drafts in a row, mean over steps that draft", wall_time=True
             ),
             Metric(

@@ -77,7 +77,7 @@ def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2
 
 
 def test_a_trace_says_what_plans_take_and_yield() -> None:
-    lines = [line(OFF, 1.0)] * 60 + [json.dumps({"event": "policy"})] + [line(ONE, 1.2, 1)] * 60
+    lines = [line(OFF, 1.0)] * 60 + [json.dumps({"changed": "policy"})] + [line(ONE, 1.2, 1)] * 60
     found, plans = recorded(lines)
     assert plans == [OFF, ONE]
     assert list(found.sizes) == [2] * 120

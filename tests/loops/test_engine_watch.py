@@ -22,6 +22,8 @@ def test_metrics_are_differences_of_counters() -> None:
     )
     now = EngineStats(
         decode_seconds=3.0,
+        decode_steps=10,
+        recess_steps=4,
         draft_seconds=1.0,
         verifications=30,
         accepted_tokens=35,
@@ -34,6 +36,7 @@ def test_metrics_are_differences_of_counters() -> None:
     assert metrics == pytest.approx(
         {
             "spec/on_fraction": 0.25,
+            "spec/recess_fraction": 0.4,
             "spec/accept_length": 2.5,
             "spec/plan": 3.5,
             "spec/tokens_per_second/bs_1": 20.0,

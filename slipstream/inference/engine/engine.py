@@ -92,8 +92,10 @@ class Engine:
             new_row=self._store,
         )
         self._own_proposer, self._own_selector = proposer, selector
-        # None while it is not to speculate; the proposer also while what runs is not drafted for.
+        # None while it is not to speculate, the proposer also while it is not to see what runs.
         self._proposer, self._selector = proposer, selector
+        # How many more steps it is not to see; whether no request has begun since none was left.
+        self._unseen, self._idle = 0, True
         if selector is not None and proposer is None:
             raise ConfigError("engine: a selector of draft plans needs a proposer")
         self.plan = plan
@@ -136,6 +138,7 @@ class Engine:
             raise EngineError("speculate: requests are running; let them end, or abort them")
         self._proposer = self._own_proposer if on else None
         self._selector = self._own_selector if on else None
+        self._unseen = 0
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it can never be served."""
@@ -191,9 +194,9 @@ class Engine:
         with torch.inference_mode():
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
+                request.stop_reason = StopReason.ABORT
                 self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
-                request.stop_reason = StopReason.ABORT
             self._when_idle()
         self._count(aborted=len(stopped))
         return _ordinary([request.generation(self._decode_text) for request in stopped])
@@ -228,15 +231,11 @@ class Engine:
             self._own_selector.changed()
 
     def _when_idle(self) -> None:
-        """Give memory back when nobody runs or waits, and have all see the next requests."""
-        if not self._scheduler.idle:
-            return
-        if self.settings.free_cache_engine:
+        """Nobody runs or waits any more: give memory back."""
+        self._idle = self._scheduler.idle
+        if self._idle and self.settings.free_cache_engine:
             self._runner.forget_recordings()
             self._scheduler.store.release()
-        if self._selector is not None:
-            self._selector.idle()
-            self._proposer = self._own_proposer
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""
@@ -286,6 +285,10 @@ class Engine:
 
     def _admit(self) -> None:
         """Prefill waiting requests and sample their next token; of a long context, one piece."""
+        if self._idle and self._selector is not None and self._scheduler.waiting:
+            requests = min(len(self._scheduler.waiting), self.settings.max_num_seqs)
+            self._unseen = self._selector.begins(requests)
+            self._proposer = None if self._unseen else self._own_proposer
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
             admission = self._scheduler.admit()
@@ -367,6 +370,12 @@ class Engine:
             max_batch=max(0, count - self._counts.get("max_batch", 0)),
         )
         self._account(plan, trees, tokens, time.perf_counter() - started)
+        if self._unseen:
+            self._count(recess_steps=1)
+            self._unseen -= 1
+            if not self._unseen:
+                self._proposer = self._own_proposer
+                self._begin_drafts(self._scheduler.running, {})
 
     def _account(
         self,
@@ -403,29 +412,16 @@ class Engine:
 
     def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
         """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
-        plan: DraftPlan | None = self._plan
-        if self._selector is not None:
-            plan = self._selector.select(rows)
-            self._attend(plan is not None)
-        if self._proposer is None or plan is None or plan == OFF:
+        if self._proposer is None:
+            return OFF
+        plan = self._plan if self._selector is None else self._selector.select(rows)
+        if plan == OFF:
             return OFF
         longest = length + plan.verify_tokens - 1
         if not self._scheduler.store.fits(rows, longest):
             return OFF
         self._scheduler.store.reserve(rows, longest)
         return plan
-
-    def _attend(self, wanted: bool) -> None:
-        """Whether the proposer sees what runs. Once it has not, it knows no earlier features."""
-        if wanted == (self._proposer is not None) or self._own_proposer is None:
-            return
-        for request in self._scheduler.running:
-            if wanted:
-                prompt, context = request.request.prompt_ids, request.context
-                self._own_proposer.begin(request.request_id, prompt, context, None)
-            else:
-                self._own_proposer.end(request.request_id)
-        self._proposer = self._own_proposer if wanted else None
 
     def _draft(
         self,
@@ -494,6 +490,9 @@ class Engine:
         self._sampling = None
         if self._proposer is not None:
             self._proposer.end(request.request_id)
+        elif self._unseen and self._own_proposer is not None and request.stop_reason is not None:
+            known = len(request.request.prompt_ids) + len(request.request.prior_ids)
+            self._own_proposer.remember(request.request.prompt_ids, request.context, known)
 
     def _count(self, **more: float) -> None:
         for name, value in more.items():

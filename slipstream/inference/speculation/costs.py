@@ -36,7 +36,7 @@ _PRIOR_SIZES, _PRIOR_DRAFTS = (1, 4, 16, 64), (0, 1, 3, 7)
 _FIRST = 8
 """Steps by whose median what is guessed is scaled: the very first ones may take any time."""
 
-_FARTHEST = 2.5
+FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
 
@@ -169,7 +169,7 @@ class StepCosts:
         expected = [factor * self._shape(running, drafts) for running, _ in steps]
         taken = 0.0
         for (_, seconds), guess in zip(steps, expected, strict=True):
-            taken += min(max(seconds, guess / _FARTHEST), guess * _FARTHEST)
+            taken += min(max(seconds, guess / FARTHEST), guess * FARTHEST)
         off = taken / sum(expected)
         size = sum(running for running, _ in steps) / count
         shape = sum(expected) / count / factor

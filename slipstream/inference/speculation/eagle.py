@@ -119,6 +119,9 @@ class EagleProposer:
             if self._free_cache:
                 self._store.release()
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """See `Proposer`. A head learns elsewhere."""
+
     def update(self, update: WeightUpdate) -> None:
         """See `LearningProposer`. What the head had cached is dropped: running requests are drafted
         for from the features that still wait, or from the next one on."""

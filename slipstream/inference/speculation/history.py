@@ -113,13 +113,19 @@ class HistoryProposer:
         """Remember what the request has written for others of its prompt. One that was interrupted
         and goes on is remembered piece by piece."""
         ended = self._running.pop(request_id, None)
-        if ended is None or ended.new == len(ended.context):
+        if ended is not None:
+            self.remember(ended.prompt, ended.context, ended.new)
+
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """See `Proposer`."""
+        if known == len(context):
             return
-        past = self._past.setdefault(ended.prompt, _Past(_Index(self._match)))
-        self._past.move_to_end(ended.prompt)
+        key = tuple(prompt)
+        past = self._past.setdefault(key, _Past(_Index(self._match)))
+        self._past.move_to_end(key)
         # With what comes before it as far as agreement is counted.
-        text = ended.context[max(0, ended.new - self._longest) :]
-        past.index.add(text, len(text) - (len(ended.context) - ended.new), len(text))
+        text = list(context[max(0, known - self._longest) :])
+        past.index.add(text, len(text) - (len(context) - known), len(text))
         past.tokens += len(text)
         self._kept += len(text)
         while self._kept > self._max_tokens:

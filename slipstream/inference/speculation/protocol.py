@@ -92,6 +92,11 @@ class Proposer(Protocol):
         """The request has ended, or was sent back to the queue. Unknown ids are ignored."""
         ...
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """A request that was not drafted for has written what is in `context` from `known` on:
+        what it may teach of others."""
+        ...
+
 
 @runtime_checkable
 class LearningProposer(Proposer, Protocol):

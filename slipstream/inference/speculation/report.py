@@ -1,8 +1,8 @@
 """What a selector does, said and recorded: a decorator around any of them.
 
 Messages come once: that nothing is gained, and that a draft head is never right. A trace has a JSON
-line for each step and each event between steps, and can be replayed through a selector of the same
-settings (`read_trace`, `replay`).
+line for each step that was asked about and each event between steps, and can be replayed through a
+selector of the same settings (`read_trace`, `replay`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -30,19 +29,8 @@ _USELESS_AFTER = 1000
 """Steps before it is said that nothing is gained."""
 
 
-class Event(StrEnum):
-    """What a selector is told of between steps."""
-
-    IDLE = "idle"
-    POLICY = "policy"
-    DRAFTER = "drafter"
-
-
-@dataclass(frozen=True, slots=True)
-class Resting:
-    """A step of `running` requests that nothing is drafted for."""
-
-    running: int
+_USELESS_ROLLOUTS = 3
+"""Rollouts that nobody drafted for before it is said."""
 
 
 class ReportedSelector:
@@ -61,16 +49,21 @@ class ReportedSelector:
         self._notify = notify
         self._head = head
         self._trace = trace
-        self._steps = self._verifications = self._accepted = 0
+        self._steps = self._verifications = self._accepted = self._skipped = 0
         self._said_useless = False
 
-    def select(self, running: int) -> DraftPlan | None:
+    def begins(self, requests: int) -> int:
         """See `StrategySelector`."""
-        plan = self._selector.select(running)
-        if plan is None:
-            self._say_useless(f"with about {running} requests at once it gained next to nothing")
-            self._write({"running": running, "plan": None})
-        return plan
+        unseen = self._selector.begins(requests)
+        self._skipped += unseen > 0
+        if self._skipped == _USELESS_ROLLOUTS:
+            self._say_useless(f"with about {requests} requests at once it gained next to nothing")
+        self._write({"begins": requests})
+        return unseen
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
+        return self._selector.select(running)
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -94,15 +87,10 @@ class ReportedSelector:
                 }
             )
 
-    def idle(self) -> None:
-        """See `StrategySelector`."""
-        self._selector.idle()
-        self._write({"event": Event.IDLE})
-
     def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
         self._selector.changed(drafter=drafter)
-        self._write({"event": Event.DRAFTER if drafter else Event.POLICY})
+        self._write({"changed": "drafter" if drafter else "policy"})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._trace is not None:
@@ -140,20 +128,35 @@ class ReportedSelector:
         self._said_useless = True
 
 
-def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Resting | Event]:
+@dataclass(frozen=True, slots=True)
+class Begins:
+    """Requests begin where none was left."""
+
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The policy, or the drafter, has other weights."""
+
+    drafter: bool
+
+
+def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Begins | Changed]:
     """What a trace tells of. Raises ValueError for a line of something else."""
     for number, line in enumerate(lines, start=1):
         try:
-            yield _read(json.loads(line))
+            event = _event_of(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"line {number} is none of a trace: {error}") from error
+        yield event
 
 
-def _read(event: Mapping[str, Any]) -> StepRecord | Resting | Event:
-    if "event" in event:
-        return Event(event["event"])
-    if event["plan"] is None:
-        return Resting(event["running"])
+def _event_of(event: Mapping[str, Any]) -> StepRecord | Begins | Changed:
+    if "begins" in event:
+        return Begins(event["begins"])
+    if "changed" in event:
+        return Changed(event["changed"] == "drafter")
     return StepRecord(
         running=event["running"],
         plan=DraftPlan.parse(event["plan"]),
@@ -164,26 +167,22 @@ def _read(event: Mapping[str, Any]) -> StepRecord | Resting | Event:
     )
 
 
-def replay(
-    lines: Iterable[str], selector: StrategySelector
-) -> list[tuple[DraftPlan | None, DraftPlan | None]]:
+def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[DraftPlan, DraftPlan]]:
     """What `selector` would choose at each step of a trace, beside what was chosen.
 
     It is told what happened then. A selector of the same settings chooses the same plans, except
     where a lack of memory had turned drafts off.
     """
-    pairs: list[tuple[DraftPlan | None, DraftPlan | None]] = []
-    for step in read_trace(lines):
-        match step:
-            case Event.IDLE:
-                selector.idle()
-            case Event():
-                selector.changed(drafter=step is Event.DRAFTER)
-            case Resting():
-                pairs.append((selector.select(step.running), None))
+    pairs = []
+    for event in read_trace(lines):
+        match event:
+            case Begins(requests):
+                selector.begins(requests)
+            case Changed(drafter):
+                selector.changed(drafter=drafter)
             case StepRecord():
-                pairs.append((selector.select(step.running), step.plan))
-                selector.record(step)
+                pairs.append((selector.select(event.running), event.plan))
+                selector.record(event)
     return pairs
 
 

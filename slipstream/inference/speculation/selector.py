@@ -15,7 +15,7 @@ from typing import Protocol
 
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve
-from slipstream.inference.speculation.costs import StepCosts
+from slipstream.inference.speculation.costs import FARTHEST, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.recess import Recess
 from slipstream.inference.speculation.rest import Rest
@@ -40,17 +40,18 @@ class StepRecord:
 class StrategySelector(Protocol):
     """Chooses a plan for each decode step."""
 
-    def select(self, running: int) -> DraftPlan | None:
-        """The plan for a step of `running` requests. None where nobody needs to see what it
-        brings, for nothing will be drafted for these requests; it is not recorded."""
+    def begins(self, requests: int) -> int:
+        """So many requests begin, where none was left. In how many steps from now on, while there
+        are any, nothing will be drafted, so that nobody need see what they bring: they are neither
+        asked about nor recorded."""
+        ...
+
+    def select(self, running: int) -> DraftPlan:
+        """The plan for a step of `running` requests."""
         ...
 
     def record(self, step: StepRecord) -> None:
         """What came of it."""
-        ...
-
-    def idle(self) -> None:
-        """No request is left."""
         ...
 
     def changed(self, *, drafter: bool = False) -> None:
@@ -65,15 +66,16 @@ class PredefinedSelector:
     plan: DraftPlan
     bs_threshold: int | None = None
 
+    def begins(self, requests: int) -> int:
+        """See `StrategySelector`."""
+        return 0
+
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
         over = self.bs_threshold is not None and running > self.bs_threshold
         return OFF if over else self.plan
 
     def record(self, step: StepRecord) -> None:
-        """See `StrategySelector`."""
-
-    def idle(self) -> None:
         """See `StrategySelector`."""
 
     def changed(self, *, drafter: bool = False) -> None:
@@ -228,7 +230,7 @@ class CostModelSelector:
     the more so the less or the longer ago it was seen, is looked at for some steps. What looks lose
     is bounded to a share of the time, and so is what thinking takes. Each batch size begins without
     drafts, to know what is lost or gained by them. Switches only where the gain is beyond
-    `hysteresis`. Rollouts after some that gained nothing are not drafted for at all (`recess`).
+    `hysteresis`. After rollouts whose drafts gained nothing, some are decoded plainly (`recess`).
     """
 
     def __init__(
@@ -268,10 +270,14 @@ class CostModelSelector:
         # Steps without drafts in a row.
         self._plain = _SETTLED
 
-    def select(self, running: int) -> DraftPlan | None:
+    def begins(self, requests: int) -> int:
         """See `StrategySelector`."""
-        if self._recess.rests(running):
-            return None
+        self._remember()
+        self._rest.missed = 0.0
+        return self._recess.begins(requests)
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
         if self._sleep and running == self._rest.running:
             self._sleep -= 1
             return self._dreamt
@@ -371,11 +377,6 @@ class CostModelSelector:
         self._rest.stepped(made, drafted=drafts > 0)
         self._recess.stepped(step.seconds, self._gained(step, made))
 
-    def idle(self) -> None:
-        """See `StrategySelector`."""
-        self._remember()
-        self._recess.ended()
-
     def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
         if drafter:
@@ -434,8 +435,12 @@ class CostModelSelector:
         """Seconds, over steps without drafts that would have made as much."""
         if not step.drafted or not self._costs.known:
             return 0.0
-        plain = self._costs.seconds(step.running, 0, bucket_of(step.running))
-        return made * plain - step.seconds
+        size, seconds = bucket_of(step.running), step.seconds
+        if self._tells(step):
+            # Beyond, something else ran.
+            expected = self._costs.seconds(step.running, max(step.drafted), size)
+            seconds = min(seconds, FARTHEST * expected)
+        return made * self._costs.seconds(step.running, 0, size) - seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""

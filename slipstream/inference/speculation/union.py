@@ -96,6 +96,11 @@ class UnionProposer:
         self._head.end(request_id)
         self._history.end(request_id)
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """See `Proposer`."""
+        self._head.remember(prompt, context, known)
+        self._history.remember(prompt, context, known)
+
 
 def _compare(drafts: Sequence[int], truth: Sequence[int]) -> tuple[int, int]:
     """How many drafts can be compared with the tokens that came out, and how many are right up to

@@ -124,6 +124,8 @@ class Guesser:
     def end(self, request_id: str) -> None:
         self.written.pop(request_id, None)
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None: ...
+
 
 def sampled(top_p: float, *, drafts: int, samples: int = SAMPLES) -> Counter[Tokens]:
     """How often each sequence was sampled, every sample with a key of its own."""

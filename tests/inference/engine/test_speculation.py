@@ -277,57 +277,117 @@ def test_speculation_can_be_left_out_for_a_while() -> None:
 
 
 class Choosy:
-    """`StrategySelector` that also has nothing seen of some steps, and counts what it is told."""
+    """`StrategySelector` that drafts at random, but not for the first `unseen` steps of rollouts,
+    and keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *unseen: int) -> None:
         self._rng = random.Random(0)
-        self.asked: list[DraftPlan | None] = []
+        self._unseen = list(unseen)
+        self.begun: list[int] = []
+        self.asked: list[DraftPlan] = []
         self.told: list[DraftPlan] = []
         self.changes: list[bool] = []
-        self.idles = 0
 
-    def select(self, running: int) -> DraftPlan | None:
-        if len(self.asked) % 4 == 0:
-            self._plan = self._rng.choice([None, None, OFF, DraftPlan.chain(2)])
-        self.asked.append(self._plan)
-        return self._plan
+    def begins(self, requests: int) -> int:
+        self.begun.append(requests)
+        return self._unseen[len(self.begun) - 1]
+
+    def select(self, running: int) -> DraftPlan:
+        self.asked.append(self._rng.choice([OFF, DraftPlan.chain(2)]))
+        return self.asked[-1]
 
     def record(self, step: StepRecord) -> None:
         self.told.append(step.plan)
-
-    def idle(self) -> None:
-        self.idles += 1
 
     def changed(self, *, drafter: bool = False) -> None:
         self.changes.append(drafter)
 
 
-@pytest.mark.parametrize("who", ["history", "union"])
-def test_drafts_may_rest_at_any_time(who: str) -> None:
-    requests = mixed_requests(12, tokens=40)
-    reference = make_engine(shared_decoder()).run(requests)
+def any_head() -> DraftHead:
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)
+    return head
+
+
+@pytest.mark.parametrize("who", ["history", "union"])
+def test_rollouts_that_nobody_drafts_for(who: str) -> None:
+    requests = mixed_requests(12, tokens=40)
+    reference = make_engine(shared_decoder()).run(requests)
     history = HistoryProposer()
-    union = UnionProposer(EagleProposer(head, dtype=torch.float32), history)
-    selector = Choosy()
+    union = UnionProposer(EagleProposer(any_head(), dtype=torch.float32), history)
+    selector = Choosy(10**9, 0, 10, 10**9, 0)
     engine = make_engine(
         proposer=history if who == "history" else union, selector=selector, max_num_seqs=5
     )
-    for idles in (1, 2):
+    known, steps = 0, []
+    for _ in range(5):
+        before = engine.stats()
         assert all_bits(engine.run(requests)) == all_bits(reference)
-        assert selector.idles == idles
+        new = engine.stats().since(before)
+        steps.append((new.recess_steps, new.recess_steps == new.decode_steps, new.draft_tokens > 0))
+        # What was written is remembered all the same, but for what was there when drafts began in
+        # the midst of a rollout.
         assert not history._running
-    assert len(selector.asked) == engine.stats().decode_steps
-    assert selector.told == [plan for plan in selector.asked if plan is not None]
-    assert 0 < len(selector.told) < len(selector.asked)
-    assert engine.stats().accepted_tokens > 0
+        assert history.kept_tokens > known
+        known = history.kept_tokens
+    assert [recess for recess, *_ in steps[1:3]] == [0, 10]
+    assert [whole for _, whole, _ in steps] == [True, False, False, True, False]
+    assert [drafted for *_, drafted in steps] == [False, True, True, False, True]
+    assert selector.begun == [5] * 5
+    assert len(selector.asked) == engine.stats().decode_steps - engine.stats().recess_steps
+    assert selector.told == selector.asked
+
+
+def test_much_happens_while_nobody_drafts() -> None:
+    requests = mixed_requests(8, tokens=40)
+    reference = {g.request_id: bits(g) for g in make_engine(shared_decoder()).run(requests)}
+    history, selector = HistoryProposer(), Choosy(10**9, 0)
+    engine = make_engine(
+        proposer=UnionProposer(EagleProposer(any_head(), dtype=torch.float32), history),
+        selector=selector,
+        max_num_seqs=5,
+    )
+    for request in requests:
+        engine.add(request)
+    done = engine.step() + engine.step()
+    engine.preempt([requests[1].request_id, requests[3].request_id])
+    done += engine.step()
+    engine.update_weights(update_from(shared_decoder(), 1, kv_policy=KVPolicy.RECOMPUTE))
+    done += engine.step()
+    kept = history.kept_tokens
+    stopped = engine.abort([requests[0].request_id])
+    assert history.kept_tokens >= kept + len(stopped[0].token_ids)
+    done += drain(engine)
+    assert [bits(g) for g in done] == [reference[g.request_id] for g in done]
+    assert len(done) == 7
+    # Each once, however often it was sent back, after up to sixteen tokens of its prompt.
+    prompts = {request.request_id: request.prompt_ids for request in requests}
+    assert history.kept_tokens == sum(
+        len(g.token_ids) + min(16, len(prompts[g.request_id])) for g in done + stopped
+    )
+    assert selector.asked == []
+    assert engine.stats().recess_steps == engine.stats().decode_steps
+    # Left out altogether, it is not asked.
+    engine.speculate(False)
+    engine.run(requests)
+    assert (selector.begun, selector.asked) == ([5], [])
+    assert engine.stats().recess_steps < engine.stats().decode_steps
+    engine.speculate(True)
+    engine.run(requests)
+    assert len(selector.begun) == 2
+    assert len(selector.asked) > 0
+
+
+def test_a_rollout_begins_once_however_long_its_prompt() -> None:
+    selector = Choosy(0)
+    engine = make_engine(proposer=HistoryProposer(), selector=selector, max_prefill_tokens=16)
+    prompt = random_prompt(random.Random(0), 40)
+    engine.run([make_request("long", prompt=prompt, max_tokens=4)])
+    assert selector.begun == [1]
 
 
 def test_a_selector_is_told_what_has_changed() -> None:
-    head = DraftHead(shared_decoder().config)
-    head.init_weights(1)
-    selector = Choosy()
+    head, selector = any_head(), Choosy()
     engine = make_engine(proposer=EagleProposer(head, dtype=torch.float32), selector=selector)
     engine.update_weights(update_from(shared_decoder(), 1))
     weights = [(name, weight.detach().clone()) for name, weight in head.named_parameters()]
@@ -335,7 +395,7 @@ def test_a_selector_is_told_what_has_changed() -> None:
     assert selector.changes == [False, True]
 
 
-def test_who_rested_sees_the_next_requests_from_their_beginning() -> None:
+def test_after_a_recess_requests_are_seen_from_their_beginning() -> None:
     class Watched(HistoryProposer):
         known: ClassVar[list[bool]] = []
 
@@ -349,19 +409,16 @@ def test_who_rested_sees_the_next_requests_from_their_beginning() -> None:
             self.known.append(features_TD is not None)
             super().begin(request_id, prompt, context)
 
-    class RestsFirst(Choosy):
-        def select(self, running: int) -> DraftPlan | None:
-            return DraftPlan.chain(2) if self.idles else None
-
     proposer = Watched()
-    engine = make_engine(proposer=proposer, selector=RestsFirst(), max_num_seqs=5)
+    engine = make_engine(proposer=proposer, selector=Choosy(10**9, 0, 5), max_num_seqs=5)
     requests = [make_request(f"r{i}", max_tokens=30, ignore_eos=True) for i in range(8)]
     engine.run(requests)
-    # Those that were there when the recess began.
-    assert len(proposer.known) == 5
-    assert engine.stats().draft_steps == 0
+    assert proposer.known == []
     engine.run(requests)
-    assert proposer.known == [True] * 13
+    assert proposer.known == [True] * 8
+    engine.run(requests)
+    # Those that were there after five steps, and the others.
+    assert proposer.known[8:] == [False] * 5 + [True] * 3
 
 
 def test_trees_are_refused_when_set_too() -> None:

@@ -40,6 +40,9 @@ class Parrot:
     def end(self, request_id: str) -> None:
         self.calls.append(f"end {request_id}")
 
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        self.calls.append(f"remember {context[known:]}")
+
     def update(self, update: WeightUpdate) -> None:
         self.calls.append(f"update {update.version}")
 
