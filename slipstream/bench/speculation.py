@@ -143,8 +143,8 @@ class _Generator:
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """The long-tailed rollout: plain, and once more, with a head, with history, with both, with
-    drafts that are hardly ever right, with some that always are, and peers."""
+    """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with a
+    head, with history, with both, with drafts that always are right, and peers."""
     trained = load_trained(bench.policy)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
@@ -154,12 +154,13 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     rates: list[MachineRates] = []
     vocabulary = trained.decoder.config.vocab_size
     alone, beside = HistoryProposer(), HistoryProposer()
-    # Histories forget before each round: they would know the responses of the last one.
+    # Histories forget before each round: they would know the responses of the last one. What is
+    # about as fast as plain decoding runs next to it, so that little changes in between.
     proposers: dict[str, tuple[Proposer, Callable[[], object]]] = {
+        UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
         "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
-        UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
         ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), lambda: None),
     }
     generators = {PLAIN: _Generator(plain, chosen)}

@@ -478,7 +478,10 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
 
 
 def _compared(pair: Mapping[str, Any]) -> str:
-    drafts = f"mean accepted length {pair['accept_length']:.2f}"
+    drafts = (
+        f"drafts in {pair['on_fraction']:.0%} of the time, "
+        f"mean accepted length {pair['accept_length']:.2f}"
+    )
     if not pair["on_fraction"]:
         drafts = "nothing drafted: with so many at once no draft plan gains here"
     return (

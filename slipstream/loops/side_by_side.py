@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import EngineStats
@@ -79,6 +79,12 @@ async def side_by_side(
         identical = identical and written[0] == written[1] == written[2]
     await engine.speculate(True)
     low, middle, high = _quartiles(seconds["plain"], seconds["speculative"])
+    in_all = EngineStats(
+        accepted_tokens=sum(stats.accepted_tokens for stats in drafted),
+        verifications=sum(stats.verifications for stats in drafted),
+        draft_seconds=sum(stats.draft_seconds for stats in drafted),
+        decode_seconds=sum(stats.decode_seconds for stats in drafted),
+    )
     noise_low, _, noise_high = _quartiles(seconds["plain"], seconds["again"])
     return SideBySide(
         responses=len(prompts),
@@ -92,8 +98,8 @@ async def side_by_side(
         noise_low=noise_low,
         noise_high=noise_high,
         identical=identical,
-        accept_length=mean(stats.accept_length for stats in drafted),
-        on_fraction=mean(stats.on_fraction for stats in drafted),
+        accept_length=in_all.accept_length,
+        on_fraction=in_all.on_fraction,
         rounds=rounds,
     )
 

@@ -19,8 +19,11 @@ is."""
 _KEPT = 0.5
 """What earlier trials count beside the last one."""
 
-_FIRST_TRIAL, _TRIAL = 300, 100
-"""Steps at least before it is judged what drafts gained: at first there is much to learn."""
+_LEARNING = 300
+"""Steps at least in which it is learned what drafts gain: they do not count."""
+
+_TRIAL = 100
+"""Steps at least before it is judged what drafts gained."""
 
 _MOST = 16
 """Rollouts of a recess at most. The first one has one, the next ones two, four ..."""
@@ -38,7 +41,7 @@ class _Rollouts:
     steps: int = 0
     seconds: float = 0.0
     gained: float = 0.0
-    judged_after: int = _FIRST_TRIAL
+    learned: bool = False
     # Rollouts of the next recess; those left of one that has begun, and most steps of each.
     recess: int = 1
     left: int = 0
@@ -78,7 +81,12 @@ class Recess:
 
 
 def _judge(rollouts: _Rollouts) -> None:
-    if rollouts.steps < rollouts.judged_after:
+    if not rollouts.learned:
+        if rollouts.steps >= _LEARNING:
+            rollouts.learned = True
+            rollouts.steps, rollouts.seconds, rollouts.gained = 0, 0.0, 0.0
+        return
+    if rollouts.steps < _TRIAL:
         return
     if rollouts.gained < _WORTH * rollouts.seconds:
         rollouts.left, rollouts.limit = rollouts.recess, _OUTLASTED * rollouts.steps
@@ -88,4 +96,3 @@ def _judge(rollouts: _Rollouts) -> None:
     rollouts.steps = 0
     rollouts.seconds *= _KEPT
     rollouts.gained *= _KEPT
-    rollouts.judged_after = _TRIAL
