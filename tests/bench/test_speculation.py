@@ -81,7 +81,7 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(speculation, "make_engine", made)
     rows = run_rollout(SpeculationBench(policy=Path("toy"), rounds=1, batch=12), print)
-    drafting = ["eagle", "history", "union", UNTRAINED, ORACLE]
+    drafting = [UNTRAINED, "eagle", "history", "union", ORACLE]
     assert [row.contender for row in rows] == [PLAIN, AGAIN, *drafting]
     oracle = engines[-1].stats()
     # A draft that ends its response is not counted as accepted.
