@@ -201,7 +201,8 @@ def simulated(seed: int) -> dict[str, World]:
 
 
 def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
-    """The world that a trace tells of, and the plans that were tried in it.
+    """The world that a trace tells of, and the plans that were tried in it. Rollouts that nobody
+    was to draft for are not in it.
 
     A plan's time at a batch size is the median of its steps there or, where it had few, what a fit
     to all steps says; how often drafts are right is taken over the whole trace.

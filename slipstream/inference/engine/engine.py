@@ -231,7 +231,7 @@ class Engine:
             self._own_selector.changed()
 
     def _when_idle(self) -> None:
-        """Nobody runs or waits any more: give memory back."""
+        """Give memory back when nobody runs or waits; the next request begins a rollout then."""
         self._idle = self._scheduler.idle
         if self._idle and self.settings.free_cache_engine:
             self._runner.forget_recordings()

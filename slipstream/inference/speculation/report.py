@@ -75,7 +75,7 @@ class ReportedSelector:
             self._check_head(self._head)
         if self._steps % _USELESS_AFTER == 0 and not self._said_useless:
             self._check_gain()
-        if self._trace is not None:
+        if self._trace is not None:  # Without one, no step should pay for the line.
             self._write(
                 {
                     "running": step.running,
