@@ -63,6 +63,7 @@ class World:
     rates: Callable[[int, int], Sequence[float]]
     """Of (step, running): how often the draft of each depth is right after right ones."""
     noise: float = _NOISE
+    """Standard deviation of the logarithm of a measured step's seconds."""
     taking_in: float = 0.0
     """Seconds that a drafter which has rested needs for each token that was written meanwhile."""
 

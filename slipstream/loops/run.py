@@ -47,7 +47,7 @@ from slipstream.loops.stages import (
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
-from slipstream.models.numerics import dtype_from_name
+from slipstream.models.numerics import dtype_from_name, rows_are_exact
 from slipstream.training.compute_thread import ComputeThread
 
 __all__ = [
@@ -127,7 +127,11 @@ def announce(run: Run, mode: Mode) -> None:
     data, rollout = run.config.data, run.config.actor_rollout_ref.rollout
     train_dtype = _short(dtype_from_name(actor.dtype, device))
     rollout_dtype = _short(build.rollout_dtype(run.config))
-    exact = rollout.name == "embedded" and device.type == "cpu" and train_dtype == rollout_dtype
+    exact = (
+        rollout.name == "embedded"
+        and train_dtype == rollout_dtype
+        and rows_are_exact(build.rollout_dtype(run.config), device)
+    )
     threads = torch.get_num_threads()
     note = run.progress.note
     note(

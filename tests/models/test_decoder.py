@@ -152,7 +152,10 @@ def test_keys_are_padded_to_chunks_or_where_that_is_exact_to_steps(
         assert padded_keys(513, torch.bfloat16, cpu) == 1024
     for exact, padded in ((True, [16, 16, 128, 144]), (False, [128, 128, 128, 256])):
         monkeypatch.setattr(numerics, "partial_chunks_are_exact", lambda exact=exact: exact)
-        assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 128, 129)] == padded
+        assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 129)] == [16, 16, 144]
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 128, 129)] == padded
 
 
 def test_a_new_value_head_is_zero() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from slipstream.models import Decoder, ModelConfig
-from slipstream.models.numerics import pad_rows
+from slipstream.models.numerics import pad_rows, rows_are_exact
 from slipstream.types import TrainBatch
 from tests.training.helpers import make_row, tiny_backend, tiny_decoder
 
@@ -111,7 +111,21 @@ def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
                 assert law[0, row.tokens[t]].item() == got[t]
 
 
-def test_engine_row_counts_of_four_agree_with_twelve() -> None:
+@pytest.mark.usefixtures("without_kernels")
+def test_whether_torchs_products_are_exact_is_measured() -> None:
     hidden = torch.randn(12, 192)
     weight = torch.randn(96, 192)
-    assert torch.equal(F.linear(hidden, weight)[:4], F.linear(hidden[:4].clone(), weight))
+    same = torch.equal(F.linear(hidden, weight)[:4], F.linear(hidden[:4].clone(), weight))
+    assert same or not rows_are_exact(torch.float32, torch.device("cpu"))
+
+
+def test_the_kernels_are_exact_whatever_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for torchs in (False, True):
+        monkeypatch.setattr("slipstream.models.numerics.products_are_exact", lambda so=torchs: so)
+        assert rows_are_exact(torch.float32, cpu)
+        assert rows_are_exact(torch.bfloat16, cpu)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            assert rows_are_exact(torch.float32, cpu) is torchs
+    assert not rows_are_exact(torch.float32, torch.device("meta"))

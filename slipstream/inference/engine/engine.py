@@ -146,7 +146,7 @@ class Engine:
         limit = min(self.settings.max_model_len, config.max_position_embeddings)
         check_request(request, vocab_size=config.vocab_size, max_model_len=limit)
         name = request.request_id
-        if any(r.request_id == name for r in self._scheduler.all()):
+        if self._scheduler.knows(name):
             raise RequestError(f"request {name!r}: a request of this id is already running")
         if request.params.stop and self._decode_text is None:
             raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")

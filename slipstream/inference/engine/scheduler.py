@@ -87,6 +87,7 @@ class Scheduler:
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self._saved: dict[str, Kept] = {}
+        self._names: set[str] = set()
         self._arrivals = 0
         self._max_num_seqs = max_num_seqs
         self._max_prefill_tokens = max_prefill_tokens
@@ -103,7 +104,12 @@ class Scheduler:
         """Queue a new request behind all others."""
         request.arrival = self._arrivals
         self._arrivals += 1
+        self._names.add(request.request_id)
         self.waiting.append(request)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id waits or runs."""
+        return request_id in self._names
 
     def admit(self) -> Admission:
         """Move waiting requests into free rows: some to prefill, some from set-aside memory.
@@ -203,7 +209,7 @@ class Scheduler:
         """Take a running request off its row, back to its place in the queue."""
         if request.kv_weights != {weights}:
             self._saved[request.request_id] = self.store.take(self.row(request), request.length - 1)
-        self.remove(request)
+        self._free_row(request)
         insort(self.waiting, request, key=_arrival)
 
     def unsaved(self) -> list[Running]:
@@ -222,12 +228,17 @@ class Scheduler:
         self._saved.clear()
 
     def remove(self, request: Running) -> None:
-        """Free a row; the last row moves into it."""
-        if request in self.waiting:
-            self._drop_partial_of(request)
-            self.waiting.remove(request)
-            self._saved.pop(request.request_id, None)
+        """Forget a request that has ended or is given up."""
+        self._names.remove(request.request_id)
+        if request in self.running:
+            self._free_row(request)
             return
+        self._drop_partial_of(request)
+        self.waiting.remove(request)
+        self._saved.pop(request.request_id, None)
+
+    def _free_row(self, request: Running) -> None:
+        """The last row moves into that of `request`."""
         row, last = self.row(request), len(self.running) - 1
         if row != last:
             moved = self.running[last]

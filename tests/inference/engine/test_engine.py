@@ -235,6 +235,23 @@ def test_duplicate_ids_and_stop_strings_without_a_tokenizer() -> None:
     assert drain(engine)[0].text == ""
 
 
+def test_an_id_is_free_again_when_its_request_has_left() -> None:
+    engine = make_engine()
+    for _ in range(2):
+        engine.add(make_request("one", max_tokens=4, ignore_eos=True))
+        engine.step()
+        engine.preempt(["one"])
+        with pytest.raises(RequestError, match="'one': a request of this id is already running"):
+            engine.add(make_request("one"))
+        assert [len(g.token_ids) for g in drain(engine)] == [4]
+    for steps in (0, 1):
+        engine.add(make_request("one"))
+        for _ in range(steps):
+            engine.step()
+        assert [g.request_id for g in engine.abort(["one"])] == ["one"]
+    assert not engine.has_work()
+
+
 def test_several_stop_strings_in_one_step() -> None:
     full = make_engine().run([make_request(f"s{i}", max_tokens=12) for i in range(4)])
     engine = make_engine()
