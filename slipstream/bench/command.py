@@ -29,6 +29,7 @@ USAGE = f"slipstream bench {_KINDS} [flags]"
 EXAMPLES = """\
   slipstream bench rollout --json rollout.json
   slipstream bench rollout --case mixed --shape d512x12 --threads 1
+  slipstream bench rollout --policy runs/bench-model --peer vllm-bfloat16-compiled
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench startup
@@ -38,18 +39,23 @@ EXAMPLES = """\
 _CASES = ("equal", "mixed")
 _SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
 _PEERS = ("hf", "vllm")
+_BOTH = ("quickstart", "d512x12")
+_BENCH_MODEL = Path("runs/bench-model")
+_MADE = "(`make bench-model` makes one: runs/bench-model)"
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
     """One sub-command per benchmark."""
     kinds = command.add_subparsers(prog="slipstream bench", dest="benchmark", metavar=_KINDS)
     kinds.required = True
-    rollout = kinds.add_parser("rollout", help="the embedded engine against another")
+    rollout = kinds.add_parser(
+        "rollout", help="rollouts with and without drafts, or the embedded engine against another"
+    )
     decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
     train = kinds.add_parser("train", help="a training step against the matrix-product rate")
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     speculation = kinds.add_parser(
-        "speculation", help="a trained policy with and without drafts: by batch size, and a rollout"
+        "speculation", help="a trained policy with drafts: their depth by batch size"
     )
     lossless = kinds.add_parser("lossless", help="speculation against plain decoding, bit for bit")
     selector = kinds.add_parser(
@@ -70,8 +76,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     )
     selector.add_argument("--seeds", metavar="N", type=positive, default=9, help="default: 9")
     startup.add_argument("--rounds", metavar="N", type=positive, default=10, help="default: 10")
-    both = ("quickstart", "d512x12")
-    for kind, shapes in ((rollout, both), (decode, ("d512x12",)), (train, both)):
+    for kind, shapes in ((rollout, _BOTH), (decode, ("d512x12",)), (train, _BOTH)):
         kind.add_argument(
             "--shape",
             choices=_SHAPES,
@@ -95,19 +100,34 @@ def add_flags(command: argparse.ArgumentParser) -> None:
 
 def _add_rollout_flags(rollout: argparse.ArgumentParser) -> None:
     rollout.add_argument(
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        help=f"run folder of a trained policy and its draft head {_MADE}: a long-tailed rollout of "
+        "what it writes, with and without drafts, instead of models with random weights",
+    )
+    rollout.add_argument(
+        "--spread",
+        metavar="X",
+        type=float,
+        help="of --policy's rollout: longest response over the median (default: 16; at least 8)",
+    )
+    rollout.add_argument(
         "--peer",
-        choices=_PEERS,
-        default="hf",
-        help="transformers, or vLLM (see `make bench-peers`); default: hf",
+        metavar="NAME",
+        nargs="*",
+        help="hf (transformers; the default) or vllm (see `make bench-peers`); with --policy any "
+        "of vLLM's settings, such as vllm-bfloat16-compiled (default: none)",
     )
     rollout.add_argument(
         "--case",
         choices=_CASES,
         nargs="+",
-        default=_CASES,
         help="responses of equal length, or of log-normal length (default: both)",
     )
-    rollout.add_argument("--batch", metavar="N", type=positive, help="responses (32; mixed: 64)")
+    rollout.add_argument(
+        "--batch", metavar="N", type=positive, help="responses (32; mixed, and with --policy: 64)"
+    )
     rollout.add_argument(
         "--new-tokens",
         metavar="N",
@@ -166,15 +186,8 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="DIR",
         type=Path,
-        default=Path("runs/bench-model"),
+        default=_BENCH_MODEL,
         help="run folder with a policy and a draft head (default: what `make bench-model` makes)",
-    )
-    speculation.add_argument(
-        "--case",
-        choices=["rollout", "grid"],
-        nargs="+",
-        default=["rollout", "grid"],
-        help="a long-tailed rollout; depth of drafts by batch size (default: both)",
     )
     speculation.add_argument(
         "--batch",
@@ -182,20 +195,10 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         type=positive,
         nargs="+",
         default=[1, 2, 4, 8, 16, 32, 64],
-        help="batch sizes of the grid (default: 1 2 4 8 16 32 64)",
+        help="batch sizes (default: 1 2 4 8 16 32 64)",
     )
     speculation.add_argument(
-        "--new-tokens", metavar="N", type=positive, default=64, help="of the grid (default: 64)"
-    )
-    speculation.add_argument(
-        "--spread",
-        metavar="X",
-        type=float,
-        default=16.0,
-        help="longest response of the rollout over the median (default: 16; at least 8)",
-    )
-    speculation.add_argument(
-        "--peer", metavar="NAME", nargs="*", default=[], help="vLLM's settings in the rollout"
+        "--new-tokens", metavar="N", type=positive, default=64, help="default: 64"
     )
 
 
@@ -241,30 +244,51 @@ def run(args: argparse.Namespace) -> int:
     }
     rows = benchmarks[args.benchmark](args)
     if args.json is not None:
-        write_rows(args.json, rows)
+        write_rows(args.json, rows, _summary(args, rows))
     return 1 if args.benchmark == "lossless" and _report_differences(rows) else 0
+
+
+def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
+    """What the rows come to, by name."""
+    from slipstream.bench import decode, lossless, speculation
+
+    if args.benchmark == "decode":
+        return {"cases": decode.cases(rows)}
+    if args.benchmark == "lossless":
+        return lossless.counts(rows)
+    if args.benchmark == "rollout" and args.policy is not None:
+        return speculation.gains(rows)
+    return {}
 
 
 def _rollout(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import rollout
     from slipstream.bench.contenders import PEERS
+    from slipstream.errors import ConfigError
 
+    if args.policy is not None:
+        return _rollout_of_policy(args)
+    if args.spread is not None:
+        raise ConfigError("--spread is of a trained policy's rollout; give --policy, too")
+    peers = ["hf"] if args.peer is None else args.peer
+    if len(peers) != 1 or peers[0] not in PEERS:
+        raise ConfigError(f"--peer {' '.join(peers)}: without --policy one of {', '.join(PEERS)}")
     dtype = _settle_torch(args)
     given = {"batch": args.batch, "new_tokens": args.new_tokens}
     rows = []
     for shape in args.shape:
-        for case in args.case:
+        for case in args.case or _CASES:
             bench = replace(
                 rollout.STANDARD[case],
                 shape=shape,
-                peer=args.peer,
+                peer=peers[0],
                 temperature=0.0 if args.greedy else 1.0,
                 dtype=dtype,
                 rounds=args.rounds,
                 memory=args.memory,
                 **{name: value for name, value in given.items() if value is not None},
             )
-            contenders = len(PEERS[args.peer]) + 1
+            contenders = len(PEERS[peers[0]]) + 1
             print(
                 f"{case} lengths, {shape}: {contenders} contenders in turns, {args.rounds} rounds "
                 "after one to warm up",
@@ -273,7 +297,7 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
             measured = rollout.run(bench)
             _print(f"rollout, {case} lengths, {shape}", measured)
             speedup = rollout.best_speedup(measured)
-            floor = f"; floor {rollout.FLOORS[case]}" if args.peer == "hf" else ""
+            floor = f"; floor {rollout.FLOORS[case]}" if peers == ["hf"] else ""
             print(f"  speedup over the faster peer {_shown(speedup)}{floor}")
             rows += measured
     return rows
@@ -299,7 +323,7 @@ def _decode(args: argparse.Namespace) -> list[Row]:
         )
         say = partial(print, file=sys.stderr, flush=True)
         for measured in decode.run(bench, say=say):
-            _print_heading(f"decode, {shape}, {measured[0].case}", measured[0])
+            _print_heading(f"decode, {shape}, {measured[0].case}", measured)
             print(decode.table(measured))
             print(decode.summary(bench, measured), flush=True)
             rows += measured
@@ -341,6 +365,44 @@ def _startup(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import speculation
+    from slipstream.errors import ConfigError
+
+    if args.case or args.new_tokens or args.shape != _BOTH:
+        raise ConfigError(
+            "--case, --new-tokens and --shape are of models with random weights; with --policy the "
+            "policy's own responses are decoded"
+        )
+    given = {"batch": args.batch, "spread": args.spread}
+    bench = speculation.SpeculationBench(
+        policy=args.policy,
+        temperature=0.0 if args.greedy else 1.0,
+        dtype=_settle_torch(args),
+        rounds=args.rounds,
+        peers=tuple(args.peer or ()),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    rows = speculation.run_rollout(bench, partial(print, file=sys.stderr, flush=True))
+    _print("long-tailed rollout of a trained policy", rows)
+    most = speculation.most_possible(rows)
+    for part, floor in speculation.FLOORS.items():
+        print(
+            f"  {part}: floor {floor} over plain; drafts that are always right and take "
+            f"no time: {most[part]:.2f}"
+        )
+    print(
+        "  such drafts on an engine that wastes nothing of this machine's rates, whole: "
+        f"{most['roofline']:.2f}"
+    )
+    over = {row.contender: row.values["speculative_over_plain"] for row in rows}
+    print(
+        f"  a head that was never trained: {_shown(over[speculation.UNTRAINED])}, where plain "
+        f"decoding once more is {_shown(over[speculation.AGAIN])}"
+    )
+    return rows
+
+
 def _speculation(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import grid, speculation
 
@@ -351,35 +413,10 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         rounds=args.rounds,
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
-        spread=args.spread,
-        peers=tuple(args.peer),
     )
-    say = partial(print, file=sys.stderr, flush=True)
-    rows: list[Row] = []
-    if "rollout" in args.case:
-        measured = speculation.run_rollout(bench, say)
-        _print("long-tailed rollout of a trained policy", measured)
-        most = speculation.most_possible(measured)
-        for part, floor in speculation.FLOORS.items():
-            print(
-                f"  {part}: floor {floor} over plain; drafts that are always right and take "
-                f"no time: {most[part]:.2f}"
-            )
-        print(
-            "  such drafts on an engine that wastes nothing of this machine's rates, whole: "
-            f"{most['roofline']:.2f}"
-        )
-        over = {row.contender: row.values["speculative_over_plain"] for row in measured}
-        print(
-            f"  a head that was never trained: {_shown(over[speculation.UNTRAINED])}, where plain "
-            f"decoding once more is {_shown(over[speculation.AGAIN])}"
-        )
-        rows += measured
-    if "grid" in args.case:
-        measured = grid.run_grid(bench, say)
-        _print_heading("depth of drafts by batch size", measured[0])
-        print(grid.grid_table(measured), flush=True)
-        rows += measured
+    rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
+    _print_heading("depth of drafts by batch size", rows)
+    print(grid.grid_table(rows), flush=True)
     return rows
 
 
@@ -449,19 +486,23 @@ def _settle_torch(args: argparse.Namespace) -> torch.dtype:
 
 
 def _print(title: str, rows: Sequence[Row]) -> None:
-    _print_heading(title, rows[0])
+    _print_heading(title, rows)
     for row in rows:
         print(f"  {row.contender}")
         _print_values({"seconds": row.seconds, **row.values})
 
 
-def _print_heading(title: str, first: Row) -> None:
-    """What `first` and the rows after it have in common."""
+def _print_heading(title: str, rows: Sequence[Row]) -> None:
+    """What the rows have in common, and what peers run with."""
+    first = rows[0]
     machine = first.machine
     versions = " ".join(f"{name} {number}" for name, number in machine.versions.items())
     flags = " ".join(machine.cpu_flags)
     compute = f"{first.dtype}, {first.threads} threads; " if first.threads is not None else ""
     print(f"\n{title}: {compute}{machine.cpu} [{flags}], {machine.cores} cores; {versions}")
+    theirs = {tuple(row.machine.versions.items()): None for row in rows}
+    for others in [found for found in theirs if found != tuple(machine.versions.items())]:
+        print("  beside it: " + " ".join(f"{name} {number}" for name, number in others))
     if first.settings:
         print("  " + " ".join(f"{name}={value}" for name, value in first.settings.items()))
     print(f"  median [least .. most] of {first.seconds.n} runs in turns")

@@ -56,6 +56,7 @@ VLLM = {
     "vllm-float32-defaults": VllmSettings(dtype="float32", defaults=True),
     "vllm-bfloat16-compiled": VllmSettings(dtype="bfloat16"),
     "vllm-bfloat16-eager": VllmSettings(dtype="bfloat16", eager=True),
+    "vllm-bfloat16-one-thread": VllmSettings(dtype="bfloat16", threads=1),
 }
 
 PEERS = {"hf": ("transformers-dynamic", "transformers-static"), "vllm": tuple(VLLM)}
@@ -107,6 +108,8 @@ class Contender:
     """None where it chooses by itself."""
     cpu_clock: Callable[[], float] = time.process_time
     """CPU seconds used so far by the processes that compute for it."""
+    versions: Mapping[str, str] | None = None
+    """What it runs with, where that is not this environment."""
     answers: list[Mapping[str, Any]] = field(default_factory=list)
     """What a process of its own reported, one entry per call of `generate`."""
 
@@ -259,7 +262,7 @@ def vllm_contender(
         remedy="run `make bench-peers` in a checkout of the repository",
     )
     with PeerProcess(name, command) as process:
-        process.ask(
+        loaded = process.ask(
             "load",
             model=str(folder.resolve()),
             dtype=settings.dtype,
@@ -285,6 +288,7 @@ def vllm_contender(
             generate=generate,
             dtype=settings.dtype,
             threads=settings.given_threads,
+            versions=loaded["versions"],
             cpu_clock=lambda: sum(answer["cpu_seconds"] for answer in answers),
             answers=answers,
         )

@@ -201,7 +201,7 @@ def _row(
         dtype=measured.dtype,
         threads=measured.threads,
         seconds=Spread.of(seconds),
-        machine=this_machine(),
+        machine=this_machine(measured.versions),
         values=values,
         settings={
             "batch": batch,
@@ -242,6 +242,28 @@ def best_of(rows: Sequence[Row], peer: str, dtype: str | None = None) -> Row | N
     """The fastest contender of `peer` in one case's rows, in `dtype` or in any; None: none ran."""
     ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
     return fastest_peer(ran) if ran else None
+
+
+def cases(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """By shape, batch size and peer: tokens/s, those of its fastest contender, and the ratio."""
+    found: list[dict[str, object]] = []
+    for shape, case in dict.fromkeys((row.settings["shape"], row.case) for row in rows):
+        of_case = [r for r in rows if (r.settings["shape"], r.case) == (shape, case)]
+        ours = next(row for row in of_case if row.contender == OURS)
+        for peer in PEERS:
+            best = best_of(of_case, peer)
+            if best is not None:
+                found.append(
+                    {
+                        "shape": shape,
+                        "batch": ours.settings["batch"],
+                        "tokens_per_second": _spread(ours, "tokens_per_second").median,
+                        "peer": best.contender,
+                        "peer_tokens_per_second": _spread(best, "tokens_per_second").median,
+                        "ratio": _spread(best, "slipstream_speedup").median,
+                    }
+                )
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -90,6 +90,11 @@ def different(rows: Sequence[Row]) -> int:
     return total(rows, "tokens") - total(rows, "identical")
 
 
+def counts(rows: Sequence[Row]) -> dict[str, int]:
+    """What was compared and what was equal, and how often each event happened."""
+    return {name: total(rows, name) for name in ("tokens", "identical", *EVENTS)}
+
+
 def _check(
     bench: LosslessBench, wave: Wave, name: str, plain: Mapping[str, Written], tally: Tally
 ) -> None:

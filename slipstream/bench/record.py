@@ -71,8 +71,9 @@ class Row:
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
 
-def this_machine() -> Machine:
-    """Processor, its features, and the versions in use; packages that are missing are left out."""
+def this_machine(versions_elsewhere: Mapping[str, str] | None = None) -> Machine:
+    """Processor, its features, and the versions in use; packages that are missing are left out. A
+    peer in an environment of its own brings its `versions_elsewhere`."""
     fields = _cpu_fields()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     versions = {"python": platform.python_version()}
@@ -87,14 +88,15 @@ def this_machine() -> Machine:
         cpu_flags=tuple(flag for flag in FLAGS_OF_INTEREST if flag in flags),
         cores=cores or 1,
         system=f"{platform.system()} {platform.machine()}",
-        versions=versions,
+        versions=versions_elsewhere or versions,
     )
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write `{"rows": [...]}` as JSON, making the folder."""
+def write_rows(path: Path, rows: Sequence[Row], summary: Mapping[str, object] = {}) -> None:
+    """Write `{**summary, "rows": [...]}` as JSON, making the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+    content = {**summary, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _cpu_fields() -> dict[str, str]:

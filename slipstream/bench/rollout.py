@@ -172,7 +172,7 @@ def _row(
         dtype=measured.dtype,
         threads=measured.threads,
         seconds=Spread.of(seconds),
-        machine=this_machine(),
+        machine=this_machine(measured.versions),
         values=values,
         settings={
             **{k: v for k, v in asdict(bench).items() if k not in ("case", "dtype")},

@@ -1,4 +1,5 @@
-"""What speculation gains, on a trained policy with a trained head, in turns with plain decoding.
+"""What speculation gains, on a trained policy with a trained head, in turns with plain decoding
+(`slipstream bench rollout --policy`).
 
 64 responses of log-normal length: the whole, and the tail of four or fewer requests. Among the
 contenders is an oracle that drafts the right tokens at no cost: no drafter that drafts as deep can
@@ -23,7 +24,7 @@ import torch
 
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.drafters import LyingOracle
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import Machine, Row, Spread, this_machine
 from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
@@ -173,6 +174,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     calls["machine"] = lambda: rates.append(measure_rates(bench.dtype))
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}
+        machines: dict[str, Machine] = {}
         for name in bench.peers:
             say(f"starting {name}")
             peer = stack.enter_context(
@@ -187,6 +189,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
             )
             calls[name] = partial(peer.generate, workload)
             cpu_clocks[name] = peer.cpu_clock
+            machines[name] = this_machine(peer.versions)
         # Two rounds to warm up: the selector measures in them.
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
     for name, generator in generators.items():
@@ -196,7 +199,10 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         for name, drafts in ((PLAIN, 0), (ORACLE, max(DEPTHS)))
     }
     return [
-        _rollout_row(bench, name, times, generators, chosen, least.get(name, {}))
+        replace(
+            _rollout_row(bench, name, times, generators, chosen, least.get(name, {})),
+            machine=machines.get(name, this_machine()),
+        )
         for name in (*generators, *bench.peers)
     ]
 
@@ -228,6 +234,21 @@ def most_possible(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
+def gains(rows: Sequence[Row]) -> dict[str, object]:
+    """By who drafts: speed over plain decoding on the whole and while few requests run, and tokens
+    a verification."""
+    ours = [row for row in rows if "tail_speculative_over_plain" in row.values]
+    over = {
+        row.contender: {
+            "whole": _median(row, "speculative_over_plain"),
+            "tail": _median(row, "tail_speculative_over_plain"),
+        }
+        for row in ours
+    }
+    lengths = {row.contender: _median(row, "accept_length") for row in ours}
+    return {"speculative_over_plain": over, "accept_length": lengths}
+
+
 def _rollout_row(
     bench: SpeculationBench,
     name: str,
@@ -256,7 +277,7 @@ def _rollout_row(
         values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)
     return row_of(
         bench,
-        "rollout",
+        "trained policy",
         name,
         Spread.of(times[name].wall),
         values,
@@ -264,6 +285,7 @@ def _rollout_row(
         median_length=median(chosen.lengths),
         longest=max(chosen.lengths),
         batch=bench.batch,
+        benchmark="rollout",
     )
 
 
@@ -296,12 +318,14 @@ def row_of(
     name: str,
     seconds: Spread,
     values: Mapping[str, float | Spread],
+    *,
+    benchmark: str = "speculation",
     **settings: float,
 ) -> Row:
     """What `name` took, under the bench's settings and more."""
     peer = (VLLM | SPECULATING).get(name)
     return Row(
-        benchmark="speculation",
+        benchmark=benchmark,
         case=case,
         contender=name,
         dtype=str(bench.dtype).removeprefix("torch.") if peer is None else peer.dtype,

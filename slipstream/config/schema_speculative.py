@@ -160,8 +160,9 @@ class SpeculativeConfig:
     spec_strategy: Literal["eagle", "history", "union"] = "eagle"
     """Who drafts: a draft model, earlier text (the request's own and finished responses to its
     prompt), or for each request the one whose drafts have been accepted more often."""
-    bs_threshold: PositiveInt | None = 32
-    """Speculate while at most this many requests run; null: always."""
+    bs_threshold: PositiveInt | None = None
+    """Speculate only while at most this many requests run; null: at any batch size where drafts
+    pay, as the selector measures."""
     trace: bool = False
     """Record every decision in `speculation.jsonl` of the run folder."""
     history: HistoryConfig = field(default_factory=HistoryConfig)

@@ -183,6 +183,10 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
         problem = "an empty stop string would end every response before it begins; leave it out"
     else:
         ids = (*request.prompt_ids, *request.prior_ids, *p.stop_token_ids)
+        strange = next((i for i in ids if type(i) is not int), None)
+        if strange is not None:
+            problem = f"token id {strange!r} is of type {type(strange).__name__}, not an integer"
+            raise RequestError(f"request {request.request_id!r}: {problem}")
         outside = next((i for i in ids if not 0 <= i < vocab_size), None)
         if outside is not None:
             problem = f"token id {outside} is outside the vocabulary of {vocab_size}"

@@ -63,6 +63,7 @@ def make_speculation(
         return None
     what = "history"
     folder: str | None = None
+    head_record: Callable[[], tuple[int, int]] | None = None
     proposer: Proposer
     history = HistoryProposer(
         match=speculative.history.match_tokens, max_tokens=speculative.history.max_tokens
@@ -81,14 +82,16 @@ def make_speculation(
             free_cache=free_cache,
         )
         if speculative.spec_strategy == "union":
-            proposer = UnionProposer(proposer, history)
+            proposer = union = UnionProposer(proposer, history)
+            head_record = lambda: union.head_record  # noqa: E731
+            what += " and history"
     selector = make_selector(config)
-    if speculative.spec_strategy == "union":
-        what += " and history"
     notify(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
     )
-    reported = ReportedSelector(selector, notify=notify, head=folder, trace=_trace(config))
+    reported = ReportedSelector(
+        selector, notify=notify, head=folder, head_record=head_record, trace=_trace(config)
+    )
     return Speculation(proposer=proposer, selector=reported)
 
 

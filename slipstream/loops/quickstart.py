@@ -52,7 +52,7 @@ from slipstream.models.numerics import cpu_has_bf16_units
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Sample
 
-SPECULATION = ["speculative.enable=true", "speculative.bs_threshold=null"]
+SPECULATION = ["speculative.enable=true"]
 """Settings of the rollouts' drafts."""
 
 PROBLEMS = 1024

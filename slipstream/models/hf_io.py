@@ -117,8 +117,11 @@ def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
-def tensor_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
-    """What keeps `tensors` from being the weights of `module`: empty when nothing does."""
+def tensor_problems(
+    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """What keeps `tensors` from being the weights of `module`, computing in `dtype`: empty when
+    nothing does."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     problems = [f"tensor {name} is missing" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
@@ -133,6 +136,9 @@ def tensor_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[st
             problems.append(f"tensor {name} has dtype {tensor.dtype}, expected a float type")
         elif not torch.isfinite(tensor).all():
             problems.append(f"tensor {name} has NaN or infinite values")
+        elif not torch.isfinite(tensor.to(dtype)).all():
+            short = str(dtype).removeprefix("torch.")
+            problems.append(f"tensor {name} has values beyond the range of {short}")
     return problems
 
 

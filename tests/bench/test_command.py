@@ -55,6 +55,25 @@ def test_flags_offer_what_the_benchmarks_know() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--peer abacus", "--peer abacus: without --policy one of hf, vllm"),
+        ("--peer hf vllm", "--peer hf vllm: without --policy one of hf, vllm"),
+        ("--spread 9", "--spread is of a trained policy's rollout; give --policy, too"),
+        ("--policy x --new-tokens 9", "--new-tokens and --shape are of models with random weights"),
+        ("--policy x --case mixed", "--new-tokens and --shape are of models with random weights"),
+        ("--policy x --peer hf", "unknown peer 'hf'; known: vllm-float32-compiled"),
+        ("--policy x --spread 2", "--spread 2: a tail is long from 8 times the median"),
+    ],
+)
+def test_what_a_rollout_cannot_be_asked_for(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "rollout", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "line",
     [
         ["bench"],

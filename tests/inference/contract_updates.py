@@ -104,6 +104,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("token id 64 is outside the vocabulary of 64", {"prompt": (3, 64)}),
     ("token id -1 is outside", {"prompt": (-1,)}),
     ("token id 99 is outside", {"prior": (99,)}),
+    ("token id 3.0 is of type float, not an integer", {"prompt": (3, 3.0)}),
+    ("token id True is of type bool", {"prior": (True,)}),
     ("token id 70 is outside", {"stop_token_ids": (70,)}),
     ("max_tokens=0 must be at least 1", {"max_tokens": 0}),
     ("temperature=-0.5 must be 0", {"temperature": -0.5}),

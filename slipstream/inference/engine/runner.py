@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.errors import EngineError
 from slipstream.inference.engine.graphs import ROWS, CudaRecorder, DecodeGraphs
 from slipstream.inference.engine.kv_cache import DecodeView, ExtendView, KVStore, PrefillView
 from slipstream.inference.engine.request import Running
+from slipstream.inference.weights import checked_tensors
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import copy_tensors, tensor_problems
+from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import Choice, SamplingRows, choose
 from slipstream.types import WeightUpdate
@@ -43,14 +43,7 @@ class Runner:
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors of an update that fits. Raises EngineError for one that does not."""
-        tensors = dict(update.tensors())
-        problems = tensor_problems(self._decoder, tensors)
-        if problems:
-            raise EngineError(
-                f"weight update to version {update.version} refused, the weights in use stay: "
-                + "; ".join(problems[:3])
-            )
-        return tensors
+        return checked_tensors(self._decoder, update, self.dtype, what="weight update")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by tensors that `check` returned."""

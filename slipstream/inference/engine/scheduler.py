@@ -94,10 +94,12 @@ class Scheduler:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, wherever they are."""
-        partial = 0 if self.partial is None else self.partial.store.nbytes
+        """Bytes of keys and values, wherever they are. Asked for from other threads, too, while
+        steps are under way: hence the copies."""
+        under_way = self.partial
+        partial = 0 if under_way is None else under_way.store.nbytes
         kept = 0 if self.prefixes is None else self.prefixes.nbytes
-        saved = sum(saved.nbytes for saved in self._saved.values())
+        saved = sum(saved.nbytes for saved in list(self._saved.values()))
         return self.store.nbytes + partial + kept + saved
 
     def add(self, request: Running) -> None:

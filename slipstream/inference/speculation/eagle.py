@@ -27,9 +27,10 @@ from slipstream.inference.speculation.waiting import (
     Waiting,
     WaitingFeatures,
 )
+from slipstream.inference.weights import checked_tensors
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
 from slipstream.models.draft_pass import DraftPass, Ints, draft_chain
-from slipstream.models.hf_io import copy_tensors, tensor_problems
+from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
 from slipstream.types import WeightUpdate
@@ -125,14 +126,8 @@ class EagleProposer:
     def update(self, update: WeightUpdate) -> None:
         """See `LearningProposer`. What the head had cached is dropped: running requests are drafted
         for from the features that still wait, or from the next one on."""
-        tensors = dict(update.tensors())
-        problems = tensor_problems(self._head, tensors)
-        if problems:
-            raise EngineError(
-                f"draft head update to version {update.version} refused, the weights in use stay: "
-                + "; ".join(problems[:3])
-            )
-        copy_tensors(self._head, tensors)
+        what = "draft head update"
+        copy_tensors(self._head, checked_tensors(self._head, update, self._dtype, what=what))
         with torch.no_grad():
             self._packed = self._head.pack(self._dtype)
         for row in self._rows.values():

@@ -8,6 +8,7 @@ selector of the same settings (`read_trace`, `replay`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,15 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 
-FAULT_LENGTH = 1.05
-"""Tokens per verification at which drafts are no better than none."""
+_FAULT_RATE = 0.1
+"""Drafts accepted per verification below which a head is at fault, if that is beyond doubt: a
+selector that gains nothing by a head hardly lets it draft, so few verifications have to do."""
 
-_FAULT_AFTER = 500
-"""Verifications before a draft head is judged."""
+_FAULT_STEPS = 4
+"""Steps with drafts before a head is judged: requests of one step resemble each other."""
+
+_FAULT_WINDOW = 500
+"""Verifications after which a head that was right is looked at anew."""
 
 _USELESS_AFTER = 1000
 """Steps before it is said that nothing is gained."""
@@ -42,14 +47,20 @@ class ReportedSelector:
         *,
         notify: Callable[[str], None],
         head: str | None = None,
+        head_record: Callable[[], tuple[int, int]] | None = None,
         trace: Callable[[str], object] | None = None,
     ) -> None:
-        """`head` names the draft head, where there is one; `trace` takes line after line."""
+        """`head` names the draft head, where there is one. `head_record` has how often its drafts
+        were compared and how many were right, where not all drafts are its own. `trace` takes line
+        after line."""
         self._selector = selector
         self._notify = notify
         self._head = head
+        self._head_record = head_record or self._record_of_all
+        self._judged = (0, 0)
         self._trace = trace
         self._steps = self._verifications = self._accepted = self._skipped = 0
+        self._drafted_steps = 0
         self._said_useless = False
 
     def begins(self, requests: int) -> int:
@@ -69,10 +80,11 @@ class ReportedSelector:
         """See `StrategySelector`."""
         self._selector.record(step)
         self._steps += 1
-        self._verifications += len(step.drafted)
-        self._accepted += sum(step.accepted)
-        if self._head is not None and self._verifications >= _FAULT_AFTER:
-            self._check_head(self._head)
+        if step.drafted:
+            self._drafted_steps += 1
+            self._verifications += len(step.drafted)
+            self._accepted += sum(step.accepted)
+            self._check_head()
         if self._steps % _USELESS_AFTER == 0 and not self._said_useless:
             self._check_gain()
         if self._trace is not None:  # Without one, no step should pay for the line.
@@ -96,19 +108,27 @@ class ReportedSelector:
         if self._trace is not None:
             self._trace(json.dumps(line) + "\n")
 
-    def _check_head(self, head: str) -> None:
-        length = 1 + self._accepted / self._verifications
-        if length < FAULT_LENGTH:
+    def _record_of_all(self) -> tuple[int, int]:
+        return self._verifications, self._accepted
+
+    def _check_head(self) -> None:
+        if self._head is None or self._drafted_steps < _FAULT_STEPS:
+            return
+        now = self._head_record()
+        compared, right = (new - old for new, old in zip(now, self._judged, strict=True))
+        # So many may be right by chance, at most (99 %, Poisson), where they should have been.
+        if right + 2.5 * math.sqrt(right) + 5 < _FAULT_RATE * compared:
             self._notify(
-                f"warning: the draft head {head} is almost never right: {length:.2f} tokens per "
-                f"verification over {self._verifications} of them, where 1 means that no draft was "
-                "accepted. It belongs to another policy, or is not trained: train one for this "
-                "policy with `slipstream draft`, or set speculative.spec_strategy=history"
+                f"warning: the draft head {self._head} is almost never right: "
+                f"{1 + right / compared:.2f} tokens per verification over {compared} of them, "
+                "where 1 means that no draft was accepted. It belongs to another policy, or is not "
+                "trained: train one for this policy with `slipstream draft`, or set "
+                "speculative.spec_strategy=history"
             )
             self._head = None
-        else:
+        elif compared >= _FAULT_WINDOW:
             # A head that was right once is looked at anew from here on.
-            self._verifications = self._accepted = 0
+            self._judged = now
 
     def _check_gain(self) -> None:
         if isinstance(self._selector, CostModelSelector):
@@ -121,6 +141,9 @@ class ReportedSelector:
 
     def _say_useless(self, why: str) -> None:
         if not self._said_useless:
+            if self._verifications:
+                length = 1 + self._accepted / self._verifications
+                why += f" ({length:.2f} tokens per verification over {self._verifications} of them)"
             self._notify(
                 f"speculative decoding has turned itself off: {why}. It goes on looking now and "
                 "then; speculative.enable=false spares even that"

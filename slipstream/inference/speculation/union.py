@@ -33,6 +33,9 @@ class UnionProposer:
         self._head = head
         self._history = history
         self._head_curve = AcceptanceCurve()
+        self.head_record = (0, 0)
+        """How often drafts of the head could be compared with what came out, and how many were
+        right, whoever was chosen."""
         # Until it is known better, what agrees in many tokens is trusted more.
         guesses = (0.3, 0.45, 0.6, 0.75, 0.85)
         self._curves = [AcceptanceCurve(guess=guess) for guess in guesses]
@@ -80,6 +83,9 @@ class UnionProposer:
                 if compared:
                     drafted.append(compared)
                     accepted.append(right)
+        _, drafted, accepted = seen[-1]
+        compared, right = self.head_record
+        self.head_record = (compared + len(drafted), right + sum(accepted))
         for curve, drafted, accepted in seen:
             if drafted:
                 curve.record(drafted, accepted)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.errors import ConfigError, RequestError
+from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.engine.request import Running
-from slipstream.types import Generation, StopReason
+from slipstream.types import Generation, StopReason, WeightUpdate
 from tests.inference.helpers import (
     EOS,
     all_bits,
@@ -128,6 +128,31 @@ def test_a_refused_request_changes_nothing(message: str, settings: dict[str, Any
     assert engine.abort(["bad", "nobody"]) == []
     assert engine.stats() == before
     assert all_bits(done + drain(engine)) == all_bits(reference)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "message"),
+    [
+        (torch.float32, 1e300, "has values beyond the range of float32"),
+        (torch.bfloat16, 3.4e38, "has values beyond the range of bfloat16"),
+        (torch.float32, None, "embed_tokens.weight comes more than once"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    dtype: torch.dtype, factor: float | None, message: str
+) -> None:
+    request = make_request("a", max_tokens=20)
+    engine = make_engine(make_decoder(), dtype=dtype)
+    before = engine.run([request])
+    tensors = [(n, p.detach().double()) for n, p in make_decoder(1).named_parameters()]
+    name, embedding = tensors[0]
+    if factor is None:
+        tensors.append((name, embedding))
+    else:
+        tensors[0] = (name, torch.full_like(embedding, factor))
+    with pytest.raises(EngineError, match=f"version 5 refused, the weights in use stay.*{message}"):
+        engine.update_weights(WeightUpdate(version=5, buckets=[tensors]))
+    assert all_bits(engine.run([request])) == all_bits(before)
 
 
 def test_a_budget_for_one_block_of_rows_serves_everyone_in_turn() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 import torch
 
 from slipstream.inference.speculation.eagle import EagleProposer
@@ -36,7 +37,7 @@ def test_a_head_that_is_never_right_is_reported_once() -> None:
     said: list[str] = []
     plan = DraftPlan.chain(2)
     reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="runs/x/draft")
-    for _ in range(499):
+    for _ in range(50):
         reported.record(step(plan, 0))
     assert not said
     for _ in range(2000):
@@ -51,12 +52,64 @@ def test_a_head_that_is_right_now_and_then_is_not() -> None:
     plan = DraftPlan.chain(2)
     reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="x")
     for i in range(3000):
-        reported.record(step(plan, i % 10 == 0))
+        reported.record(step(plan, i % 8 == 0))
     assert not said
     # It may become useless later on.
     for _ in range(1000):
         reported.record(step(plan, 0))
     assert len(said) == 1
+
+
+def test_a_single_step_with_drafts_is_no_proof_against_a_head() -> None:
+    said: list[str] = []
+    plan = DraftPlan.chain(2)
+    reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="x")
+    for _ in range(3):
+        reported.record(step(plan, 0, running=64))
+        for _ in range(9):
+            reported.record(step(OFF, 0, running=64))
+    assert not said
+    reported.record(step(plan, 0, running=64))
+    assert "1.00 tokens per verification over 256 of them" in said[0]
+
+
+@pytest.mark.parametrize("running", [1, 4, 16, 64])
+def test_a_head_that_is_never_right_is_reported_where_plans_are_chosen(running: int) -> None:
+    said: list[str] = []
+    plans = [DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7)]
+    reported = ReportedSelector(CostModelSelector(plans), notify=said.append, head="runs/x/draft")
+    for _ in range(20):
+        unseen = reported.begins(running)
+        for _ in range(unseen, 400):
+            plan = reported.select(running)
+            seconds = 1e-3 * (1 + 0.1 * plan.steps + 0.01 * plan.steps * running)
+            reported.record(step(plan, 0, seconds=seconds, running=running))
+    assert "the draft head runs/x/draft is almost never right: 1.00 tokens per" in "".join(said)
+
+
+def test_a_head_is_judged_by_its_own_drafts() -> None:
+    said: list[str] = []
+    plan = DraftPlan.chain(2)
+    own = [0, 0]
+    reported = ReportedSelector(
+        PredefinedSelector(plan),
+        notify=said.append,
+        head="x",
+        head_record=lambda: (own[0], own[1]),
+    )
+    for _ in range(600):
+        own[0] += 1
+        own[1] += 1
+        reported.record(step(plan, 2))
+    assert not said
+    for _ in range(60):
+        own[0] += 1
+        reported.record(step(plan, 2))
+    assert not said  # It was right in the same window.
+    for _ in range(800):
+        own[0] += 1
+        reported.record(step(plan, 2))
+    assert "the draft head x is almost never right" in said[0]
 
 
 def test_that_nothing_is_gained_is_said_once() -> None:
@@ -67,6 +120,7 @@ def test_that_nothing_is_gained_is_said_once() -> None:
         reported.record(step(plan, 0, seconds=1 + plan.steps, running=3))
     (message,) = said
     assert "turned itself off: no plan was faster than plain decoding" in message
+    assert " steps (1.00 tokens per verification over " in message
     assert "speculative.enable=false" in message
 
 

@@ -70,6 +70,7 @@ def test_the_one_that_has_been_right_is_believed() -> None:
     for _ in range(30):  # the head is wrong again and again
         proposed(union, "b", 52)
         union.observe(["b"], [[53]], None)
+    assert union.head_record == (31, 0)
     union.end("b")
     union.begin("c", PROMPT, [*PROMPT, 20, 21, 22], None)
     assert proposed(union, "c", 22) == [23, 24, 25]
@@ -82,6 +83,7 @@ def test_the_one_that_has_been_right_is_believed() -> None:
         union.observe(["d"], [[7, 7, 7, 7]], None)
         union._history._running["d"].context[:] = [*PROMPT, 20, 21, 22]
     assert proposed(union, "d", 22) == [7, 7, 7]
+    assert union.head_record == (331, 900)
 
 
 def test_both_are_told_of_everything() -> None:
