@@ -38,7 +38,7 @@ class EngineStats:
 
     Of the tokens of contexts, `prompt_tokens` were computed, `shared_prompt_tokens` belonged to a
     context that another request brought at the same time, and `reused_prompt_tokens` were taken
-    over from ended requests.
+    over from other requests.
     `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
     response too. In `draft_steps`, which took `draft_seconds` of the `decode_seconds`, chains of
     `draft_depth` (their sum) were planned; of `recess_steps` it was clear from the beginning of

@@ -6,7 +6,7 @@ One thread calls it. It knows nothing about event loops, prompts as text, reward
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from math import gcd
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.prefill import Prefill
-from slipstream.inference.engine.prefix_cache import PrefixCache
+from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
 from slipstream.inference.engine.scheduler import Admission, Scheduler
@@ -76,13 +76,12 @@ class Engine:
         self.version = 0
         self._decode_text = decode
         self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager)
-        prefixes = PrefixCache() if settings.prefix_caching else None
         self._scheduler = Scheduler(
-            self._store(prefixes, self._runner.row_multiple),
+            self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
             left=self._left,
-            prefixes=prefixes,
+            prefixes=PrefixCache() if settings.prefix_caching else None,
             stagger=settings.stagger_samples,
         )
         self._prefill = Prefill(
@@ -267,20 +266,16 @@ class Engine:
             batch_seconds=tuple(self._batch_seconds),
         )
 
-    def _store(self, prefixes: PrefixCache | None = None, row_multiple: int = 1) -> KVStore:
-        runner, budget = self._runner, self.settings.kv_budget_bytes
-
-        def make_way(nbytes: int) -> None:
-            if prefixes is not None:
-                prefixes.shrink(budget - nbytes)
-
+    def _store(
+        self, row_multiple: int = 1, before_growth: Callable[[int], None] | None = None
+    ) -> KVStore:
         return KVStore(
-            runner.config,
-            runner.dtype,
-            runner.device,
-            budget,
+            self._runner.config,
+            self._runner.dtype,
+            self._runner.device,
+            self.settings.kv_budget_bytes,
             row_multiple=row_multiple,
-            before_growth=make_way,
+            before_growth=before_growth,
         )
 
     def _admit(self) -> None:
@@ -291,10 +286,10 @@ class Engine:
             self._proposer = None if self._unseen else self._own_proposer
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
-            admission = self._scheduler.admit()
+            admission = self._scheduler.admit(self._weights)
             started = time.perf_counter()
             if admission.long is not None:
-                self._count(prompt_tokens=self._prefill.piece(admission.long))
+                self._count(prompt_tokens=self._prefill.piece(admission.long, self._weights))
             elif admission.fresh or admission.restored:
                 self._sampling = None
                 self._begin(admission, self._scheduler.running[before:])
@@ -313,6 +308,8 @@ class Engine:
             choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
             for request in fresh:
                 request.kv_weights = {self._weights}
+                if self._proposer is not None and len(request.request.prompt_ids) >= BLOCK:
+                    request.keep_prompt_features(features[request.request_id])
             self._count(
                 prompt_tokens=done.computed,
                 shared_prompt_tokens=done.shared,

@@ -26,7 +26,7 @@ class Prefilled:
 
     `hidden_MD` are the states of their last tokens; `features` those of all tokens (T, D) by
     request id, less what was taken over; then tokens: computed, of equal contexts, taken over from
-    ended requests.
+    other requests.
     """
 
     hidden_MD: Tensor
@@ -53,11 +53,11 @@ class Prefill:
         self._piece = max_tokens - max_tokens % ROW_MULTIPLE
         self._new_row = new_row
 
-    def piece(self, request: Running) -> int:
+    def piece(self, request: Running, weights: int) -> int:
         """Go on with a context too long for one pass. Returns how many tokens were computed."""
         partial = self._scheduler.partial
         if partial is None or partial.request is not request:
-            partial = self._scheduler.begin_partial(request, self._new_row())
+            partial = self._scheduler.begin_partial(request, self._new_row(), weights)
         end = min(partial.done + self._piece, request.length)
         tokens = request.context[partial.done : end]
         states = self._runner.extend(partial.store, [tokens], [0], [partial.done])

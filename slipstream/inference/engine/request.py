@@ -14,6 +14,10 @@ from slipstream.types import GenerateRequest, Generation, PolicyVersion, StopRea
 
 Decode = Callable[[list[int]], str]
 
+PROMPT_FEATURES = 64
+"""Hidden states of a prompt that are kept: a draft head that knows so many drafts as well as with
+all of them (it does with twenty: `docs/log.md`)."""
+
 _MARGIN = 8
 """Tokens and characters by which the text that stop strings are looked for in is longer than the
 stop string: the first characters of a decoded tail may differ (cut characters, dropped spaces)."""
@@ -37,6 +41,9 @@ class Running:
     hidden: list[Tensor] = field(default_factory=list)
     kv_weights: set[int] = field(default_factory=set)
     """Which of the engine's weights, counted by loads, computed its keys and values."""
+    prompt_features: list[Tensor] = field(default_factory=list)
+    """Hidden states (T, D) of the last tokens of its prompt, where somebody drafts from them: for
+    other samples of it."""
     stop_reason: StopReason | None = None
     text: str = ""
     error: str | None = None
@@ -49,6 +56,13 @@ class Running:
     def length(self) -> int:
         """Tokens of context; the last one's keys and values are not cached yet."""
         return len(self.context)
+
+    def keep_prompt_features(self, features_TD: Tensor) -> None:
+        """Of the hidden states of the last tokens of its context, those of its prompt's last."""
+        after = self.length - len(self.request.prompt_ids)
+        of_prompt = features_TD[: max(0, len(features_TD) - after)]
+        # Copied: they would hold on to the states of all contexts of the prefill.
+        self.prompt_features = [of_prompt[-PROMPT_FEATURES:].clone()] if len(of_prompt) else []
 
     def push(
         self,

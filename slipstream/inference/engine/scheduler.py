@@ -10,13 +10,13 @@ nor is the one long context that is being prefilled in pieces, until it takes it
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from slipstream.inference.engine.kv_cache import Kept, KVStore
-from slipstream.inference.engine.prefix_cache import PrefixCache
+from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Running
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
 
@@ -29,11 +29,19 @@ class Head:
     features: list[Tensor]
     """Hidden states of the last of them, as far as they are known, in pieces (T, D)."""
     reused: int
-    """How many of them were taken over from ended requests."""
+    """How many of them were taken over from other requests."""
 
     @property
     def length(self) -> int:
         return self.kv.length
+
+    def first(self, count: int) -> Head:
+        """Of all but the last tokens."""
+        less = self.length - count
+        features = (
+            [piece[: len(piece) - less] for piece in self.features] if less else self.features
+        )
+        return Head(self.kv.first(count), features, count)
 
 
 @dataclass(slots=True)
@@ -87,6 +95,7 @@ class Scheduler:
         self.waiting: list[Running] = []
         self.running: list[Running] = []
         self._saved: dict[str, Kept] = {}
+        self._prompts: dict[tuple[int, ...], Head] = {}
         self._names: set[str] = set()
         self._arrivals = 0
         self._max_num_seqs = max_num_seqs
@@ -100,7 +109,7 @@ class Scheduler:
         partial = 0 if under_way is None else under_way.store.nbytes
         kept = 0 if self.prefixes is None else self.prefixes.nbytes
         saved = sum(saved.nbytes for saved in list(self._saved.values()))
-        return self.store.nbytes + partial + kept + saved
+        return self.store.nbytes + partial + kept + saved + self._prompt_bytes
 
     def add(self, request: Running) -> None:
         """Queue a new request behind all others."""
@@ -113,13 +122,15 @@ class Scheduler:
         """Whether a request of this id waits or runs."""
         return request_id in self._names
 
-    def admit(self) -> Admission:
+    def admit(self, weights: int) -> Admission:
         """Move waiting requests into free rows: some to prefill, some from set-aside memory.
 
         Bounded by the row limit, by memory, and per call by padded prefill tokens; requests with
-        equal context count once, since they share a prefill.
+        equal context count once, since they share a prefill. What `weights` have computed of a
+        prompt for one request is taken over for its other samples.
         """
         done = Admission()
+        settled = list(self.running)
         longest = max((r.length for r in self.running), default=0)
         widest = 0
         while self.waiting and len(self.running) < self._max_num_seqs:
@@ -130,7 +141,7 @@ class Scheduler:
                 break
             saved, context = candidate.request_id in self._saved, tuple(candidate.context)
             if not saved and context not in done.heads:
-                head = self._head(candidate)
+                head = self._head(candidate, settled, weights)
                 rest = candidate.length - (0 if head is None else head.length)
                 width = max(widest, round_up(rest, ROW_MULTIPLE))
                 if (len(done.heads) + 1) * width > self._max_prefill_tokens:
@@ -141,6 +152,7 @@ class Scheduler:
             self.waiting.remove(candidate)
             self.running.append(candidate)
             self._drop_partial_of(candidate)
+            self._drop_prompt(candidate.request.prompt_ids)
             (done.restored if saved else done.fresh).append(candidate)
             longest = needed
         if done.fresh or done.restored:
@@ -149,15 +161,37 @@ class Scheduler:
             self.store.put(self.row(request), self._saved.pop(request.request_id))
         return done
 
-    def _head(self, request: Running) -> Head | None:
+    def _head(self, request: Running, settled: Sequence[Running], weights: int) -> Head | None:
         if self.partial is not None and self.partial.request is request:
             return self.partial.head()
         kv = None if self.prefixes is None else self.prefixes.find(request.context)
+        prompt = self._prompt_of(request, settled, weights)
+        if prompt is not None and (kv is None or prompt.length >= kv.length):
+            return prompt
         return None if kv is None else Head(kv, [], kv.length)
 
-    def begin_partial(self, request: Running, store: KVStore) -> Partial:
+    def _prompt_of(self, request: Running, settled: Sequence[Running], weights: int) -> Head | None:
+        """What there is of its prompt in the rows of other samples, or was left by one."""
+        prompt = request.request.prompt_ids
+        count = min(len(prompt), request.length - 1)
+        if count < BLOCK:
+            return None
+        left = self._prompts.get(prompt)
+        if left is not None:
+            return left.first(count)
+        for other in settled:
+            if other.kv_weights == {weights} and other.request.prompt_ids == prompt:
+                return self._prompt_in_row(other).first(count)
+        return None
+
+    def _prompt_in_row(self, request: Running) -> Head:
+        count = len(request.request.prompt_ids)
+        kv = self.store.take(self.row(request), count)
+        return Head(kv, request.prompt_features, count)
+
+    def begin_partial(self, request: Running, store: KVStore, weights: int) -> Partial:
         """Prefill the context of `request` in pieces; one that was under way begins anew later."""
-        head = self._head(request)
+        head = self._head(request, self.running, weights)
         store.reserve(1, request.length)
         self.partial = Partial(request, store)
         if head is not None:
@@ -171,7 +205,10 @@ class Scheduler:
 
     def keep(self, request: Running, weights: int) -> None:
         """Of a request that ends: keep its keys and values for contexts that begin as its own."""
-        if self.prefixes is None or request not in self.running or request.kv_weights != {weights}:
+        if request not in self.running or request.kv_weights != {weights}:
+            return
+        self._keep_prompt(request)
+        if self.prefixes is None:
             return
         count = request.length - 1
         free = self.store.budget - self.store.nbytes - self.store.kept_size(count)
@@ -179,9 +216,38 @@ class Scheduler:
             self.prefixes.shrink(free)
             self.prefixes.add(request.context[:count], self.store.take(self.row(request), count))
 
+    def _keep_prompt(self, request: Running) -> None:
+        """For samples that wait, staggered, until none of their prompt runs."""
+        prompt = request.request.prompt_ids
+        if not self._stagger or len(prompt) < BLOCK or not self._waits(prompt):
+            return
+        if self.kv_bytes + self.store.kept_size(len(prompt)) <= self.store.budget:
+            self._prompts[prompt] = self._prompt_in_row(request)
+
+    def _waits(self, prompt: tuple[int, ...]) -> bool:
+        return any(request.request.prompt_ids == prompt for request in self.waiting)
+
+    def _drop_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Unless there are others to come."""
+        if prompt in self._prompts and not self._waits(prompt):
+            del self._prompts[prompt]
+
+    def make_way(self, nbytes: int) -> None:
+        """The rows are about to take so many bytes: what is kept beside them has what is left."""
+        left = self.store.budget - nbytes
+        while self._prompts and self._prompt_bytes > left:
+            self._prompts.popitem()
+        if self.prefixes is not None:
+            self.prefixes.shrink(left - self._prompt_bytes)
+
+    @property
+    def _prompt_bytes(self) -> int:
+        return sum(head.kv.nbytes for head in list(self._prompts.values()))
+
     def drop_heads(self) -> None:
         """Forget keys and values of contexts that have not begun to generate: new weights come."""
         self.partial = None
+        self._prompts.clear()
         if self.prefixes is not None:
             self.prefixes.clear()
 
@@ -238,6 +304,7 @@ class Scheduler:
         self._drop_partial_of(request)
         self.waiting.remove(request)
         self._saved.pop(request.request_id, None)
+        self._drop_prompt(request.request.prompt_ids)
 
     def _free_row(self, request: Running) -> None:
         """The last row moves into that of `request`."""

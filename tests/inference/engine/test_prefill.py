@@ -59,8 +59,8 @@ def count_pieces(engine: Engine) -> list[int]:
     pieces: list[int] = []
     piece = engine._prefill.piece
 
-    def counting(request: Any) -> int:
-        pieces.append(piece(request))
+    def counting(request: Any, weights: int) -> int:
+        pieces.append(piece(request, weights))
         return pieces[-1]
 
     engine._prefill.piece = counting  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from slipstream.inference.engine import Engine
 from slipstream.inference.engine.kv_cache import Kept
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.types import Generation, KVPolicy, StopReason
+from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
 from tests.inference.engine.test_prefill import Listener
 from tests.inference.engine.test_speculation import oracle_of
 from tests.inference.helpers import (
     all_bits,
     bits,
+    drain,
     make_decoder,
     make_engine,
     make_request,
@@ -243,3 +245,96 @@ def test_without_the_setting_nothing_is_kept() -> None:
     engine = make_engine()
     talk(engine, turns=2)
     assert engine.stats().kv_bytes == engine.stats().reused_prompt_tokens == 0
+
+
+def samples(prompts: int, each: int, length: int = 60) -> list[GenerateRequest]:
+    """Groups that share a prompt, group by group; no two of a group end together."""
+    return [
+        make_request(f"p{p}s{s}", random_prompt(random.Random(p), length), max_tokens=5 + 2 * s + p)
+        for p in range(prompts)
+        for s in range(each)
+    ]
+
+
+@pytest.mark.parametrize(("groups", "stagger"), [(1, False), (2, True)])
+def test_samples_that_come_later_take_the_prompt_over(
+    dtype: torch.dtype, groups: int, stagger: bool
+) -> None:
+    requests = samples(groups, 8)
+    reference = make_engine(dtype=dtype).run(requests)
+    whole, later = Listener(), Listener()
+    make_engine(dtype=dtype, proposer=whole).run(requests)
+    for proposer in (None, later):
+        engine = make_engine(
+            dtype=dtype, max_num_seqs=2, stagger_samples=stagger, proposer=proposer
+        )
+        assert all_bits(engine.run(requests)) == all_bits(reference)
+        stats = engine.stats()
+        at_once = 2 // groups
+        assert stats.shared_prompt_tokens == groups * (at_once - 1) * 60
+        assert stats.prompt_tokens == groups * (60 + 8 - at_once)
+        assert stats.reused_prompt_tokens == groups * (8 - at_once) * 59
+        assert stats.kv_bytes == 0
+        assert not engine._scheduler._prompts
+    # A draft head that begins with the prompt knows it as if it had been computed.
+    for name, expected in whole.features.items():
+        features = later.features[name]
+        assert features is not None
+        assert expected is not None
+        assert torch.equal(features, expected)
+
+
+def test_a_sample_in_mid_response_takes_its_prompt_over() -> None:
+    first, second = samples(1, 2)
+    second = replace(second, prior_ids=(7, 8, 9))
+    reference = make_engine().run([first, second])
+    engine = make_engine(max_prefill_tokens=16)
+    engine.add(first)
+    done = []
+    for _ in range(5):
+        done += engine.step()
+    engine.add(second)
+    done += drain(engine)
+    assert all_bits(done) == all_bits(reference)
+    assert engine.stats().reused_prompt_tokens == 60
+
+
+@pytest.mark.parametrize("policy", list(KVPolicy))
+@pytest.mark.parametrize("stagger", [False, True])
+def test_what_other_weights_computed_is_not_taken_over(policy: KVPolicy, stagger: bool) -> None:
+    requests = samples(2 if stagger else 1, 4)
+    engine = make_engine(make_decoder(), max_num_seqs=2, stagger_samples=stagger)
+    for request in requests:
+        engine.add(request)
+    done: list[Generation] = []
+    while not done:
+        done += engine.step()
+    assert len(engine._scheduler._prompts) == stagger
+    assert engine.stats().reused_prompt_tokens == 0
+    engine.update_weights(update_from(make_decoder(1), 1, kv_policy=policy))
+    assert not engine._scheduler._prompts
+    done += drain(engine)
+    alone = make_engine(make_decoder(1))
+    new = {g.request_id: g for g in done if [span.version for span in g.spans] == [1]}
+    assert len(new) == len(requests) - 2
+    for request in requests:
+        if request.request_id in new:
+            assert bits(alone.run([request])[0]) == bits(new[request.request_id])
+    # The one that comes next computes the prompt again, if nobody has gone back to be recomputed,
+    # and those after it take that over.
+    later = 4 + (policy is KVPolicy.RECOMPUTE) if stagger else 1
+    assert engine.stats().reused_prompt_tokens == later * 59
+
+
+def test_prompts_for_samples_to_come_are_part_of_the_budget() -> None:
+    requests = samples(1, 3)
+    budget = 128 * SLOT_BYTES
+    engine = make_engine(kv_budget_bytes=budget, max_num_seqs=1, stagger_samples=True)
+    for request in requests:
+        engine.add(request)
+    held = []
+    while engine.has_work():
+        engine.step()
+        held.append(engine.stats().kv_bytes)
+        assert held[-1] <= budget
+    assert engine.stats().finished == 3
