@@ -47,7 +47,7 @@ class HistoryConfig:
     match_tokens: PositiveInt = 3
     """Last tokens of a context that must agree with an earlier text."""
     max_tokens: PositiveInt = 1048576
-    """Tokens of finished responses that are remembered; prompts not used for longest go first."""
+    """Tokens of finished responses to remember, some 300 bytes each; the oldest go first."""
     stagger_samples: bool = False
     """While more requests wait than can run, let the samples of a prompt run one after the other,
     so that the later ones can be drafted for from the earlier ones; each then pays for its own

@@ -99,7 +99,12 @@ class EngineStats:
 
 
 class InferenceEngine(Protocol):
-    """Generates responses; takes weight updates while requests run."""
+    """Generates responses; takes weight updates while requests run.
+
+    What it is asked while requests run happens between two steps, within a tenth of a second:
+    engines let steps run in slices of that time, for how far requests get should not depend on when
+    a thread was scheduled.
+    """
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate one response; returns when it ends. Many calls run at once.
@@ -119,7 +124,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop decoding after the step under way; requests stay."""
+        """Stop decoding; requests stay."""
         ...
 
     async def resume(self) -> None:

@@ -396,11 +396,10 @@ def summarize(
 
 def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
     """What the comparisons of decoding say, as JSON values: the first one first."""
-    drafting = [pair for pair in compared if pair.on_fraction > 0]
     return {
         "rollout_speedup": compared[0].speedup,
         "tokens_identical": all(pair.identical for pair in compared),
-        "accept_length": drafting[0].accept_length if drafting else 1.0,
+        "accept_length": compared[0].accept_length,
         "rollout_comparison": [asdict(pair) for pair in compared],
     }
 

@@ -201,7 +201,7 @@ class Engine:
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
     def interrupt(self, wanted: bool) -> None:
-        """Steps are short: whoever wants something waits for the one under way."""
+        """Steps are short: whoever wants something waits for the slice of them under way."""
 
     @torch.inference_mode()
     def preempt(self, request_ids: Sequence[str]) -> None:

@@ -55,7 +55,8 @@ class EagleProposer:
     ) -> None:
         """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
         more, nothing is drafted, which is said once. Features that wait take at most
-        `waiting_bytes`; beyond, the oldest are forgotten and rows begin anew after them. With
+        `waiting_bytes`, and those that requests begin with as much; beyond, the oldest are
+        forgotten and rows begin anew after them. With
         `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
         device = head.fc.weight.device
@@ -84,9 +85,19 @@ class EagleProposer:
         row = self._rows[request_id] = Row(len(self._order))
         self._order.append(request_id)
         self._batch = None
-        if features_TD is not None:
-            row.features_TD = self._as_read(features_TD)
-            row.tokens = context[len(context) - len(features_TD) :]
+        kept = None if features_TD is None else self._as_many_as_fit(self._as_read(features_TD))
+        if kept is not None:
+            row.features_TD, row.tokens = kept, context[len(context) - len(kept) :]
+
+    def _as_many_as_fit(self, features_TD: Tensor) -> Tensor | None:
+        """The last of them, beside what others began with; None where there is no room."""
+        begun = (row.features_TD for row in self._rows.values())
+        room = self._waiting.limit - sum(f.nbytes for f in begun if f is not None)
+        count = room // (features_TD.shape[1] * features_TD.element_size())
+        if count >= len(features_TD):
+            return features_TD
+        # Copied: the rest would be held on to.
+        return features_TD[-count:].clone() if count > 0 else None
 
     def observe(
         self,

@@ -8,7 +8,7 @@ prompt look-up decoding (Saxena 2023) and of suffix decoding (Oliaro et al. 2024
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +36,16 @@ class _Index:
             if len(found) > _CANDIDATES:
                 del found[0]
 
+    def remove(self, text: list[int]) -> None:
+        """Forget all places in `text`."""
+        for stop in range(self.length, len(text)):
+            gram = tuple(text[stop - self.length : stop])
+            left = [place for place in self.places.get(gram, ()) if place[0] is not text]
+            if left:
+                self.places[gram] = left
+            else:
+                self.places.pop(gram, None)
+
     def find(self, context: list[int]) -> list[tuple[list[int], int]]:
         """Places of the last n-gram of `context`."""
         return self.places.get(tuple(context[-self.length :]), [])
@@ -58,11 +68,11 @@ class _Past:
     """Finished responses to one prompt."""
 
     index: _Index
-    tokens: int = 0
+    texts: int = 0
 
 
 class HistoryProposer:
-    """`Proposer` by n-gram look-up. Memory is bounded; prompts not used for longest go first."""
+    """`Proposer` by n-gram look-up. Memory is bounded; the oldest texts go first."""
 
     def __init__(
         self, *, match: int = 3, longest_match: int = 16, max_tokens: int = 1 << 20
@@ -74,7 +84,8 @@ class HistoryProposer:
         self._longest = longest_match
         self._max_tokens = max_tokens
         self._running: dict[str, _Running] = {}
-        self._past: OrderedDict[tuple[int, ...], _Past] = OrderedDict()
+        self._past: dict[tuple[int, ...], _Past] = {}
+        self._texts: deque[tuple[tuple[int, ...], list[int]]] = deque()
         self._kept = 0
 
     @property
@@ -90,10 +101,8 @@ class HistoryProposer:
         features_TD: Tensor | None = None,
     ) -> None:
         """See `Proposer`."""
-        running = _Running(tuple(prompt), list(context), _Index(self._match), len(context))
-        self._running[request_id] = running
-        if running.prompt in self._past:
-            self._past.move_to_end(running.prompt)
+        index = _Index(self._match)
+        self._running[request_id] = _Running(tuple(prompt), list(context), index, len(context))
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
@@ -122,20 +131,29 @@ class HistoryProposer:
             return
         key = tuple(prompt)
         past = self._past.setdefault(key, _Past(_Index(self._match)))
-        self._past.move_to_end(key)
         # With what comes before it as far as agreement is counted.
         text = list(context[max(0, known - self._longest) :])
         past.index.add(text, len(text) - (len(context) - known), len(text))
-        past.tokens += len(text)
+        past.texts += 1
+        self._texts.append((key, text))
         self._kept += len(text)
         while self._kept > self._max_tokens:
-            _, oldest = self._past.popitem(last=False)
-            self._kept -= oldest.tokens
+            self._forget_oldest()
 
     def forget(self) -> None:
         """Forget all finished responses."""
         self._past.clear()
+        self._texts.clear()
         self._kept = 0
+
+    def _forget_oldest(self) -> None:
+        key, text = self._texts.popleft()
+        past = self._past[key]
+        past.index.remove(text)
+        past.texts -= 1
+        if not past.texts:
+            del self._past[key]
+        self._kept -= len(text)
 
     def drafts(self, request_id: str, count: int) -> list[int]:
         """At most `count` tokens for one running request."""

@@ -62,6 +62,7 @@ class ReportedSelector:
         self._steps = self._verifications = self._accepted = self._skipped = 0
         self._drafted_steps = 0
         self._said_useless = False
+        self._write({"selector": "new"})
 
     def begins(self, requests: int) -> int:
         """See `StrategySelector`."""
@@ -152,6 +153,11 @@ class ReportedSelector:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A selector that has seen nothing yet: of another engine, or of a run that was resumed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Begins:
     """Requests begin where none was left."""
 
@@ -165,7 +171,7 @@ class Changed:
     drafter: bool
 
 
-def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Begins | Changed]:
+def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Started | Begins | Changed]:
     """What a trace tells of. Raises ValueError for a line of something else."""
     for number, line in enumerate(lines, start=1):
         try:
@@ -175,7 +181,9 @@ def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Begins | Changed]:
         yield event
 
 
-def _event_of(event: Mapping[str, Any]) -> StepRecord | Begins | Changed:
+def _event_of(event: Mapping[str, Any]) -> StepRecord | Started | Begins | Changed:
+    if "selector" in event:
+        return Started()
     if "begins" in event:
         return Begins(event["begins"])
     if "changed" in event:
@@ -190,15 +198,20 @@ def _event_of(event: Mapping[str, Any]) -> StepRecord | Begins | Changed:
     )
 
 
-def replay(lines: Iterable[str], selector: StrategySelector) -> list[tuple[DraftPlan, DraftPlan]]:
-    """What `selector` would choose at each step of a trace, beside what was chosen.
+def replay(
+    lines: Iterable[str], make: Callable[[], StrategySelector]
+) -> list[tuple[DraftPlan, DraftPlan]]:
+    """What a selector would choose at each step of a trace, beside what was chosen.
 
-    It is told what happened then. A selector of the same settings chooses the same plans, except
-    where a lack of memory had turned drafts off.
+    It is told what happened then. `make` makes one anew for each that the trace tells of; those of
+    the same settings choose the same plans, except where a lack of memory had turned drafts off.
     """
     pairs = []
+    selector = make()
     for event in read_trace(lines):
         match event:
+            case Started():
+                selector = make()
             case Begins(requests):
                 selector.begins(requests)
             case Changed(drafter):

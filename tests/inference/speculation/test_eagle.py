@@ -205,6 +205,27 @@ def test_what_waits_is_bounded() -> None:
     assert engine.stats().draft_tokens > 0
 
 
+def test_what_requests_begin_with_is_bounded() -> None:
+    decoder = shared_decoder()
+    size = decoder.config.hidden_size
+    features = torch.arange(20.0 * size).view(20, size)
+    proposer = EagleProposer(
+        new_head(decoder), dtype=torch.float32, waiting_bytes=25 * size * features.element_size()
+    )
+    context = list(range(3, 24))
+    for name in "abc":
+        proposer.begin(name, context[:-1], context, features)
+    whole, part, none = (proposer._rows[name] for name in "abc")
+    assert whole.features_TD is features
+    assert list(whole.tokens) == context[1:]
+    assert torch.equal(part.features_TD, features[-5:])  # type: ignore[arg-type]
+    assert list(part.tokens) == context[-5:]
+    assert (none.features_TD, none.tokens) == (None, ())
+    proposer.end("a")
+    proposer.begin("d", context[:-1], context, features)
+    assert proposer._rows["d"].features_TD is features
+
+
 def test_a_tight_budget_leaves_requests_undrafted() -> None:
     requests = [make_request(f"b{i}", max_tokens=20, ignore_eos=True) for i in range(3)]
     reference = all_bits(make_engine().run(requests))

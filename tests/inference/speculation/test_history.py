@@ -66,6 +66,24 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
         assert bool(drafts(proposer, name)) == (prompt >= 7)
 
 
+def test_of_one_prompt_the_oldest_text_goes_first() -> None:
+    proposer = HistoryProposer(max_tokens=40)
+    for text in range(9):
+        finished(proposer, f"t{text}", [10 * text + i for i in range(2, 12)])
+        assert proposer.kept_tokens == 13 * min(text + 1, 3)
+    for text in range(9):
+        name = f"u{text}"
+        proposer.begin(name, PROMPT, [*PROMPT, *(10 * text + i for i in range(2, 6))])
+        assert bool(drafts(proposer, name)) == (text >= 6)
+        proposer.end(name)
+    (past,) = proposer._past.values()
+    assert past.texts == len(proposer._texts) == 3
+    # Nothing is left of the others.
+    assert {id(text) for p in past.index.places.values() for text, _ in p} == {
+        id(text) for _, text in proposer._texts
+    }
+
+
 def test_an_interrupted_response_is_remembered_once() -> None:
     proposer = HistoryProposer(longest_match=4)
     prompt = tuple(range(50))

@@ -167,15 +167,18 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
         reported.record(step(plan, right, seconds=seconds, running=running))
         asked += 1
     lines = trace.getvalue().splitlines()
-    assert json.loads(lines[0]) == {"begins": 3}
-    assert json.loads(lines[201]) == {"changed": "policy"}
-    assert json.loads(lines[303]) == {"changed": "drafter"}
-    pairs = replay(lines, CostModelSelector(PLANS))
-    assert len(pairs) == asked == len(lines) - 8
+    assert json.loads(lines[0]) == {"selector": "new"}
+    assert json.loads(lines[1]) == {"begins": 3}
+    assert json.loads(lines[202]) == {"changed": "policy"}
+    assert json.loads(lines[304]) == {"changed": "drafter"}
+    pairs = replay(lines, lambda: CostModelSelector(PLANS))
+    assert len(pairs) == asked == len(lines) - 9
     assert asked in (800, 1000)  # some were skipped
     assert all(again == recorded for again, recorded in pairs)
     assert {str(plan) for _, plan in pairs} >= {"0_0_1", "2_1_3"}
-    others = replay(lines, PredefinedSelector(PLANS[0]))
+    # A run that was resumed, or another engine, appends to the file.
+    assert replay(lines * 2, lambda: CostModelSelector(PLANS)) == pairs * 2
+    others = replay(lines, lambda: PredefinedSelector(PLANS[0]))
     assert {plan for plan, _ in others} == {PLANS[0]}
 
     heard: list[tuple[str, int]] = []
@@ -188,7 +191,7 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
         def changed(self, *, drafter: bool = False) -> None:
             heard.append(("changed", drafter))
 
-    replay(lines, Listening(PLANS[0]))
+    replay(lines, lambda: Listening(PLANS[0]))
     begins = ("begins", 3)
     assert heard == [begins, ("changed", False), begins, ("changed", True), *[begins] * 4]
 
@@ -210,8 +213,8 @@ def test_an_engine_reports_what_it_does() -> None:
         proposer=EagleProposer(head, dtype=torch.float32), selector=reported, max_num_seqs=2
     )
     engine.run([make_request(f"e{i}", max_tokens=60, ignore_eos=True) for i in range(4)])
-    first, *events = [json.loads(line) for line in trace.getvalue().splitlines()]
-    assert first == {"begins": 2}
+    new, first, *events = [json.loads(line) for line in trace.getvalue().splitlines()]
+    assert (new, first) == ({"selector": "new"}, {"begins": 2})
     stats = engine.stats()
     assert len(events) == stats.decode_steps
     assert sum(sum(event["drafted"]) for event in events) == stats.draft_tokens
