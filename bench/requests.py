@@ -1,6 +1,7 @@
 """Memory over many small requests through one engine: resident bytes after every tenth of them.
 
-A leak shows as a line that rises. Drafts, prefix caching and the asynchronous protocol are on.
+A leak shows as a line that rises. Head and history draft at every step, and prefix caching and the
+asynchronous protocol are on.
 `python bench/requests.py [count]`
 """
 
@@ -18,11 +19,17 @@ from slipstream.bench.memory import resident_bytes
 from slipstream.bench.shapes import SHAPES, make_decoder
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
+from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.report import ReportedSelector
+from slipstream.inference.speculation.selector import PredefinedSelector
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.models.draft_head import DraftHead
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 SHAPE = "tiny"
+PLAN = DraftPlan.chain(2)
 
 
 def small_request(index: int, rng: random.Random) -> GenerateRequest:
@@ -51,7 +58,8 @@ async def run(engine: EmbeddedEngine, count: int) -> None:
         print(
             f"{(part + 1) * count // 10:6d} requests  {now / 1e6:7.1f} MB resident"
             f"  {100 * now / first - 100:+6.2f} %  {engine.stats().kv_bytes / 1e6:6.1f} MB of keys"
-            f" and values  {len(gc.get_objects())} objects  {seconds:5.1f} s"
+            f" and values  {len(gc.get_objects())} objects  {engine.stats().draft_steps:6d} steps"
+            f" with drafts  {seconds:5.1f} s"
         )
 
 
@@ -60,11 +68,16 @@ if __name__ == "__main__":
     settings = EngineSettings(
         max_model_len=96, dtype=torch.float32, kv_budget_bytes=16 << 20, prefix_caching=True
     )
+    policy = make_decoder(SHAPE, max_positions=96)
+    head = DraftHead(policy.config)
+    head.init_weights(seed=0)
     engine = EmbeddedEngine(
-        make_decoder(SHAPE, max_positions=96),
+        policy,
         settings,
-        proposer=HistoryProposer(max_tokens=1 << 12),
-        plan=DraftPlan.chain(2),
+        proposer=UnionProposer(
+            EagleProposer(head, dtype=torch.float32), HistoryProposer(max_tokens=1 << 12)
+        ),
+        selector=ReportedSelector(PredefinedSelector(PLAN), notify=print),
     )
     anyio.run(run, engine, count)
     engine.close()
