@@ -189,7 +189,8 @@ class TrainerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto`: a GPU if there is one."""
     num_threads: PositiveInt | None = None
-    """CPU threads of the numerical library; null: its own choice."""
+    """CPU threads that compute; null: one for each core that the process may use or, with more than
+    four of them, as many as are fastest in decode steps, measured when a run begins."""
     save_freq: CountOrOff = -1
     """RL steps between checkpoints; -1: only the last one."""
     test_freq: CountOrOff = -1

@@ -39,6 +39,7 @@ from slipstream.loops.evaluate import EvalSettings
 from slipstream.loops.rl import RLTrainingConfig
 from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_checkpoint, load_config
@@ -121,9 +122,10 @@ def import_external(config: Config) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Apply `trainer.num_threads`; null leaves PyTorch's choice, one per core."""
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
+    """Apply `trainer.num_threads`; null: PyTorch's choice, one per core, but no more than this
+    process may use."""
+    given = config.trainer.num_threads
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if given is None else given)
 
 
 def make_decoder(

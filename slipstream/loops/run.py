@@ -44,6 +44,7 @@ from slipstream.loops.stages import (
     end_process,
     frozen_interpreter_ends,
 )
+from slipstream.loops.threads_choice import FEW, threads_for
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
@@ -109,6 +110,7 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
             claim_folder(folder, config, progress.note)
             try:
                 run = open_run(config, folder, progress, interrupt, compute, stages)
+                _settle_threads(run)
                 # A full collection would look through all modules again: a tenth of a second, in
                 # the middle of a rollout.
                 gc.freeze()
@@ -118,6 +120,30 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
                 close_parts(stages, compute)
     finally:
         forced.cancel()
+
+
+def _settle_threads(run: Run) -> None:
+    """Where cores are many and nobody has said how many threads: as many as are fast."""
+    config, cores = run.config, torch.get_num_threads()
+    if config.trainer.num_threads is not None or cores <= FEW:
+        return
+    if build.device_of(config).type != "cpu":
+        return
+    policy = build.model_config(config, run.tokenizer, initial_policy(config))
+
+    def settle() -> int:
+        threads = threads_for(
+            run.folder,
+            policy,
+            dtype=build.rollout_dtype(config),
+            cores=cores,
+            notify=run.progress.note,
+        )
+        torch.set_num_threads(threads)
+        return threads
+
+    # For both threads: each remembers what it has been told.
+    torch.set_num_threads(run.compute.run(settle))
 
 
 def announce(run: Run, mode: Mode) -> None:
