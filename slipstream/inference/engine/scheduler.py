@@ -38,9 +38,7 @@ class Head:
     def first(self, count: int) -> Head:
         """Of all but the last tokens."""
         less = self.length - count
-        features = (
-            [piece[: len(piece) - less] for piece in self.features] if less else self.features
-        )
+        features = [piece[: len(piece) - less] for piece in self.features]
         return Head(self.kv.first(count), features, count)
 
 
@@ -211,7 +209,8 @@ class Scheduler:
         if self.prefixes is None:
             return
         count = request.length - 1
-        free = self.store.budget - self.store.nbytes - self.store.kept_size(count)
+        taken = self.store.nbytes + self._prompt_bytes + self.store.kept_size(count)
+        free = self.store.budget - taken
         if free >= 0:
             self.prefixes.shrink(free)
             self.prefixes.add(request.context[:count], self.store.take(self.row(request), count))

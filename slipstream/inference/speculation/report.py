@@ -117,7 +117,7 @@ class ReportedSelector:
             return
         now = self._head_record()
         compared, right = (new - old for new, old in zip(now, self._judged, strict=True))
-        # So many may be right by chance, at most (99 %, Poisson), where they should have been.
+        # On the left, how many would be right on average, at most (99 %, of a Poisson law).
         if right + 2.5 * math.sqrt(right) + 5 < _FAULT_RATE * compared:
             self._notify(
                 f"warning: the draft head {self._head} is almost never right: "
