@@ -285,18 +285,23 @@ def test_samples_that_come_later_take_the_prompt_over(
 
 
 def test_a_sample_in_mid_response_takes_its_prompt_over() -> None:
-    first, second = samples(1, 2)
+    first, second, third = samples(1, 3)
+    first = replace(first, prior_ids=(5, 6))
     second = replace(second, prior_ids=(7, 8, 9))
-    reference = make_engine().run([first, second])
-    engine = make_engine(max_prefill_tokens=16)
+    whole, later = Listener(), Listener()
+    reference = make_engine(proposer=whole).run([first, second, third])
+    engine = make_engine(max_prefill_tokens=16, proposer=later)
     engine.add(first)
     done = []
     for _ in range(5):
         done += engine.step()
     engine.add(second)
+    engine.add(third)
     done += drain(engine)
     assert all_bits(done) == all_bits(reference)
-    assert engine.stats().reused_prompt_tokens == 60
+    assert engine.stats().reused_prompt_tokens == 60 + 59
+    for name, expected in whole.features.items():
+        assert torch.equal(later.features[name], expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
