@@ -127,7 +127,7 @@ def attend_bf16_part(
                 panels_bf16(
                     q + 2 * K * (h * M + r0) * G, 2 * K, keys + spot, 4 * PANEL, 2 * PANEL * K,
                     0, 2 * blocks, 2 * blocks, K // 2, zeros, 0, scores_at, 4 * width, rows,
-                    values - keys,
+                    values - keys, False,
                 )  # fmt: skip
                 pairs = (n + 1) // 2
                 for i in range(rows):
@@ -149,7 +149,7 @@ def attend_bf16_part(
                 panels_bf16(
                     weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, 0, K // PANEL,
                     K // PANEL, pairs, zeros, 0, mixed_at, 4 * K, rows,
-                    keys + after - values - spot,
+                    keys + after - values - spot, False,
                 )  # fmt: skip
                 for i in range(rows):
                     o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))

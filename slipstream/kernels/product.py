@@ -18,7 +18,7 @@ from slipstream.kernels.memory import floats_at, halves_at, hold, words_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
-from slipstream.kernels.tile_bf16 import MOST_ROWS, panels_bf16
+from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 _AHEAD = 16384
 """Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
@@ -84,25 +84,42 @@ def round_to_bf16(x, out, count):
 
 
 @kernel
+def _round_in_fp32(x, out, count):
+    """fp32 to the nearest bf16, as fp32."""
+    halves = np.empty(count, np.uint16)
+    round_to_bf16(x, halves.ctypes.data, count)
+    o = carray(words_at(out), (count,))
+    for i in range(count):
+        o[i] = _U(_U(halves[i]) << _SIXTEEN)
+    hold(halves)
+
+
+@kernel
 def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
     panel_step, out_step, line = 2 * PANEL * K, 4 * N, 4 * PANEL
-    pairs, x_step = K // 2, 2 * K
+    pairs = K // 2
     total = N // PANEL
     begin, end = total * part // parts, total * (part + 1) // parts
     if begin == end:
         return
-    rounded = np.empty(min(M, _BLOCK) * K, np.uint16)
+    wide = WIDE_FROM <= M and total > 1
+    size = 4 if wide else 2
+    x_step = size * K
+    rounded = np.empty(min(M, _BLOCK) * x_step, np.uint8)
     xs = rounded.ctypes.data
     block = 0
     while block < M:
         rows = min(_BLOCK, M - block)
-        round_to_bf16(x + block * 4 * K, xs, rows * K)
+        if wide:
+            _round_in_fp32(x + block * 4 * K, xs, rows * K)
+        else:
+            round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
         # Several tiles ask for the next two panels, so that memory is read at an even pace.
         ahead = _AHEAD // 2 if rows <= MOST_ROWS else 2 * panel_step
         panels_bf16(
             xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
-            rows, ahead,
+            rows, ahead, wide,
         )  # fmt: skip
         block += rows
     hold(rounded)

@@ -3,12 +3,15 @@
 Rows and weights are bf16, two inputs side by side in 32 bits. Every output is one chain over the
 pairs of inputs in order, of each pair the second first, whatever the number of rows of its tile.
 Where the processor has an instruction that multiplies and adds pairs (AVX512_BF16) it is that
-chain's link, elsewhere two fused multiply-adds are. Called by `product`.
+chain's link, elsewhere two fused multiply-adds are. That instruction takes numbers too small for
+full precision for zero; so do the multiply-adds where both are in use (`WIDE_FROM`). Called by
+`product` and `attend_bf16`.
 """
 
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
@@ -22,6 +25,19 @@ from slipstream.kernels.tile import PANEL
 
 _FEATURES = binding.get_host_cpu_features()
 _IN_HARDWARE = bool(_FEATURES.get("avx512bf16", False))
+
+
+def _by_intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+WIDE_FROM = 5 if _IN_HARDWARE and _by_intel() else 1 << 30
+"""Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
+two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and several
+rows share the widening of the weights."""
 
 MOST_ROWS = 12 if _IN_HARDWARE else 3
 """Rows of the largest tile: two panels of so many are what fits into the vector registers."""
@@ -51,9 +67,10 @@ class _Emitter:
     sums = ir.VectorType(ir.FloatType(), PANEL)
     pairs = ir.VectorType(i32, PANEL)
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: Any, wide: bool) -> None:
         self.builder = builder
-        if _IN_HARDWARE:
+        self._wide, self._in_hardware = wide, _IN_HARDWARE and not wide
+        if self._in_hardware:
             self._halves = ir.VectorType(_BFloat(), 2 * PANEL)
             kind = ir.FunctionType(self.sums, [self.sums, self._halves, self._halves])
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -68,20 +85,39 @@ class _Emitter:
     def load(self, address: Any, kind: Any) -> Any:
         return self.builder.load(self._at(address, kind), align=4)
 
-    def spread(self, address: Any) -> Any:
-        """Load one pair into all places of a vector."""
-        b, undefined = self.builder, ir.Constant(self.pairs, ir.Undefined)
-        one = b.insert_element(undefined, self.load(address, self.i32), ir.Constant(self.i32, 0))
+    def spread(self, address: Any, kind: Any, vector: Any) -> Any:
+        """Load one number into all places of a vector."""
+        b, undefined = self.builder, ir.Constant(vector, ir.Undefined)
+        one = b.insert_element(undefined, self.load(address, kind), ir.Constant(self.i32, 0))
         return b.shuffle_vector(one, undefined, ir.Constant(self.pairs, [0] * PANEL))
+
+    def row_at(self, address: Any) -> Any:
+        """One pair of a row, in all places."""
+        if self._wide:
+            return tuple(
+                self.spread(self.plus(address, nbytes), ir.FloatType(), self.sums)
+                for nbytes in (0, 4)
+            )
+        pair = self.spread(address, self.i32, self.pairs)
+        return pair if self._in_hardware else self.halves(pair)
+
+    def weights_at(self, address: Any) -> Any:
+        """Pairs of inputs of sixteen outputs."""
+        pairs = self.load(address, self.pairs)
+        return pairs if self._in_hardware else self.halves(pairs)
+
+    def halves(self, pairs: Any) -> Any:
+        """The first and the second of each pair as fp32."""
+        return self._first(pairs), self._second(pairs)
 
     def add_products(self, row: Any, weights: Any, total: Any) -> Any:
         """`total` plus the products of two pairs, place by place."""
         b = self.builder
-        if _IN_HARDWARE:
+        if self._in_hardware:
             halves = [b.bitcast(pair, self._halves) for pair in (row, weights)]
             return b.call(self._function, [total, *halves])
-        for half in (self._second, self._first):
-            total = b.call(self._function, [half(row), half(weights), total])
+        for half in (1, 0):
+            total = b.call(self._function, [row[half], weights[half], total])
         return total
 
     def _first(self, pairs: Any) -> Any:
@@ -110,14 +146,14 @@ _THREE = 3
 """Rows that are reached from one address: itself, plus a step, plus two."""
 
 
-def _emit_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
+def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> None:
     """Code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x, weights,
     bytes between weights of one pair and the next, bytes between panels, pairs of inputs, at least
     1, numbers to begin with, out, bytes between rows of out, what to ask for at the first pair,
     bytes from there to what to ask for at the next). The same place of every panel is asked for.
     """
     x, x_step, weights, pair_step, panel_step, count, start, out, out_step, ask, ask_step = args
-    emit = _Emitter(builder)
+    emit = _Emitter(builder, wide)
     two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
     begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
     bases, base = [x], x
@@ -128,7 +164,7 @@ def _emit_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
     loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
     places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
     steps = [ir.Constant(emit.i64, 1), ask_step, pair_step]
-    steps += [ir.Constant(emit.i64, 4)] * len(bases)
+    steps += [ir.Constant(emit.i64, 8 if wide else 4)] * len(bases)
     builder.branch(loop)
     builder.position_at_end(loop)
     here = emit.phis(emit.i64, places, before)
@@ -138,13 +174,13 @@ def _emit_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
         if p:
             asked, line = builder.add(asked, panel_step), builder.add(line, panel_step)
         prefetch(builder, asked)
-        loaded.append(emit.load(line, emit.pairs))
+        loaded.append(emit.weights_at(line))
     done = []
     for m, row in enumerate(sums):
         address = here[3 + m // _THREE]
         if m % _THREE:
             address = builder.add(address, x_step if m % _THREE == 1 else two_steps)
-        factor = emit.spread(address)
+        factor = emit.row_at(address)
         both = zip(loaded, row, strict=True)
         done.append([emit.add_products(factor, w, total) for w, total in both])
     following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
@@ -158,23 +194,49 @@ def _emit_tile(builder: Any, rows: int, panels: int, args: Any) -> None:
         out = builder.add(out, out_step)
 
 
+_FLUSH = 0x8040
+"""Bits of the register MXCSR: results too small are zero, and so are inputs."""
+
+
+def _flush_tiny_numbers(builder: Any) -> Any:
+    """Do it from here on. Where the register's contents were put."""
+    before, now = (cgutils.alloca_once(builder, _Emitter.i32) for _ in range(2))
+    _control(builder, "stmxcsr", before)
+    bits = builder.or_(builder.load(before), ir.Constant(_Emitter.i32, _FLUSH))
+    builder.store(bits, now)
+    _control(builder, "ldmxcsr", now)
+    return before
+
+
+def _control(builder: Any, name: str, place: Any) -> None:
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{name}")
+    builder.call(function, [builder.bitcast(place, byte)])
+
+
 _ARGUMENTS = types.void(*[types.int64] * 12)
 
 
-def _up_to(most: int, panels: int) -> Any:
+def _up_to(most: int, panels: int, wide: bool) -> Any:
     """Compiled code for 1 to `most` rows: arguments as those of a tile, the number of rows before
     them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if wide and most < WIDE_FROM:
+            return context.get_dummy_value()  # Nobody calls it here.
+        before = _flush_tiny_numbers(builder) if wide else None
         kinds = [builder.append_basic_block(f"rows{n}") for n in range(1, most + 1)]
         end = builder.append_basic_block("end")
         choice = builder.switch(args[0], end)
         for rows, block in enumerate(kinds, 1):
             choice.add_case(ir.Constant(_Emitter.i64, rows), block)
             builder.position_at_end(block)
-            _emit_tile(builder, rows, panels, args[1:])
+            _emit_tile(builder, rows, panels, wide, args[1:])
             builder.branch(end)
         builder.position_at_end(end)
+        if before is not None:
+            _control(builder, "ldmxcsr", before)
         return context.get_dummy_value()
 
     def tile(
@@ -197,16 +259,18 @@ def _up_to(most: int, panels: int) -> Any:
     return intrinsic(tile)
 
 
-_one_panel, _two_panels = _up_to(1, 1), _up_to(MOST_ROWS, 2)
+_one_panel, _two_panels = _up_to(1, 1, False), _up_to(MOST_ROWS, 2, False)
+_two_panels_wide = _up_to(MOST_ROWS, 2, True)
 
 
 @kernel
 def panels_bf16(
     x, x_step, weights, pair_step, panel_step, begin, end, total, pairs, start, start_step,
-    out, out_step, rows, ahead,
+    out, out_step, rows, ahead, wide,
 ):  # fmt: skip
     """Panels `begin` to `end` of `total`, for any number of rows: two at a time, of which the last
-    two may be computed twice (the same numbers come out), in tiles of as many rows as is even.
+    two may be computed twice (the same numbers come out), in tiles of as many rows as is even. Rows
+    are bf16 or, if `wide`, such numbers in fp32 (at least `WIDE_FROM` of them).
     `start_step`: bytes between what the sums of one panel and the next begin with. Memory is asked
     for what lies `ahead` bytes from each weight; the tiles share the asking."""
     if total == 1 and begin < end:
@@ -223,9 +287,16 @@ def panels_bf16(
         m = 0
         for tile in range(count):
             here = rows * (tile + 1) // count - m
-            _two_panels(
-                here, x + m * x_step, x_step, w, pair_step, panel_step, pairs, b,
-                o + m * out_step, out_step, ask + tile * step * pairs, step,
-            )  # fmt: skip
+            row, place, asked = x + m * x_step, o + m * out_step, ask + tile * step * pairs
+            if wide:
+                _two_panels_wide(
+                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, asked,
+                    step,
+                )  # fmt: skip
+            else:
+                _two_panels(
+                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, asked,
+                    step,
+                )  # fmt: skip
             m += here
         p += 2

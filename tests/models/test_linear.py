@@ -55,6 +55,19 @@ def test_a_row_does_not_depend_on_its_company(outs: int, ins: int, dtype: torch.
     assert torch.equal(linear(x), together)
 
 
+@pytest.mark.parametrize("scale", [1e-18, 1e-19, 1e-20, 1e19])
+def test_neither_does_one_of_tiny_or_huge_numbers(scale: float) -> None:
+    # Sums of 1e-36 to 1e-40: where fp32 loses its precision, and what multiplies pairs of bf16
+    # takes such numbers for zero.
+    linear = PackedLinear.of((weights(64, 128) * scale).bfloat16())
+    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(1)) * scale
+    x[7:9, ::3] *= 1e-20
+    together = linear(x)
+    for rows in (1, 2, 4, 5, 7, 12, 13, 25):
+        for start in (0, 6):
+            assert torch.equal(linear(x[start : start + rows]), together[start:][:rows])
+
+
 def test_every_output_is_a_sum_in_the_order_of_the_inputs() -> None:
     weight, x = torch.ones(16, 3), torch.tensor([[1e8, 1.0, -1e8]])
     assert torch.equal(PackedLinear.of(weight)(x), torch.zeros(1, 16))
