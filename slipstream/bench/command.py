@@ -41,7 +41,6 @@ _SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
 _PEERS = ("hf", "vllm")
 _BOTH = ("quickstart", "d512x12")
 _BENCH_MODEL = Path("runs/bench-model")
-_MADE = "(`make bench-model` makes one: runs/bench-model)"
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
@@ -103,8 +102,9 @@ def _add_rollout_flags(rollout: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="DIR",
         type=Path,
-        help=f"run folder of a trained policy and its draft head {_MADE}: a long-tailed rollout of "
-        "what it writes, with and without drafts, instead of models with random weights",
+        help="run folder of a trained policy and its draft head, such as `make bench-model` makes "
+        f"in {_BENCH_MODEL}: a long-tailed rollout of what it writes, with and without drafts, "
+        "instead of models with random weights",
     )
     rollout.add_argument(
         "--spread",
@@ -369,10 +369,10 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import speculation
     from slipstream.errors import ConfigError
 
-    if args.case or args.new_tokens or args.shape != _BOTH:
+    if args.case or args.new_tokens or args.shape != _BOTH or not args.memory:
         raise ConfigError(
-            "--case, --new-tokens and --shape are of models with random weights; with --policy the "
-            "policy's own responses are decoded"
+            "--case, --new-tokens, --no-memory and --shape are of models with random weights; with "
+            "--policy the policy's own responses are decoded"
         )
     given = {"batch": args.batch, "spread": args.spread}
     bench = speculation.SpeculationBench(

@@ -126,7 +126,12 @@ class HFCore:
         sent = {own[name].data_ptr() for name in new if name in own}
         problems = [f"tensor {n} is missing" for n, t in own.items() if t.data_ptr() not in sent]
         for name, tensor in new.items():
-            if name not in own or own[name].shape != tensor.shape or not tensor.isfinite().all():
+            here = own.get(name)
+            if (
+                here is None
+                or here.shape != tensor.shape
+                or not tensor.to(here.dtype).isfinite().all()
+            ):
                 problems.append(f"tensor {name} is unknown, misshapen or not finite")
         if problems:
             raise EngineError(

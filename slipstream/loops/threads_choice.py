@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from slipstream.checkpoint.files import write_text_atomic
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
@@ -101,7 +102,7 @@ def threads_for(
         torch.set_num_threads(before)
     chosen = choose(measured)
     times = {threads: round(1000 * took, 3) for threads, took in measured.items()}
-    file.write_text(json.dumps({"num_threads": chosen, "ms_per_step": times}) + "\n")
+    write_text_atomic(file, json.dumps({"num_threads": chosen, "ms_per_step": times}) + "\n")
     shown = ", ".join(f"{threads}: {took:.2f}" for threads, took in times.items())
     notify(
         f"{chosen} threads on {cores} cores: a decode step of {ROWS} requests in one layer takes "

@@ -71,6 +71,10 @@ def test_an_incomplete_update_is_refused() -> None:
     for bad, message in [
         (tensors[:-1], f"tensor {tensors[-1][0]} is missing"),
         ([*tensors, ("extra", torch.ones(2))], "tensor extra is unknown"),
+        (
+            [(tensors[0][0], tensors[0][1].double() * 1e300), *tensors[1:]],
+            f"tensor {tensors[0][0]} is unknown, misshapen or not finite",
+        ),
         ([(n, t[:1] if "embed" in n else t) for n, t in tensors], "misshapen"),
     ]:
         with pytest.raises(EngineError, match=message):
