@@ -19,28 +19,28 @@ from slipstream.bench.shapes import matmul_parameters
 from slipstream.models.config import ModelConfig
 
 _SIDE = 1536
-_READ_BYTES = 1 << 28
-"""More than caches hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """`flops` a second in products of large matrices (a multiply-add counts as two) of numbers of
-    `itemsize` bytes, `bytes` a second out of memory: medians of a few tries with torch's threads.
-    Neighbours on the hardware change both within minutes."""
+    """`flops` a second in products of large matrices (a multiply-add counts as two), of numbers of
+    `itemsize` bytes or of fp32 ones where those are multiplied faster; `bytes` a second out of as
+    much memory as a model's weights take (small models are read from caches): medians of a few
+    tries with torch's threads. Neighbours on the hardware change both within minutes."""
 
     flops: float
     bytes: float
     itemsize: int
 
 
-def measure_rates(dtype: torch.dtype) -> MachineRates:
+def measure_rates(dtype: torch.dtype, config: ModelConfig) -> MachineRates:
     """Takes less than a second."""
-    a, b = torch.randn(2, _SIDE, _SIDE).to(dtype).unbind()
-    long = torch.ones(_READ_BYTES // 4)
+    a, b = torch.randn(2, _SIDE, _SIDE).unbind()
+    c, d = a.to(dtype), b.to(dtype)
+    long = torch.ones(dtype.itemsize * sum(matmul_parameters(config)) // 4)
     return MachineRates(
-        flops=2 * _SIDE**3 / _seconds(lambda: a @ b),
-        bytes=_READ_BYTES / _seconds(long.sum),
+        flops=2 * _SIDE**3 / min(_seconds(lambda: a @ b), _seconds(lambda: c @ d)),
+        bytes=long.nbytes / _seconds(long.sum),
         itemsize=dtype.itemsize,
     )
 

@@ -171,7 +171,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
         generators[name] = _Generator(engine, chosen, prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
-    calls["machine"] = lambda: rates.append(measure_rates(bench.dtype))
+    calls["machine"] = lambda: rates.append(measure_rates(bench.dtype, trained.decoder.config))
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}
         machines: dict[str, Machine] = {}

@@ -15,7 +15,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ask_for, floats_at, hold, ints_at
-from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, squares, total, triple
+from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, largest, squares, total, triple
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 
@@ -224,9 +224,7 @@ def attend_part(
             weights, end = start + g * n * 4, v_start + (g + 1) * n * K * 4 // G
             ask = _score(q + (m * Q + h * G + g) * K * 4, k_start, K, n, weights, ask, end)
             p = carray(floats_at(weights), (n,))
-            top = p[0]
-            for j in range(n):
-                top = max(top, p[j])
+            top = largest(weights, n)
             for j in range(n):
                 p[j] = exp(p[j] - top)
             mass = total(weights, n)

@@ -24,11 +24,11 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, halves_at, hold, ints_at
-from slipstream.kernels.numeric import ONE, F, exp, total
-from slipstream.kernels.product import round_to_bf16
+from slipstream.kernels.numeric import ONE, F, exp, largest, total
+from slipstream.kernels.product import round_to_bf16, widen
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
-from slipstream.kernels.tile_bf16 import MOST_ROWS, panels_bf16
+from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 BLOCK = 2 * PANEL
 """Slots come in so many: two panels of keys."""
@@ -89,6 +89,23 @@ def place_bf16(*arguments: int) -> None:
 
 
 @kernel
+def _weigh(scores, weights, sees, pairs, wide):
+    """What values are multiplied with, from the scores of a row that sees so many slots: bf16, to
+    `weights` or, if `wide`, as fp32 in the place of the scores. The largest score and the sum."""
+    s = carray(floats_at(scores), (2 * pairs,))
+    top = largest(scores, sees)
+    for j in range(sees):
+        s[j] = exp(s[j] - top)
+    for j in range(sees, 2 * pairs):
+        s[j] = F(0)
+    mass = total(scores, sees)
+    round_to_bf16(scores, weights, 2 * pairs)
+    if wide:
+        widen(weights, scores, 2 * pairs)
+    return top, mass
+
+
+@kernel
 def attend_bf16_part(
     q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
 ):
@@ -98,10 +115,11 @@ def attend_bf16_part(
     most = max(MOST_ROWS // G, 1)
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     scores, weights = np.empty(most * G * width, np.float32), np.empty(most * G * width, np.uint16)
+    queries = np.empty(most * G * K, np.float32)
     mixed, masses = np.empty(most * G * K, np.float32), np.empty(most * G, np.float32)
     nothing = np.zeros(2 * PANEL, np.float32)
     scores_at, weights_at, zeros = scores.ctypes.data, weights.ctypes.data, nothing.ctypes.data
-    mixed_at = mixed.ctypes.data
+    mixed_at, queries_at = mixed.ctypes.data, queries.ctypes.data
     task = -1
     m = 0
     while m < M:
@@ -124,32 +142,30 @@ def attend_bf16_part(
                 spot = 2 * (begin[r0] + h * head_stride)
                 after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
+                wide = rows >= WIDE_FROM and K > PANEL
+                looking, step = q + 2 * K * (h * M + r0) * G, 2 * K
+                if wide:
+                    widen(looking, queries_at, rows * K)
+                    looking, step = queries_at, 4 * K
                 panels_bf16(
-                    q + 2 * K * (h * M + r0) * G, 2 * K, keys + spot, 4 * PANEL, 2 * PANEL * K,
+                    looking, step, keys + spot, 4 * PANEL, 2 * PANEL * K,
                     0, 2 * blocks, 2 * blocks, K // 2, zeros, 0, scores_at, 4 * width, rows,
-                    values - keys, False,
+                    values - keys, wide,
                 )  # fmt: skip
                 pairs = (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
-                    sees = count[r]
-                    s = carray(floats_at(scores_at + 4 * width * i), (width,))
-                    top = s[0]
-                    for j in range(sees):
-                        top = max(top, s[j])
-                    for j in range(sees):
-                        s[j] = exp(s[j] - top)
-                    for j in range(sees, 2 * pairs):
-                        s[j] = F(0)
-                    masses[i] = total(scores_at + 4 * width * i, sees)
-                    round_to_bf16(scores_at + 4 * width * i, weights_at + 2 * width * i, 2 * pairs)
+                    top, masses[i] = _weigh(
+                        scores_at + 4 * width * i, weights_at + 2 * width * i, count[r], pairs, wide
+                    )
                     if logs:
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
+                given, step = (scores_at, 4 * width) if wide else (weights_at, 2 * width)
                 panels_bf16(
-                    weights_at, 2 * width, values + spot, 4 * K, 4 * PANEL, 0, K // PANEL,
+                    given, step, values + spot, 4 * K, 4 * PANEL, 0, K // PANEL,
                     K // PANEL, pairs, zeros, 0, mixed_at, 4 * K, rows,
-                    keys + after - values - spot, False,
+                    keys + after - values - spot, wide,
                 )  # fmt: skip
                 for i in range(rows):
                     o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))
@@ -160,6 +176,7 @@ def attend_bf16_part(
         m += together
     hold(scores)
     hold(weights)
+    hold(queries)
     hold(mixed)
     hold(nothing)
 

@@ -15,7 +15,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import bytes_at, floats_at, ints_at, words_at
-from slipstream.kernels.numeric import F, exp
+from slipstream.kernels.numeric import F, exp, largest
 from slipstream.kernels.team import for_team, part_count, part_number, run
 
 _U = np.uint32
@@ -38,18 +38,6 @@ def mix(x):
 
 
 @kernel
-def _largest(row, V):
-    """The largest of V numbers; NaN where one is."""
-    a = carray(floats_at(row), (V,))
-    top = F(_NONE)
-    strange = 0
-    for j in range(V):
-        top = a[j] if a[j] > top else top
-        strange += 1 if a[j] != a[j] else 0
-    return F(np.nan) if strange else top
-
-
-@kernel
 def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
     words = carray(words_at(keys), (N * 2,))
     at = carray(ints_at(positions), (N,))
@@ -59,7 +47,7 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
     for n in range(N * part // parts, N * (part + 1) // parts):
         s = carray(floats_at(scores + n * stride * 4), (V,))
         allowed = carray(bytes_at(support + n * V if support else support), (V,))
-        top = _largest(scores + n * stride * 4, V)
+        top = largest(scores + n * stride * 4, V)
         # An infinite or NaN logit: the token means nothing.
         chosen[n] = V - 1
         if not np.isfinite(top):

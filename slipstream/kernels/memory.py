@@ -68,6 +68,16 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 @intrinsic
+def number_of_bits(typingctx: Any, bits: Any) -> Any:
+    """The fp32 number that a uint32 stands for."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
 def power_of_two(typingctx: Any, exponent: Any) -> Any:
     """2 ** exponent for a whole fp32 number from -126 to 127, made from its bits."""
 

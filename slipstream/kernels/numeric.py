@@ -1,4 +1,4 @@
-"""Exponential and sums in fp32, which compile to vector instructions.
+"""Exponential, sums and maximum in fp32, which compile to vector instructions.
 
 Only the sums may be split into lanes; everywhere else numbers are combined as they are written.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from slipstream.kernels.compiling import kernel, lanes
-from slipstream.kernels.memory import floats_at, power_of_two
+from slipstream.kernels.memory import floats_at, number_of_bits, power_of_two, words_at
 
 F = np.float32
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
@@ -41,6 +41,26 @@ def exp(x: F) -> F:
     y = y * (r * r) + r + ONE
     scaled: F = y * power_of_two(n)
     return scaled
+
+
+_U = np.uint32
+_31, _SIGN, _ALL = _U(31), _U(0x80000000), _U(0xFFFFFFFF)
+_UNSIGNED, _INFINITE = _U(0x7FFFFFFF), _U(0x7F800000)
+
+
+@kernel
+def largest(x: int, n: int) -> F:
+    """The largest of `n` numbers at an address, at least one; NaN where one is. Compared as
+    integers that stand in the same order: a maximum of floats is not split into lanes."""
+    bits = carray(words_at(x), (n,))
+    top = _U(0)
+    for i in range(n):
+        b = bits[i]
+        place = _U(b ^ (_ALL if b >= _SIGN else _SIGN))
+        place = _ALL if _U(b & _UNSIGNED) > _INFINITE else place
+        top = place if place > top else top
+    found: F = number_of_bits(_U(top ^ _SIGN) if top >= _SIGN else _U(~top))
+    return found
 
 
 @lanes

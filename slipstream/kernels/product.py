@@ -84,13 +84,19 @@ def round_to_bf16(x, out, count):
 
 
 @kernel
+def widen(halves, out, count):
+    """bf16 to fp32."""
+    a, o = carray(halves_at(halves), (count,)), carray(words_at(out), (count,))
+    for i in range(count):
+        o[i] = _U(_U(a[i]) << _SIXTEEN)
+
+
+@kernel
 def _round_in_fp32(x, out, count):
     """fp32 to the nearest bf16, as fp32."""
     halves = np.empty(count, np.uint16)
     round_to_bf16(x, halves.ctypes.data, count)
-    o = carray(words_at(out), (count,))
-    for i in range(count):
-        o[i] = _U(_U(halves[i]) << _SIXTEEN)
+    widen(halves.ctypes.data, out, count)
     hold(halves)
 
 
@@ -115,8 +121,9 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
         else:
             round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
-        # Several tiles ask for the next two panels, so that memory is read at an even pace.
-        ahead = _AHEAD // 2 if rows <= MOST_ROWS else 2 * panel_step
+        # Several tiles ask for the next two panels, so that memory is read at an even pace; so do
+        # wide ones, whose processors guess less of it.
+        ahead = 2 * panel_step if wide or rows > MOST_ROWS else _AHEAD // 2
         panels_bf16(
             xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
             rows, ahead, wide,

@@ -34,7 +34,7 @@ def _by_intel() -> bool:
         return False
 
 
-WIDE_FROM = 5 if _IN_HARDWARE and _by_intel() else 1 << 30
+WIDE_FROM = 4 if _IN_HARDWARE and _by_intel() else 1 << 30
 """Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
 two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and several
 rows share the widening of the weights."""

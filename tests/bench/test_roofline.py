@@ -44,17 +44,18 @@ def test_as_many_drafts_as_are_free_are_taken() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rates_are_of_what_was_timed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    results = []
+    results, seconds = [], iter([0.75, 0.5, 0.25])
 
-    def half_a_second(call: Callable[[], torch.Tensor]) -> float:
+    def timed(call: Callable[[], torch.Tensor]) -> float:
         results.append(call())
-        return 0.5
+        return next(seconds)
 
-    monkeypatch.setattr(roofline, "_seconds", half_a_second)
-    rates = measure_rates(dtype)
-    product, total = results
-    assert (product.dtype, rates.itemsize) == (dtype, dtype.itemsize)
+    monkeypatch.setattr(roofline, "_seconds", timed)
+    rates = measure_rates(dtype, CONFIG)
+    wide, product, total = results
+    assert (wide.dtype, product.dtype) == (torch.float32, dtype)
+    assert rates.itemsize == dtype.itemsize
     # Every number of the product takes as many multiply-adds as it has rows; what was added up are
-    # fp32 ones.
+    # fp32 ones, as many bytes as the weights have. The faster of the two products counts.
     assert rates.flops == 2 * 2 * len(product) ** 3
-    assert rates.bytes == 2 * 4 * total.item()
+    assert rates.bytes == 4 * 4 * total.item() == 4 * dtype.itemsize * WEIGHTS

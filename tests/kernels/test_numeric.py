@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from slipstream.kernels.numeric import dots, exp, squares, total, triple
+from slipstream.kernels.numeric import dots, exp, largest, squares, total, triple
 
 
 @njit
@@ -55,3 +55,28 @@ def test_dots_are_products_of_a_matrix_and_a_vector(count: int) -> None:
     out = torch.empty(count)
     dots(x.data_ptr(), rows.data_ptr(), 48, count, out.data_ptr())
     torch.testing.assert_close(out, rows @ x)
+
+
+@njit
+def largest_of(x: np.ndarray) -> float:
+    found: float = largest(x.ctypes.data, len(x))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 224])
+def test_the_largest_of_numbers_of_either_sign(n: int) -> None:
+    rng = np.random.default_rng(n)
+    for shift in (-1e30, -1.0, 0.0, 1e-42):
+        x = (rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 38, n) + shift).astype(np.float32)
+        assert largest_of(x) == x.max()
+    x[n // 2] = np.inf
+    assert largest_of(x) == np.inf
+    x[:] = -np.inf
+    assert largest_of(x) == -np.inf
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_of_numbers_with_nan_is_nan(sign: float) -> None:
+    x = np.ones(40, np.float32)
+    x[7] = np.copysign(np.float32(np.nan), np.float32(sign))
+    assert math.isnan(largest_of(x))
