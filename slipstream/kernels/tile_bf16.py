@@ -36,7 +36,7 @@ def _by_intel() -> bool:
 
 WIDE_FROM = 4 if _IN_HARDWARE and _by_intel() else 1 << 30
 """Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
-two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and several
+two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and a few
 rows share the widening of the weights."""
 
 MOST_ROWS = 12 if _IN_HARDWARE else 3
