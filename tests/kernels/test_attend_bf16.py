@@ -26,9 +26,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: list[int]) -> tuple[Te
 @pytest.mark.parametrize("head_dim", [16, 32, 64])
 @pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("scale", [1.0, 40.0])
-def test_rows_together_have_the_bits_of_rows_alone(
-    head_dim: int, group: int, scale: float
-) -> None:
+def test_rows_together_have_the_bits_of_rows_alone(head_dim: int, group: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(head_dim + group)
     keys, values = torch.randn(2, 2, SLOTS, head_dim, generator=generator).bfloat16().unbind()
     # Large scores: all but a few weights are next to nothing.
