@@ -20,7 +20,7 @@ from slipstream.drafter.acceptance import Acceptance, HeldOut, measure_acceptanc
 from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
-from slipstream.errors import check_at_least_one
+from slipstream.errors import TrainingError, check_at_least_one
 from slipstream.models.draft_head import DraftHead
 
 
@@ -41,11 +41,13 @@ class CoTrainSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """What came of a slice: its metrics, and whether there is a new version to publish, or a
-    trained head was held back. Neither where nothing was trained."""
+    trained head was held back. Neither where nothing was trained, or where training failed:
+    `failure` says why."""
 
     metrics: Metrics
     adopted: bool
     held_back: bool
+    failure: str | None = None
 
 
 class CoTraining:
@@ -62,7 +64,7 @@ class CoTraining:
         self.collector = collector
         self.settings = settings
         self.trainer = DraftTrainer(head, settings.train)
-        self.version = self.hold_backs = self.tokens_seen = 0
+        self.version = self.hold_backs = self.failures = self.tokens_seen = 0
         self.used = DraftHead(head.config).to(head.fc.weight.device)
         self.used.load_state_dict(head.state_dict())
 
@@ -76,13 +78,22 @@ class CoTraining:
         """Train after RL step `step`; `ends` are the policy's as it is now, `stop` ends training
         between two optimizer steps.
 
-        Raises TrainingError where loss or gradient is not finite, with the head in use as it was.
+        Where loss or gradient is not finite the slice ends, with the head in use as it was: drafts
+        are not worth the end of a run, and the policy's own loss is watched elsewhere. Training
+        goes on from the head in use, with a new optimizer: what led there is not to be trusted.
         """
         s, held_out = self.settings, self.collector.held_out
         started = time.perf_counter()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
         before = self._accepted(self.used, held_out, ends)
-        history = self.trainer.train(self._counted(batches), ends, steps=s.updates, stop=stop)
+        history, failure = list[Metrics](), None
+        try:
+            history = self.trainer.train(self._counted(batches), ends, steps=s.updates, stop=stop)
+        except TrainingError as error:
+            failure = str(error)
+            self.failures += 1
+            self.trainer.head.load_state_dict(self.used.state_dict())
+            self.trainer.forget_moments()
         after = self._accepted(self.trainer.head, held_out, ends) if history else before
         adopted = bool(history) and after is not None and before is not None
         adopted = adopted and _length(after) >= _length(before)
@@ -94,7 +105,7 @@ class CoTraining:
         metrics = _of_training(history) | _of_acceptance(before, "before") | self.counts()
         metrics |= _of_acceptance(after, "after")
         metrics["drafter/seconds"] = time.perf_counter() - started
-        return Slice(metrics=metrics, adopted=adopted, held_back=held_back)
+        return Slice(metrics=metrics, adopted=adopted, held_back=held_back, failure=failure)
 
     def counts(self) -> Metrics:
         """What has happened so far."""
@@ -105,6 +116,7 @@ class CoTraining:
             "drafter/version": self.version,
             "drafter/publishes": self.version,
             "drafter/hold_backs": self.hold_backs,
+            "drafter/failed_slices": self.failures,
             "drafter/buffer_bytes": buffer.nbytes,
             "drafter/buffer_samples": len(buffer),
             "drafter/evicted_samples": buffer.counts.evicted,
@@ -118,6 +130,7 @@ class CoTraining:
             "used": _tensors(self.used),
             "version": self.version,
             "hold_backs": self.hold_backs,
+            "failures": self.failures,
             "tokens_seen": self.tokens_seen,
             "collector": self.collector.state_dict(),
         }
@@ -127,7 +140,7 @@ class CoTraining:
         self.trainer.head.load_state_dict(state["head"])
         self.trainer.load_state_dict(state["trainer"])
         self.used.load_state_dict(state["used"])
-        for name in ("version", "hold_backs", "tokens_seen"):
+        for name in ("version", "hold_backs", "failures", "tokens_seen"):
             setattr(self, name, int(state[name]))
         self.collector.load_state_dict(state["collector"])
 

@@ -65,7 +65,11 @@ class DraftTrainer:
         self.head = head
         self.settings = settings
         self.step = 0
-        self._optimizer = PolicyOptimizer(head.named_parameters(), settings.optim)
+        self.forget_moments()
+
+    def forget_moments(self) -> None:
+        """Go on with a new optimizer, at the same step of its schedule."""
+        self._optimizer = PolicyOptimizer(self.head.named_parameters(), self.settings.optim)
 
     def train(
         self,

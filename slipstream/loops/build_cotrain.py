@@ -12,13 +12,30 @@ from slipstream.config.schema import Config
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.errors import ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_draft import train_settings
 from slipstream.loops.build_speculation import first_head
 from slipstream.loops.cotrain import DraftReceiver, IntervalTraining
 from slipstream.loops.stages import Stages
+from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.training.compute_thread import ComputeThread
+
+
+def check_cotraining(config: Config, policy: ModelConfig) -> None:
+    """Refuse a buffer that the longest response does not fit into. Raises ConfigError."""
+    train = config.speculative.train
+    if not train.enable_drafter_training:
+        return
+    longest = min(train.max_seq_len, build.max_model_len(config))
+    nbytes = longest * policy.hidden_size * build.rollout_dtype(config).itemsize
+    if nbytes > train.buffer_bytes:
+        raise ConfigError(
+            f"speculative.train.buffer_bytes={train.buffer_bytes}: prompt and response may take "
+            f"{longest} tokens, whose features need {nbytes}; raise it to several times that, or "
+            "lower speculative.train.max_seq_len, after which responses are cut off"
+        )
 
 
 def make_cotraining(

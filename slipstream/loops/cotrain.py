@@ -72,6 +72,11 @@ class IntervalTraining:
             return self.training.counts()
         async with self._stages.stage("draft head", "a slice of its training"):
             done = await self._compute.submit(lambda: self._slice(step))
+        if done.failure is not None:
+            self._notify(
+                f"step {step}: training of the draft head failed and begins anew from the one in "
+                f"use, which stays: {done.failure}"
+            )
         if done.adopted:
             await self._publish()
         elif done.held_back and not self._said:

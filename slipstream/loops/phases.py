@@ -16,7 +16,7 @@ from slipstream.checkpoint.state import huggingface_folder
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
-from slipstream.loops.build_cotrain import make_cotraining
+from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
@@ -290,12 +290,14 @@ class _RLPhase:
 
 def check_rl(run: Run, start: Path | None) -> None:
     """Refuse what would keep RL from beginning: names that no registry has, prompts that cannot be
-    read, an engine that cannot serve the model, a reference that is not there."""
-    config = run.config
-    build.check_speculation(config, build.model_config(config, run.tokenizer, start))
+    read, an engine that cannot serve the model, a buffer of co-training that is too small, a
+    reference that is not there."""
+    config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
+    build.check_speculation(config, policy)
     data = build.make_data_buffer(config, run.tokenizer, run.task)
     build.rl_config(config, build.rl_steps(config, data), 0)
-    build.check_engine(config, build.model_config(config, run.tokenizer, start))
+    build.check_engine(config, policy)
+    check_cotraining(config, policy)
     reference = config.actor_rollout_ref.ref.path
     if reference is not None:
         load_config(policy_folder(Path(reference)))

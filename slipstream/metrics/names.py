@@ -345,6 +345,7 @@ SECTIONS: tuple[Section, ...] = (
                 "heads",
                 "trained heads that accepted less than the one in use, or could not be measured",
             ),
+            Metric("drafter/failed_slices", "slices", "ended by a loss that was not finite"),
             Metric("drafter/buffer_bytes", "bytes", "features of collected responses"),
             Metric("drafter/buffer_samples", "samples", "collected responses"),
             Metric("drafter/evicted_samples", "samples", "given up so far since there was no room"),

@@ -100,6 +100,30 @@ def test_nothing_is_passed_on_that_could_not_be_measured() -> None:
     assert "drafter/acceptance_rate" not in done.metrics
 
 
+def test_a_slice_whose_loss_is_not_finite_leaves_the_head_as_it_was() -> None:
+    made, ends = cotraining(), ends_of(shared_decoder())
+    assert made.slice(ends, step=1).adopted
+    before, sequences = tensors(made), [kept.sequence for kept in made.collector.buffer._kept]
+    # The second batch of the slice: the first has moved the head.
+    good = [s.features_TD.clone() for s in sequences]
+    for sequence in sequences[len(sequences) // 2 :]:
+        sequence.features_TD.fill_(float("nan"))
+    failed = made.slice(ends, step=2)
+    assert not failed.adopted
+    assert not failed.held_back
+    assert "not both finite" in str(failed.failure)
+    check_names(failed.metrics)
+    assert (made.version, made.failures) == (1, 1)
+    assert same(before, tensors(made))
+    assert same(before, dict(made.trainer.head.named_parameters()))
+    for sequence, features in zip(sequences, good, strict=True):
+        sequence.features_TD.copy_(features)
+    after = made.slice(ends, step=3)
+    assert after.failure is None
+    assert after.adopted
+    assert after.metrics["drafter/failed_slices"] == 1
+
+
 def test_a_slice_ends_where_all_has_been_learned_from_and_where_it_is_stopped() -> None:
     made, ends = cotraining(count=40), ends_of(shared_decoder())
     asked: list[int] = []

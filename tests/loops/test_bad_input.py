@@ -385,3 +385,21 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
     (tmp_path / "rollouts").write_text("a file where a folder belongs")
     with pytest.raises(CheckpointError, match="step 3: the samples cannot be written to"):
         dump_groups(tmp_path / "rollouts" / "3.jsonl", [], build_tokenizer(), 3)
+
+
+def test_a_buffer_of_co_training_too_small_for_one_response(
+    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = "speculative.train"
+    line = rl_only(
+        tmp_path / "run",
+        "speculative.enable=true",
+        f"{train}.enable_drafter_training=true",
+        f"{train}.buffer_bytes=1000",
+        reward=reward,
+    )
+    error = refused(line, 2, capsys, f"{train}.buffer_bytes=1000", f"{train}.max_seq_len")
+    needed = re.search(r"may take (\d+) tokens, whose features need (\d+)", error)
+    assert needed is not None
+    assert int(needed[2]) > 1000
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
