@@ -56,7 +56,7 @@ class HistoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptimConfig:
-    """Optimizer of the draft model.
+    """An optimizer of the draft model.
 
     Names are FastRL's, the defaults are not: its rate of 1e-6 with 1000 steps of warm-up suits a
     head that has been trained on millions of tokens before. These train a new head in half a
@@ -77,6 +77,11 @@ class DrafterOptimConfig:
     """Share of the peak rate at which the schedule ends; null: 0."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "linear"
     """Course of the learning rate after warm-up."""
+
+
+def _following() -> DrafterOptimConfig:
+    """For a head that is trained and follows the policy, for as long as RL goes on."""
+    return DrafterOptimConfig(lr=1e-4, muon_lr=0.003, lr_scheduler_type="constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +131,8 @@ class DrafterTrainConfig:
     """Width of the uniform noise on the features that the head is given."""
     grad_clip: PositiveFloat | None = 1.0
     """Largest norm of the gradient; null: no limit."""
-    optim: DrafterOptimConfig = field(default_factory=DrafterOptimConfig)
-    """Optimizer of the draft model."""
+    optim: DrafterOptimConfig = field(default_factory=_following)
+    """Optimizer of the draft model during RL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +154,8 @@ class DraftConfig:
     """Drafts in a row up to which acceptance is measured."""
     save_freq: CountOrOff = 3
     """Rounds between checkpoints, each with a measurement; -1: only the last one."""
+    optim: DrafterOptimConfig = field(default_factory=DrafterOptimConfig)
+    """Optimizer of the draft model while the policy stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -432,16 +432,19 @@ def _speculation(config: Config) -> Iterator[str]:
 
 
 def _drafter(config: Config) -> Iterator[str]:
-    train, steps = config.speculative.train, config.speculative.draft.total_training_steps
-    optim, key = train.optim, "speculative.train.optim"
+    train, draft = config.speculative.train, config.speculative.draft
+    optim, key = draft.optim, "speculative.draft.optim"
+    steps = draft.total_training_steps
     if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
         yield (
             f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
             f"speculative.draft.total_training_steps={steps} with {key}.lr_warmup_steps="
             f"{optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant or more steps"
         )
-    if (optim.min_lr_ratio or 0) > 1:
-        yield f"{key}.min_lr_ratio={optim.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
+    for name, one in (("draft", draft.optim), ("train", train.optim)):
+        if (one.min_lr_ratio or 0) > 1:
+            key = f"speculative.{name}.optim"
+            yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
     if not train.value_weight and not train.soft_weight:
         yield (
             "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "

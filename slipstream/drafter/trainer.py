@@ -139,7 +139,8 @@ class DraftTrainer:
             self._optimizer.zero_grad()
             raise TrainingError(
                 f"draft head, step {self.step + 1}: loss {total} and gradient norm {norm} are not "
-                "both finite; lower speculative.train.optim.lr, or look for NaN in the features"
+                "both finite; lower the learning rates of speculative.draft.optim (during RL: "
+                "speculative.train.optim), or look for NaN in the features"
             )
         rates = self._optimizer.learning_rates(self.step)
         self._optimizer.step(self.step)

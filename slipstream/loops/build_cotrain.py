@@ -23,11 +23,20 @@ from slipstream.models.decoder import Decoder
 from slipstream.training.compute_thread import ComputeThread
 
 
-def check_cotraining(config: Config, policy: ModelConfig) -> None:
-    """Refuse a buffer that the longest response does not fit into. Raises ConfigError."""
+def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> None:
+    """Refuse a buffer that the longest response does not fit into, and a learning rate that has
+    no steps to fall in. Raises ConfigError."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return
+    optim, key = train.optim, "speculative.train.optim"
+    steps = training_steps(config, total_steps)
+    if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
+        raise ConfigError(
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
+            f"{total_steps} RL steps train the draft model {steps} times, with "
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
+        )
     longest = min(train.max_seq_len, build.max_model_len(config))
     nbytes = longest * policy.hidden_size * build.rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
@@ -38,16 +47,24 @@ def check_cotraining(config: Config, policy: ModelConfig) -> None:
         )
 
 
+def training_steps(config: Config, rl_steps: int) -> int:
+    """Optimizer steps of the draft model in so many RL steps, at most."""
+    train = config.speculative.train
+    return rl_steps // train.training_interval_steps * train.updates_per_training
+
+
 def make_cotraining(
     config: Config,
     policy: Decoder,
     engines: Sequence[DraftReceiver],
     compute: ComputeThread,
     *,
+    total_steps: int,
     notify: Callable[[str], None],
     stages: Stages,
 ) -> IntervalTraining | None:
-    """After `speculative.train`, beside the trainer of `policy`; None where it is not enabled."""
+    """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
+    where it is not enabled."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
@@ -69,7 +86,7 @@ def make_cotraining(
         ),
     )
     settings = CoTrainSettings(
-        train=train_settings(config),
+        train=train_settings(config, train.optim, training_steps(config, total_steps)),
         updates=train.updates_per_training,
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,

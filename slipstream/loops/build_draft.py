@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.config.schema import Config
+from slipstream.config.schema_speculative import DrafterOptimConfig
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
@@ -123,7 +124,10 @@ def make_parts(
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().numpy().tobytes())
     return DraftParts(
-        trainer=DraftTrainer(head.to(build.device_of(config)), train_settings(config)),
+        trainer=DraftTrainer(
+            head.to(build.device_of(config)),
+            train_settings(config, draft.optim, draft.total_training_steps),
+        ),
         source=source,
         ends=ends,
         responder=responder,
@@ -133,9 +137,11 @@ def make_parts(
     )
 
 
-def train_settings(config: Config) -> DraftTrainSettings:
-    """What one training step does: `speculative.train`."""
-    train, optim = config.speculative.train, config.speculative.train.optim
+def train_settings(
+    config: Config, optim: DrafterOptimConfig, total_steps: int
+) -> DraftTrainSettings:
+    """What one training step does: `speculative.train`, with an optimizer for so many steps."""
+    train = config.speculative.train
     return DraftTrainSettings(
         optim=OptimSettings(
             lr=optim.lr,
@@ -146,7 +152,7 @@ def train_settings(config: Config) -> DraftTrainSettings:
             warmup_steps=optim.lr_warmup_steps,
             schedule=optim.lr_scheduler_type,
             min_lr_ratio=optim.min_lr_ratio or 0.0,
-            total_steps=config.speculative.draft.total_training_steps,
+            total_steps=total_steps,
         ),
         grad_clip=train.grad_clip,
         value_weight=train.value_weight,

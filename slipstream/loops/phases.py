@@ -153,6 +153,7 @@ class _RLPhase:
             decoder,
             [self._engine],
             run.compute,
+            total_steps=self._total,
             notify=run.progress.note,
             stages=run.stages,
         )
@@ -295,9 +296,10 @@ def check_rl(run: Run, start: Path | None) -> None:
     config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
     build.check_speculation(config, policy)
     data = build.make_data_buffer(config, run.tokenizer, run.task)
-    build.rl_config(config, build.rl_steps(config, data), 0)
+    steps = build.rl_steps(config, data)
+    build.rl_config(config, steps, 0)
     build.check_engine(config, policy)
-    check_cotraining(config, policy)
+    check_cotraining(config, policy, steps)
     reference = config.actor_rollout_ref.ref.path
     if reference is not None:
         load_config(policy_folder(Path(reference)))

@@ -267,12 +267,17 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             "speculative.draft.total_training_steps=20",
             "nothing to decay over",
-            "speculative.train.optim.lr_scheduler_type=constant",
+            "speculative.draft.optim.lr_scheduler_type=constant",
         ),
         (
             "speculative.train.optim.min_lr_ratio=2",
             "min_lr_ratio=2 is above 1",
             "speculative.train.optim.min_lr_ratio=0",
+        ),
+        (
+            "speculative.draft.optim.min_lr_ratio=3",
+            "min_lr_ratio=3 is above 1",
+            "speculative.draft.optim.min_lr_ratio=0",
         ),
         (
             "speculative.train.value_weight=0 speculative.train.soft_weight=0",

@@ -403,3 +403,22 @@ def test_a_buffer_of_co_training_too_small_for_one_response(
     assert needed is not None
     assert int(needed[2]) > 1000
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_learning_rate_of_co_training_with_no_steps_to_fall_in(
+    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = "speculative.train"
+    line = rl_only(
+        tmp_path / "run",
+        "speculative.enable=true",
+        "trainer.total_training_steps=9",
+        f"{train}.enable_drafter_training=true",
+        f"{train}.training_interval_steps=4",
+        f"{train}.updates_per_training=3",
+        f"{train}.optim.lr_scheduler_type=linear",
+        f"{train}.optim.lr_warmup_steps=6",
+        reward=reward,
+    )
+    # After steps 4 and 8.
+    refused(line, 2, capsys, "9 RL steps train the draft model 6 times", "=constant")

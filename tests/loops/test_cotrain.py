@@ -10,7 +10,9 @@ import torch
 
 from slipstream.checkpoint.manager import TRACKER
 from slipstream.checkpoint.state import draft_folder
+from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
+from slipstream.loops.snapshot import cotraining_file
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.hf_io import read_tensors
 from tests.loops.helpers import assert_same_result, policy, result_of, rl_only, write_reward
@@ -65,6 +67,21 @@ def test_what_it_did_is_logged(learned: tuple[Path, Path]) -> None:
     assert steps[2].keys() >= {"drafter/loss", "drafter/accept_length/after", "timing_s/drafter"}
     assert "drafter/loss" not in steps[3]
     assert steps[1]["drafter/buffer_samples"] > 0
+
+
+def test_it_goes_on_learning_after_as_many_steps_as_a_new_head_takes(tmp_path: Path) -> None:
+    """The course of the learning rate is not that of `slipstream draft`."""
+    steps = (
+        "speculative.draft.total_training_steps=1",
+        "speculative.draft.optim.lr_warmup_steps=0",
+    )
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, *steps, reward=write_reward(tmp_path))
+    assert main(line) == 0
+    first, last = (
+        load_tree(cotraining_file(tmp_path / "run" / f"global_step_{step}"))["head"]
+        for step in (2, 4)
+    )
+    assert not any(torch.equal(first[name], last[name]) for name in first)
 
 
 def test_a_checkpoint_has_the_head_in_use(learned: tuple[Path, Path]) -> None:

@@ -36,7 +36,7 @@ SETTINGS = (
     "speculative.draft.accept_depth=3",
     "speculative.draft.save_freq=1",
     "speculative.train.batch_size_per_gpu=2",
-    "speculative.train.optim.lr_warmup_steps=2",
+    "speculative.draft.optim.lr_warmup_steps=2",
 )
 
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_phase_is_refused(
             "needs prompts for the policy to answer",
         ),
         (["trainer.val_only=true"], 2, "trainer.val_only=true trains nothing"),
-        (["speculative.train.optim.lr_warmup_steps=7"], 2, "has nothing to decay over"),
+        (["speculative.draft.optim.lr_warmup_steps=7"], 2, "has nothing to decay over"),
         (["speculative.train.max_seq_len=3"], 3, "speculative.train.max_seq_len=3 ends in the"),
         (["speculative.draft.rollout_files=[none.jsonl]"], 3, "none.jsonl is no file"),
     ],
