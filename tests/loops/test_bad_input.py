@@ -387,38 +387,31 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
         dump_groups(tmp_path / "rollouts" / "3.jsonl", [], build_tokenizer(), 3)
 
 
-def test_a_buffer_of_co_training_too_small_for_one_response(
-    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (["buffer_bytes=1000"], ["speculative.train.buffer_bytes=1000", "max_seq_len"]),
+        # After steps 4 and 8.
+        (
+            ["optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=6"],
+            ["9 RL steps train the draft model 6 times", "=constant"],
+        ),
+    ],
+)
+def test_co_training_that_could_not_work(
+    settings: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    reward: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    train = "speculative.train"
-    line = rl_only(
-        tmp_path / "run",
-        "speculative.enable=true",
-        f"{train}.enable_drafter_training=true",
-        f"{train}.buffer_bytes=1000",
-        reward=reward,
-    )
-    error = refused(line, 2, capsys, f"{train}.buffer_bytes=1000", f"{train}.max_seq_len")
-    needed = re.search(r"may take (\d+) tokens, whose features need (\d+)", error)
-    assert needed is not None
-    assert int(needed[2]) > 1000
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_learning_rate_of_co_training_with_no_steps_to_fall_in(
-    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train = "speculative.train"
+    given = ["enable_drafter_training=true", "training_interval_steps=4", "updates_per_training=3"]
     line = rl_only(
         tmp_path / "run",
         "speculative.enable=true",
         "trainer.total_training_steps=9",
-        f"{train}.enable_drafter_training=true",
-        f"{train}.training_interval_steps=4",
-        f"{train}.updates_per_training=3",
-        f"{train}.optim.lr_scheduler_type=linear",
-        f"{train}.optim.lr_warmup_steps=6",
+        *(f"speculative.train.{one}" for one in given + settings),
         reward=reward,
     )
-    # After steps 4 and 8.
-    refused(line, 2, capsys, "9 RL steps train the draft model 6 times", "=constant")
+    refused(line, 2, capsys, *parts)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
