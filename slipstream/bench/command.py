@@ -392,6 +392,9 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
             f"no time: {most[part]:.2f}"
         )
     print(
+        f"  such drafts in the time that the head takes to draft, whole: {most['right_head']:.2f}"
+    )
+    print(
         "  such drafts on an engine that wastes nothing of this machine's rates, whole: "
         f"{most['roofline']:.2f}"
     )

@@ -1,6 +1,6 @@
-"""Proposers of the lossless check: the real ones, counted, and a stand-in whose acceptance is set.
+"""Proposers of benchmarks: the real ones, counted, and stand-ins whose acceptance is set.
 
-Called by `lossless`.
+Called by `lossless` and `speculation`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,47 @@ class LyingOracle:
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
         """See `Proposer`. It knows everything."""
+
+
+class RightHead:
+    """A head whose drafts all turn out right, in the time that it takes to make them."""
+
+    def __init__(self, head: Proposer, oracle: Proposer) -> None:
+        """What `head` drafts is replaced by what `oracle` does."""
+        self._head = head
+        self._oracle = oracle
+        self.remember = head.remember
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._head.begin(request_id, prompt, context, features_TD)
+        self._oracle.begin(request_id, prompt, context, features_TD)
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        self._head.propose(batch, plan)
+        return self._oracle.propose(batch, plan)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._head.observe(request_ids, tokens, features_NWD)
+        self._oracle.observe(request_ids, tokens, features_NWD)
+
+    def end(self, request_id: str) -> None:
+        """See `Proposer`."""
+        self._head.end(request_id)
+        self._oracle.end(request_id)
 
 
 class Counted:

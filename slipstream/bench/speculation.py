@@ -3,7 +3,8 @@
 
 64 responses of log-normal length: the whole, and the tail of four or fewer requests. Among the
 contenders is an oracle that drafts the right tokens at no cost: no drafter that drafts as deep can
-gain more on this engine and machine. At the other end is a head that was never trained: with it the
+gain more on this engine and machine; and the same in the time that the head takes to draft, which
+no training of the head can pass. At the other end is a head that was never trained: with it the
 rollout should not be slower than plain decoding, beyond what a second plain engine differs by.
 Depth by batch size is `grid`, on the same policy and head.
 
@@ -23,7 +24,7 @@ from statistics import median
 import torch
 
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
-from slipstream.bench.drafters import LyingOracle
+from slipstream.bench.drafters import LyingOracle, RightHead
 from slipstream.bench.record import Machine, Row, Spread, this_machine
 from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
@@ -52,6 +53,7 @@ PLAIN = "plain"
 AGAIN = "plain_again"
 UNTRAINED = "untrained"
 ORACLE = "oracle"
+RIGHT_HEAD = "right_head"
 
 DEPTHS = (1, 2, 3, 4, 5, 7)
 
@@ -145,7 +147,8 @@ class _Generator:
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with a
-    head, with history, with both, with drafts that always are right, and peers."""
+    head, with history, with both, with drafts that always are right, in the head's time and in
+    none, and peers."""
     trained = load_trained(bench.policy)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
@@ -154,6 +157,10 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     known = {g.request_id: g.token_ids for g in plain.run(chosen.requests)}
     rates: list[MachineRates] = []
     vocabulary = trained.decoder.config.vocab_size
+
+    def oracle() -> LyingOracle:
+        return LyingOracle(known, vocab_size=vocabulary, lies=0.0)
+
     alone, beside = HistoryProposer(), HistoryProposer()
     # Histories forget before each round: they would know the responses of the last one. What is
     # about as fast as plain decoding runs next to it, so that little changes in between.
@@ -162,7 +169,8 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
         "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
-        ORACLE: (LyingOracle(known, vocab_size=vocabulary, lies=0.0), lambda: None),
+        RIGHT_HEAD: (RightHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
+        ORACLE: (oracle(), lambda: None),
     }
     generators = {PLAIN: _Generator(plain, chosen)}
     generators[AGAIN] = _Generator(make_engine(trained, bench.dtype), chosen)
@@ -224,12 +232,13 @@ def _least(
 def most_possible(rows: Sequence[Row]) -> dict[str, float]:
     """What drafts that are right and free gain over plain decoding in a rollout: `whole` and `tail`
     on this engine, and `roofline`, the whole on one that wastes nothing of what the machine can
-    do."""
+    do; `right_head`, the whole in the time that the head takes to draft."""
     by_name = {row.contender: row for row in rows}
     oracle = by_name[ORACLE]
     return {
         "whole": _median(oracle, "speculative_over_plain"),
         "tail": _median(oracle, "tail_speculative_over_plain"),
+        "right_head": _median(by_name[RIGHT_HEAD], "speculative_over_plain"),
         "roofline": _median(by_name[PLAIN], LEAST) / _median(oracle, LEAST),
     }
 
@@ -271,7 +280,8 @@ def _rollout_row(
         values["on_fraction"] = mine.on_fraction(bench.rounds)
     else:
         best = min(
-            generators.keys() - {AGAIN, UNTRAINED, ORACLE}, key=lambda n: median(times[n].wall)
+            generators.keys() - {AGAIN, UNTRAINED, RIGHT_HEAD, ORACLE},
+            key=lambda n: median(times[n].wall),
         )
         values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
         values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)

@@ -16,6 +16,7 @@ from slipstream.bench.speculation import (
     FLOORS,
     ORACLE,
     PLAIN,
+    RIGHT_HEAD,
     UNTRAINED,
     SpeculationBench,
     gains,
@@ -83,12 +84,13 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(speculation, "make_engine", made)
     rows = run_rollout(SpeculationBench(policy=Path("toy"), rounds=1, batch=12), print)
-    drafting = [UNTRAINED, "eagle", "history", "union", ORACLE]
+    drafting = [UNTRAINED, "eagle", "history", "union", RIGHT_HEAD, ORACLE]
     assert [row.contender for row in rows] == [PLAIN, AGAIN, *drafting]
-    oracle = engines[-1].stats()
-    # A draft that ends its response is not counted as accepted.
-    assert 0 <= oracle.draft_tokens - oracle.accepted_tokens <= oracle.finished
-    assert oracle.accepted_tokens > 10 * oracle.finished
+    for right in (engine.stats() for engine in engines[-2:]):
+        # A draft that ends its response is not counted as accepted.
+        assert 0 <= right.draft_tokens - right.accepted_tokens <= right.finished
+        assert right.draft_tokens > 0
+    assert engines[-1].stats().accepted_tokens > 10 * engines[-1].stats().finished
     found = gains(rows)
     over: Any = found["speculative_over_plain"]
     assert list(over) == list(found["accept_length"]) == [PLAIN, AGAIN, *drafting]  # type: ignore[call-overload]
@@ -96,7 +98,7 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
     assert over[ORACLE]["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
     assert {row.benchmark for row in rows} == {"rollout"}
     most = most_possible(rows)
-    assert most.keys() == {*FLOORS, "roofline"}
+    assert most.keys() == {*FLOORS, "right_head", "roofline"}
     least = [rows[i].values["least_seconds"].median for i in (0, -1)]  # type: ignore[union-attr]
     assert most["roofline"] == least[0] / least[1] > 1
     assert most["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
