@@ -32,6 +32,7 @@ EXAMPLES = """\
   slipstream bench rollout --policy runs/bench-model --peer vllm-bfloat16-compiled
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
+  slipstream bench train --ab speculation --policy runs/quickstart --steps 20
   slipstream bench startup
   slipstream bench lossless --json lossless.json
   slipstream bench selector --trace runs/mine/speculation.jsonl"""
@@ -41,6 +42,7 @@ _SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
 _PEERS = ("hf", "vllm")
 _BOTH = ("quickstart", "d512x12")
 _BENCH_MODEL = Path("runs/bench-model")
+_QUICKSTART = Path("runs/quickstart")
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
@@ -51,7 +53,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "rollout", help="rollouts with and without drafts, or the embedded engine against another"
     )
     decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
-    train = kinds.add_parser("train", help="a training step against the matrix-product rate")
+    train = kinds.add_parser(
+        "train", help="a training step against the matrix-product rate; RL with and without drafts"
+    )
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     speculation = kinds.add_parser(
         "speculation", help="a trained policy with drafts: their depth by batch size"
@@ -87,7 +91,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         kind.add_argument(
             "--greedy", action="store_true", help="take the likeliest token instead of sampling"
         )
-    for kind in (rollout, decode, train, speculation):
+    for kind in (rollout, decode, speculation):
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
     for kind in (rollout, decode, train, speculation, lossless):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
@@ -179,6 +183,28 @@ def _add_train_flags(train: argparse.ArgumentParser) -> None:
         "--matmul-size", metavar="N", type=positive, default=2048, help="default: 2048"
     )
     train.add_argument("--profile", action="store_true", help="also print the time by operation")
+    train.add_argument(
+        "--rounds", metavar="N", type=positive, help="default: 5, or one of runs with --ab"
+    )
+    ab = train.add_argument_group(
+        "RL with and without drafts", "whole runs of the settings that a trained policy's run has"
+    )
+    ab.add_argument(
+        "--ab",
+        choices=["speculation"],
+        help="the same RL plainly, with the draft head as it is, and with one that learns beside "
+        "the policy: the same responses and weights, and the time of each",
+    )
+    ab.add_argument(
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        help=f"run folder that SFT has begun (default: {_QUICKSTART})",
+    )
+    ab.add_argument("--steps", metavar="N", type=positive, help="RL steps (default: the run's)")
+    ab.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", default=[], help="settings of all three"
+    )
 
 
 def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
@@ -245,12 +271,18 @@ def run(args: argparse.Namespace) -> int:
     rows = benchmarks[args.benchmark](args)
     if args.json is not None:
         write_rows(args.json, rows, _summary(args, rows))
-    return 1 if args.benchmark == "lossless" and _report_differences(rows) else 0
+    if args.benchmark == "lossless":
+        return 1 if _report_differences(rows) else 0
+    return 1 if _is_ab(args) and not _say_ab(rows) else 0
+
+
+def _is_ab(args: argparse.Namespace) -> bool:
+    return args.benchmark == "train" and args.ab is not None
 
 
 def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
     """What the rows come to, by name."""
-    from slipstream.bench import decode, lossless, speculation
+    from slipstream.bench import ab, decode, lossless, speculation
 
     if args.benchmark == "decode":
         return {"cases": decode.cases(rows)}
@@ -258,6 +290,8 @@ def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, obje
         return lossless.counts(rows)
     if args.benchmark == "rollout" and args.policy is not None:
         return speculation.gains(rows)
+    if _is_ab(args):
+        return ab.summary(rows)
     return {}
 
 
@@ -334,7 +368,12 @@ def _decode(args: argparse.Namespace) -> list[Row]:
 
 def _train(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import train
+    from slipstream.errors import ConfigError
 
+    if _is_ab(args):
+        return _train_ab(args)
+    if args.policy is not None or args.steps is not None or args.set:
+        raise ConfigError("--policy, --steps and --set are of whole runs; give --ab speculation")
     dtype = _settle_torch(args)
     rows = []
     for shape in args.shape:
@@ -345,7 +384,7 @@ def _train(args: argparse.Namespace) -> list[Row]:
             optimizer=args.optimizer,
             dtype=dtype,
             matmul_size=args.matmul_size,
-            rounds=args.rounds,
+            rounds=args.rounds or 5,
         )
         row = train.run(bench)
         _print(f"training step, {shape}", [row])
@@ -353,6 +392,27 @@ def _train(args: argparse.Namespace) -> list[Row]:
         if args.profile:
             print(train.profile(bench))
         rows.append(row)
+    return rows
+
+
+def _train_ab(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import ab
+    from slipstream.errors import ConfigError
+
+    if args.shape != _BOTH or args.dtype != "auto" or args.threads is not None or args.profile:
+        raise ConfigError(
+            "--shape, --dtype, --threads and --profile are of a step of random weights; with --ab "
+            "give settings of the run, such as --set actor_rollout_ref.rollout.dtype=float32 "
+            "trainer.num_threads=1"
+        )
+    bench = ab.AbBench(
+        policy=args.policy or _QUICKSTART,
+        steps=args.steps,
+        rounds=args.rounds or 1,
+        settings=tuple(args.set),
+    )
+    rows = ab.run(bench, partial(print, file=sys.stderr, flush=True))
+    _print("RL with and without drafts", rows)
     return rows
 
 
@@ -475,6 +535,25 @@ def _report_differences(rows: Sequence[Row]) -> int:
         f"accepted drafts; {found:,} differ in id or log-probs"
     )
     return found
+
+
+def _say_ab(rows: Sequence[Row]) -> bool:
+    """Print whether all runs are the same to the last bit, and what they ended with."""
+    from slipstream.bench import ab
+
+    print()
+    for row in rows:
+        print(
+            f"  {row.contender:<12} weights {row.settings['weights_sha256']}, responses "
+            f"{row.settings['responses_sha256']}"
+        )
+    same = ab.summary(rows)["identical"] is True
+    print(
+        "  identical: responses, log-probs, rewards and final weights, bit for bit"
+        if same
+        else "  NOT identical: drafts have changed what was trained, a bug"
+    )
+    return same
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:

@@ -1,0 +1,237 @@
+"""The same RL run with and without drafts, in turns (`slipstream bench train --ab speculation`).
+
+    plain         no drafts
+    speculation   the draft head as it is
+    co-trained    the draft head learns beside the policy; from nothing where the policy has none
+
+Each run is a process of its own with the settings of the policy's run, from the same weights and
+the same seed. All must write the same responses and end with the same weights, to the last bit;
+what they may differ in is time, and what the head is like at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.timing import alternate, ratio
+from slipstream.config.load import CONFIG_FILE
+from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
+from slipstream.loops.snapshot import head_folder, policy_folder
+from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
+
+PLAIN, FROZEN, COTRAINED = "plain", "speculation", "co-trained"
+
+PARTS = ("gen", "update_actor", "drafter", "sync", "testing")
+"""Parts of a step whose share is shown."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbBench:
+    """RL as `policy`, a run folder, was configured for, from the policy that its SFT ended with, or
+    where it has had none, from its newest one. `steps` RL steps, None: as many as configured;
+    `settings` are key=value for all runs. Raises ConfigError for counts below 1."""
+
+    policy: Path
+    steps: int | None = None
+    rounds: int = 1
+    settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "rounds")
+        if self.steps is not None:
+            check_at_least_one(self, "steps")
+        if not (self.policy / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{self.policy} is no run folder: it has no {CONFIG_FILE}; `make quickstart` makes "
+                "runs/quickstart"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run wrote: its steps' metrics, and hashes of all responses, with their log-probs and
+    rewards, and of the last weights."""
+
+    steps: Sequence[Metrics]
+    responses: str
+    weights: str
+
+    def seconds(self, part: str) -> float:
+        """Of all steps."""
+        return sum(step.get(f"timing_s/{part}", 0.0) for step in self.steps)
+
+    def values(self, name: str) -> list[float]:
+        """Of the steps that have it."""
+        return [step[name] for step in self.steps if name in step]
+
+
+def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
+    """Measure; a row for each way to run. Raises EngineError where a run fails."""
+    start, head = _start(bench.policy), _head(bench.policy)
+    arms = arms_of(head)
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
+    with TemporaryDirectory() as folder:
+
+        def train(name: str) -> None:
+            target = Path(folder) / f"{name}-{len(outcomes[name])}"
+            say(f"RL, {name}, {len(outcomes[name]) + 1} of {bench.rounds}")
+            _train(command(bench, start, arms[name], target), say)
+            outcomes[name].append(read_outcome(target))
+
+        calls = {name: partial(train, name) for name in arms}
+        alternate(calls, rounds=bench.rounds, warm_up=0)
+    return [_row(bench, name, outcomes, head) for name in arms]
+
+
+def arms_of(head: Path | None) -> dict[str, list[str]]:
+    """The settings of each way to run, with the `head` that there is."""
+    given = f"speculative.eagle.spec_model_path={'null' if head is None else head}"
+    off, on = "speculative.train.enable_drafter_training=false", "speculative.enable=true"
+    arms = {PLAIN: ["speculative.enable=false", "speculative.eagle.spec_model_path=null", off]}
+    if head is not None:
+        arms[FROZEN] = [on, given, off]
+    arms[COTRAINED] = [on, given, off.replace("false", "true")]
+    return arms
+
+
+def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> list[str]:
+    """The line of one run, into the folder `target`."""
+    steps = [] if bench.steps is None else [f"trainer.total_training_steps={bench.steps}"]
+    return [
+        *(sys.executable, "-m", "slipstream.cli", "rl"),
+        *("--config", str(bench.policy / CONFIG_FILE)),
+        f"actor_rollout_ref.model.path={start}",
+        "actor_rollout_ref.model.init=null",
+        f"trainer.default_local_dir={target}",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[file]",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        *steps,
+        *bench.settings,
+        *arm,
+    ]
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """What lies in the folder of a finished run. Raises CheckpointError where it has no end."""
+    files = sorted((folder / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
+    steps = [metrics for _, metrics in read_jsonl(folder / METRICS_FILE)]
+    steps = [metrics for metrics in steps if "timing_s/step" in metrics]
+    if not files or len(files) != len(steps):
+        raise CheckpointError(f"{folder}: {len(steps)} RL steps and {len(files)} files of rollouts")
+    weights = sorted(policy_folder(folder).glob("*.safetensors"))
+    return Outcome(steps=steps, responses=_hash(files), weights=_hash(weights))
+
+
+def identical(outcomes: Sequence[Outcome]) -> bool:
+    """Whether all wrote the same responses and ended with the same weights."""
+    return len({(outcome.responses, outcome.weights) for outcome in outcomes}) == 1
+
+
+def summary(rows: Sequence[Row]) -> dict[str, object]:
+    """By name: `identical` for all runs, and how many times faster than plain rollouts and whole
+    steps were."""
+    ours = [row for row in rows if row.contender != PLAIN]
+
+    def speedups(name: str) -> dict[str, float]:
+        return {row.contender: _median(row.values[name]) for row in ours}
+
+    return {
+        "identical": all(row.values["identical"] == 1 for row in rows),
+        "rollout_speedup": speedups("rollout_speedup"),
+        "step_speedup": speedups("step_speedup"),
+    }
+
+
+def _row(
+    bench: AbBench, name: str, outcomes: Mapping[str, Sequence[Outcome]], head: Path | None
+) -> Row:
+    mine, plain = outcomes[name], outcomes[PLAIN]
+
+    def seconds(of: Sequence[Outcome], part: str) -> list[float]:
+        return [outcome.seconds(part) for outcome in of]
+
+    last = mine[-1]
+    values: dict[str, float | Spread] = {
+        "rollout_seconds": Spread.of(seconds(mine, "gen")),
+        "rollout_speedup": ratio(seconds(plain, "gen"), seconds(mine, "gen")),
+        "step_speedup": ratio(seconds(plain, "step"), seconds(mine, "step")),
+        "identical": float(identical([*mine, *plain])),
+    }
+    for part in PARTS:
+        values[f"share_{part}"] = median(o.seconds(part) / o.seconds("step") for o in mine)
+    for metric, shown in (
+        ("spec/accept_length", "accept_length"),
+        ("drafter/accept_length/before", "held_out_accept_length"),
+        ("critic/rewards/mean", "reward"),
+    ):
+        found = last.values(metric)
+        if found:
+            values |= {f"{shown}_first": found[0], f"{shown}_last": found[-1]}
+    return Row(
+        benchmark="train",
+        case="ab speculation",
+        contender=name,
+        dtype="",
+        threads=None,
+        seconds=Spread.of(seconds(mine, "step")),
+        machine=this_machine(),
+        values=values,
+        settings={
+            "policy": str(bench.policy),
+            "head": "none" if head is None else str(head),
+            "steps": len(last.steps),
+            "responses_sha256": last.responses,
+            "weights_sha256": last.weights,
+        },
+    )
+
+
+def _start(policy: Path) -> Path:
+    """Where RL began, or might."""
+    sft = policy / "sft"
+    return policy_folder(sft if sft.is_dir() else policy).resolve()
+
+
+def _head(policy: Path) -> Path | None:
+    folder = policy / "draft"
+    return head_folder(folder).resolve() if folder.is_dir() else None
+
+
+def _train(line: Sequence[str], say: Callable[[str], None]) -> None:
+    """Run it, and hand on what it says at its end if it fails."""
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+    if process.returncode:
+        say(output[-2000:])
+        raise EngineError(
+            f"`{' '.join(line[2:])}` ended with status {process.returncode}; its last lines are "
+            "above"
+        )
+
+
+def _hash(files: Sequence[Path]) -> str:
+    """Of their contents, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _median(value: float | Spread) -> float:
+    return value.median if isinstance(value, Spread) else value

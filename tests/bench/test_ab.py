@@ -1,0 +1,163 @@
+"""The same RL with and without drafts: what its runs are given, and what is read from them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench import ab
+from slipstream.bench.ab import (
+    COTRAINED,
+    FROZEN,
+    PLAIN,
+    AbBench,
+    Outcome,
+    arms_of,
+    command,
+    identical,
+    read_outcome,
+    summary,
+)
+from slipstream.cli import main
+from slipstream.errors import CheckpointError, ConfigError, EngineError
+from slipstream.loops.snapshot import policy_folder
+from tests.loops.helpers import write_reward
+
+
+def a_run(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text("")
+    return folder
+
+
+def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
+    assert list(arms_of(None)) == [PLAIN, COTRAINED]
+    arms = arms_of(Path("draft"))
+    assert list(arms) == [PLAIN, FROZEN, COTRAINED]
+    assert "speculative.enable=false" in arms[PLAIN]
+    assert "speculative.train.enable_drafter_training=false" in arms[FROZEN]
+    assert "speculative.train.enable_drafter_training=true" in arms[COTRAINED]
+    assert "speculative.eagle.spec_model_path=draft" in arms[COTRAINED]
+
+
+def test_settings_of_all_runs_come_before_those_of_one(tmp_path: Path) -> None:
+    bench = AbBench(policy=a_run(tmp_path), steps=3, settings=("trainer.seed=7",))
+    line = command(bench, Path("start"), ["speculative.enable=true"], Path("target"))
+    assert line[-2:] == ["trainer.seed=7", "speculative.enable=true"]
+    assert "trainer.total_training_steps=3" in line
+    assert "actor_rollout_ref.model.path=start" in line
+    assert "trainer.default_local_dir=target" in line
+    steps = command(AbBench(policy=tmp_path), Path("start"), [], Path("target"))
+    assert not any("total_training_steps" in text for text in steps)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`make quickstart` makes"):
+        AbBench(policy=tmp_path)
+
+
+@pytest.mark.parametrize("flags", [["--steps", "3"], ["--set", "a=b"], ["--policy", "runs/x"]])
+def test_flags_of_whole_runs_need_one(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", *flags]) == 2
+    assert "give --ab speculation" in capsys.readouterr().err
+
+
+def written(folder: Path, *, response: str = "a", weight: bytes = b"w", steps: int = 2) -> Path:
+    """The folder of a run as `slipstream rl` leaves it, as far as it is read."""
+    (folder / "rollouts").mkdir(parents=True)
+    lines = []
+    for step in range(1, steps + 1):
+        (folder / "rollouts" / f"{step}.jsonl").write_text(response * step)
+        data = {"timing_s/step": 2.0 * step, "timing_s/gen": 1.0, "spec/accept_length": 3.0 + step}
+        lines.append(json.dumps({"step": step, "data": data}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    (folder / "model.safetensors").write_bytes(weight)
+    return folder
+
+
+def test_a_run_is_its_seconds_and_what_it_wrote(tmp_path: Path) -> None:
+    one = read_outcome(written(tmp_path / "one"))
+    assert (one.seconds("step"), one.seconds("gen"), one.seconds("drafter")) == (6.0, 2.0, 0.0)
+    assert one.values("spec/accept_length") == [4.0, 5.0]
+    assert identical([one, read_outcome(written(tmp_path / "same"))])
+    other_text = read_outcome(written(tmp_path / "text", response="b"))
+    other_weight = read_outcome(written(tmp_path / "weight", weight=b"v"))
+    assert not identical([one, other_text])
+    assert not identical([one, other_weight])
+
+
+def test_a_run_without_its_rollouts_is_no_run(tmp_path: Path) -> None:
+    folder = written(tmp_path / "one")
+    (folder / "rollouts" / "2.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="2 RL steps and 1 files of rollouts"):
+        read_outcome(folder)
+
+
+def test_rows_hold_one_run_against_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = a_run(tmp_path / "run")
+    (policy / "draft").mkdir()
+    seconds = {PLAIN: 4.0, FROZEN: 2.0, COTRAINED: 1.0}
+    ran: list[str] = []
+
+    def outcome(folder: Path) -> Outcome:
+        name = folder.name.rpartition("-")[0]
+        ran.append(name)
+        weights = "other" if len(ran) > 3 and name == COTRAINED else "same"
+        step = {"timing_s/step": 8 + seconds[name], "timing_s/gen": seconds[name]}
+        return Outcome(steps=[step], responses="same", weights=weights)
+
+    monkeypatch.setattr(ab, "_train", lambda line, say: None)
+    monkeypatch.setattr(ab, "read_outcome", outcome)
+    rows = ab.run(AbBench(policy=policy), lambda text: None)
+    assert ran == [PLAIN, FROZEN, COTRAINED]
+    assert summary(rows) == {
+        "identical": True,
+        "rollout_speedup": {FROZEN: 2.0, COTRAINED: 4.0},
+        "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
+    }
+    assert rows[1].values["share_gen"] == 0.2
+    # In the second round one of the runs ends elsewhere.
+    rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
+    assert summary(rows)["identical"] is False
+
+
+def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
+    policy = a_run(tmp_path)
+    (policy / "config.yaml").write_text("data:\n  tusk: countdown\n")
+    said: list[str] = []
+    with pytest.raises(EngineError, match="ended with status 2"):
+        ab.run(AbBench(policy=policy), said.append)
+    assert "data.tusk" in said[-1]
+
+
+def test_three_runs_from_one_start_are_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    # Otherwise nothing is learned, and weights that stay are the same in any case.
+    reward = f"custom_reward_function.path={write_reward(tmp_path)}"
+    tiny = ["--recipe", "tiny", f"trainer.default_local_dir={run}", "trainer.num_threads=1"]
+    assert main(["sft", *tiny, reward]) == 0
+    assert main(["draft", "--checkpoint", str(run)]) == 0
+    file = tmp_path / "ab.json"
+    cotraining = ["training_interval_steps=1", "updates_per_training=2", "held_out_every=2"]
+    settings = [f"speculative.train.{text}" for text in cotraining]
+    flags = ["--policy", str(run), "--steps", "3", "--json", str(file), "--set", *settings]
+    assert main(["bench", "train", "--ab", "speculation", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "identical: responses, log-probs, rewards and final weights, bit for bit" in printed
+    found = json.loads(file.read_text())
+    assert found["identical"] is True
+    assert list(found["rollout_speedup"]) == [FROZEN, COTRAINED]
+    plain, frozen, cotrained = found["rows"]
+    assert plain["settings"]["steps"] == 3
+    assert plain["values"]["reward_first"] > 0
+    began = hashlib.sha256((policy_folder(run / "sft") / "model.safetensors").read_bytes())
+    assert began.hexdigest() != plain["settings"]["weights_sha256"]
+    assert plain["values"]["share_drafter"] == frozen["values"]["share_drafter"] == 0
+    assert cotrained["values"]["share_drafter"] > 0
