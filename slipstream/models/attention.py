@@ -43,14 +43,9 @@ def causal_mask(
     `num_keys - num_seen`. R is `group_size * T` rounded up to the row multiple; rows beyond are
     copies of the first and are dropped again after `attend`.
     """
+    B = query_positions_BT.shape[0]
     keys = torch.arange(num_seen, num_keys, device=query_positions_BT.device)
     hidden_BTX = keys[None, None, :] > query_positions_BT[:, :, None]
-    return additive_mask(hidden_BTX, num_kv_heads, group_size)
-
-
-def additive_mask(hidden_BTX: Tensor, num_kv_heads: int, group_size: int) -> Tensor:
-    """(B * H, R, X): -inf where `hidden_BTX`, 0 elsewhere, in rows as `fold_queries` makes them."""
-    B = hidden_BTX.shape[0]
     mask_BTX = torch.zeros(hidden_BTX.shape, device=hidden_BTX.device)
     mask_BTX.masked_fill_(hidden_BTX, float("-inf"))
     rows = pad_query_rows(mask_BTX[:, None].repeat(1, 1, group_size, 1))
@@ -128,10 +123,8 @@ class TorchAttention:
         positions_BT: Tensor,
         dtype: torch.dtype,
         kv_cache: KVCache | None = None,
-        hidden_BTX: Tensor | None = None,
     ) -> None:
-        """Of queries at `positions_BT`, which see keys up to their positions, or all but
-        `hidden_BTX` of the last X keys."""
+        """Of queries at `positions_BT`, which see keys up to their positions."""
         self._c, self._eps, self._kv_cache = config, eps, kv_cache
         H, G = config.num_kv_heads, config.group_size
         if kv_cache is None:
@@ -139,10 +132,7 @@ class TorchAttention:
         else:
             num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
         self._num_keys = num_keys
-        if hidden_BTX is None:
-            self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
-        else:
-            self._mask_NRX = additive_mask(hidden_BTX, H, G)
+        self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
         self._cos, self._sin = rope_at(positions_BT, config, dtype)
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.models.attention import Context, TorchAttention, as_context, padded_keys
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.decoder import (
@@ -30,6 +30,7 @@ from slipstream.models.decoder import (
     init_parameters,
     layer_forward,
 )
+from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels
 
@@ -97,18 +98,13 @@ class PackedDraftHead:
         the end of the tokens means nothing. Padding goes on the right.
         """
         B, T = next_ids_BT.shape
-        c, limit = self.config, self.config.max_position_embeddings - 1
-        positions = torch.arange(T, device=next_ids_BT.device)
-        chains = _Chains(T, features_BTD.dtype, features_BTD.device)
+        chains = _Chains(self.config, self.eps, T, features_BTD.dtype, features_BTD.device)
         ids, x_BTD = next_ids_BT, features_BTD
         for step in range(steps):
             if step:
                 ids = F.pad(ids[:, 1:], (0, 1))
-            places = (positions + step).clamp(max=limit).expand(B, -1)
-            hidden = chains.hidden(step).expand(B, -1, -1)
-            attention = TorchAttention(c, self.eps, places, x_BTD.dtype, chains, hidden)
             x = self.join(ids, x_BTD, embedding_VD)
-            x, delta = layer_forward(self.layer, 0, x, None, attention, self.eps)
+            x, delta = layer_forward(self.layer, 0, x, None, chains, self.eps)
             x_BTD = (x + delta).view(B, T, -1)
             yield x_BTD
 
@@ -119,30 +115,42 @@ class PackedDraftHead:
 
 
 class _Chains:
-    """`KVCache` of `unroll`: keys and values of each step, one block of slots after the other."""
+    """`Attention` of `unroll`, one step after the other: a slot sees the true slots up to itself,
+    and of later steps those of its own chain alone, which are a score each, not a row of scores.
+    """
 
-    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._length = length
-        self._width = padded_keys(length, dtype, device)
-        self._device = device
-        self._blocks: list[Tensor] = []
+    def __init__(
+        self,
+        config: ModelConfig,
+        eps: Tensor,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._c, self._eps, self._dtype = config, eps, dtype
+        self._positions = torch.arange(length, device=device)
+        self._unseen = self._positions > self._positions[:, None]
+        # Of each step so far: (B, H, T, K).
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
 
-    @property
-    def num_keys(self) -> int:
-        return self._width * (len(self._blocks) + 1)
-
-    @property
-    def num_seen(self) -> int:
-        return 0
-
-    def hidden(self, step: int) -> Tensor:
-        """(T, X): which keys slot t must not see. Of later steps it sees its own chain's alone."""
-        slots = torch.arange(self._length, device=self._device)[:, None]
-        keys = torch.arange(self._width, device=self._device)
-        return torch.cat([keys > slots] + [keys != slots] * step, dim=1)
-
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
-        fresh = torch.stack([k_BTHK, v_BTHK]).transpose(2, 3).flatten(1, 2)
-        self._blocks.append(F.pad(fresh, (0, 0, 0, self._width - self._length)))
-        keys, values = torch.cat(self._blocks, dim=2)
-        return as_context(keys, values)
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        c, T = self._c, len(self._positions)
+        Q, H, G, K = c.num_heads, c.num_kv_heads, c.group_size, c.head_dim
+        places = self._positions + len(self._keys)
+        cos, sin = rope_at(places.clamp(max=c.max_position_embeddings - 1)[None], c, self._dtype)
+        qk, v = qkv.view(-1, T, Q + 2 * H, K).split_with_sizes([Q + H, H], 2)
+        if norms is not None:
+            qk = rms_norm(qk, norms, self._eps)
+        q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
+        q = q.view(-1, T, H, G, K).permute(0, 2, 3, 1, 4) * K**-0.5
+        self._keys.append(k.transpose(1, 2))
+        self._values.append(v.transpose(1, 2))
+        rows = q.flatten(2, 3) @ self._keys[0].transpose(-1, -2)
+        scores = rows.view(-1, H, G, T, T).float().masked_fill(self._unseen, -inf)
+        own = [(q * key[:, :, None]).sum(-1, keepdim=True).float() for key in self._keys[1:]]
+        weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(v.dtype)
+        out = (weights[..., :T].flatten(2, 3) @ self._values[0]).view_as(q)
+        for step, value in enumerate(self._values[1:]):
+            out = out + weights[..., T + step, None] * value[:, :, None]
+        return out.permute(0, 3, 1, 2, 4).reshape(-1, Q * K)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.drafter.acceptance import measure_acceptance
 from slipstream.drafter.losses import eagle_loss
@@ -13,6 +16,7 @@ from slipstream.drafter.sequences import DraftSequence, collate, passes
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
+from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
@@ -38,6 +42,40 @@ def test_training_makes_more_drafts_right() -> None:
     assert history[-1]["draft/loss"] < 0.8 * history[0]["draft/loss"]
     assert after.at_depth(1) > before.at_depth(1) + 0.05
     assert after.at_depth(2) > before.at_depth(2) + 0.05
+
+
+def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
+    """A head that has seen nothing else, again and again."""
+    head = new_head(decoder)
+    made = trainer(head, lr=1e-2, depth=3, soft_weight=1.0)
+    made.train(passes(sequences, 16, "by heart"), ends_of(decoder), steps=250)
+    return head
+
+
+def _late(features_TD: Tensor) -> Tensor:
+    return torch.cat([features_TD[:1], features_TD[:-1]])
+
+
+ALIGNMENTS: dict[str, Callable[[DraftSequence], DraftSequence]] = {
+    "right": lambda s: s,
+    "features one late": lambda s: replace(s, features_TD=_late(s.features_TD)),
+    "tokens one late": lambda s: replace(s, tokens=[s.tokens[0], *s.tokens[:-1]]),
+    "tokens one early": lambda s: replace(s, tokens=[*s.tokens[1:], 0]),
+}
+
+
+@pytest.mark.parametrize("name", ALIGNMENTS)
+def test_responses_are_learned_by_heart_unless_they_are_off_by_one(name: str) -> None:
+    decoder = shared_decoder()
+    known = [r for r in responses(decoder, requests(16, seed=3)) if r.sequence.slots]
+    head = by_heart([ALIGNMENTS[name](r.sequence) for r in known], decoder)
+    measured = measure_acceptance(head, known, ends_of(decoder), depth=3)
+    shares = [measured.at_depth(k) for k in (1, 2, 3)]
+    assert len(known) == 16
+    if name == "right":
+        assert min(shares) > 0.95
+    else:
+        assert max(shares) < 0.85
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
