@@ -15,12 +15,13 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from slipstream.bench.moved import nats_moved
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.timing import alternate, ratio
 from slipstream.config.load import CONFIG_FILE
@@ -81,6 +82,7 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     start, head = _start(bench.policy), _head(bench.policy)
     arms = arms_of(head)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
+    moved: list[float] = []
     with TemporaryDirectory() as folder:
 
         def train(name: str) -> None:
@@ -88,10 +90,14 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             say(f"RL, {name}, {len(outcomes[name]) + 1} of {bench.rounds}")
             _train(command(bench, start, arms[name], target), say)
             outcomes[name].append(read_outcome(target))
+            # Once: all end with the same weights, or the comparison has failed.
+            if name == PLAIN and not moved:
+                moved.append(nats_moved(start, policy_folder(target), last_rollouts(target)))
 
         calls = {name: partial(train, name) for name in arms}
         alternate(calls, rounds=bench.rounds, warm_up=0)
-    return [_row(bench, name, outcomes, head) for name in arms]
+    rows = [_row(bench, name, outcomes, head) for name in arms]
+    return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
 
 
 def arms_of(head: Path | None) -> dict[str, list[str]]:
@@ -126,13 +132,18 @@ def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> li
 
 def read_outcome(folder: Path) -> Outcome:
     """What lies in the folder of a finished run. Raises CheckpointError where it has no end."""
-    files = sorted((folder / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
+    files = _rollouts(folder)
     steps = [metrics for _, metrics in read_jsonl(folder / METRICS_FILE)]
     steps = [metrics for metrics in steps if "timing_s/step" in metrics]
     if not files or len(files) != len(steps):
         raise CheckpointError(f"{folder}: {len(steps)} RL steps and {len(files)} files of rollouts")
     weights = sorted(policy_folder(folder).glob("*.safetensors"))
     return Outcome(steps=steps, responses=_hash(files), weights=_hash(weights))
+
+
+def last_rollouts(folder: Path) -> Path:
+    """The file of the last step's."""
+    return _rollouts(folder)[-1]
 
 
 def identical(outcomes: Sequence[Outcome]) -> bool:
@@ -197,6 +208,10 @@ def _row(
             "weights_sha256": last.weights,
         },
     )
+
+
+def _rollouts(folder: Path) -> list[Path]:
+    return sorted((folder / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
 
 
 def _start(policy: Path) -> Path:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slipstream.kernels import attend, attend_bf16
+from slipstream.kernels.attend_backward import attend_backward
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
 from slipstream.models.functional import rope_table
@@ -234,8 +235,7 @@ class CpuAttention:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention over a pass's own keys. Backwards the weights are computed anew from the logarithms
-    of the denominators (Dao et al. 2022, FlashAttention), as matrix products of whole heads."""
+    """Attention over a pass's own keys."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, norms: Tensor | None, shared: CpuAttention) -> Tensor:
@@ -255,26 +255,23 @@ class _Attention(torch.autograd.Function):
         q, kv = shared.plain(q, kv)
         _, B, H, T, K = kv.shape
         Q = q.shape[1] // K
-        G = Q // H
-
-        def by_head(x: Tensor) -> Tensor:
-            # (M, Q * X) -> (B * H, G * T, X)
-            return x.reshape(B, T, H, G, -1).permute(0, 2, 3, 1, 4).reshape(B * H, G * T, -1)
-
-        def by_row(x: Tensor) -> Tensor:
-            return x.view(B, H, G, T, K).permute(0, 3, 1, 2, 4).contiguous()
-
-        queries, grads = by_head(q), by_head(grad)
-        keys, values = kv.flatten(1, 2)
-        weights = torch.bmm(queries, keys.transpose(1, 2))
-        future = torch.full((T, T), float("-inf")).triu_(1)
-        weights.view(B * H, G, T, T).add_(future)
-        weights.sub_(by_head(logs)).exp_()
-        dv = torch.bmm(weights.transpose(1, 2), grads)
-        along = (grads * by_head(out)).sum(-1, keepdim=True)
-        dscores = torch.bmm(grads, values.transpose(1, 2)).sub_(along).mul_(weights)
-        dq = by_row(torch.bmm(dscores, keys))
-        dk = torch.bmm(dscores.transpose(1, 2), queries).view(B, H, T, K).transpose(1, 2)
-        dqkv = torch.empty_like(qkv)
-        dqkv.view(B, T, Q + 2 * H, K)[:, :, Q + H :] = dv.view(B, H, T, K).transpose(1, 2)
-        return dqkv, shared.backward(qkv, norms, dq, dk.contiguous(), dqkv), None
+        q, grad = q.contiguous(), grad.contiguous()
+        dq, dk, dqkv = torch.empty_like(q), q.new_empty(B * T, H, K), torch.empty_like(qkv)
+        attend_backward(
+            q.data_ptr(),
+            kv[0].data_ptr(),
+            kv[1].data_ptr(),
+            grad.data_ptr(),
+            out.data_ptr(),
+            logs.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dqkv[:, (Q + H) * K :].data_ptr(),
+            dqkv.stride(0) * dqkv.itemsize,
+            B,
+            T,
+            Q,
+            H,
+            K,
+        )
+        return dqkv, shared.backward(qkv, norms, dq, dk, dqkv), None

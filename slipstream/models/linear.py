@@ -21,7 +21,12 @@ from torch.nn import functional as F
 
 from slipstream.kernels import product
 from slipstream.kernels.tile import PANEL
-from slipstream.models.numerics import activation_dtype, has_kernels, round_up
+from slipstream.models.numerics import (
+    activation_dtype,
+    bf16_products_are_faster,
+    has_kernels,
+    round_up,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,10 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         total = grad.reshape(-1, grad.shape[-1]).sum(0) if need_bias else None
-        dtype, grad = grad.dtype, grad.to(weight.dtype)
+        if bf16_products_are_faster():
+            dtype, grad = grad.dtype, grad.to(weight.dtype)
+        else:
+            dtype, x, weight = grad.dtype, x.to(grad.dtype), weight.to(grad.dtype)
         rows = grad.reshape(-1, grad.shape[-1])
         return (
             (grad @ weight).to(dtype) if need_x else None,

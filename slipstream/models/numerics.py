@@ -143,12 +143,27 @@ def cpu_has_bf16_units() -> bool:
 
     Elsewhere bf16 is emulated and slower than fp32.
     """
+    return bool(_cpu_words() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@cache
+def bf16_products_are_faster() -> bool:
+    """Whether torch's products of bf16 matrices take less time here than those of fp32.
+
+    Not where bf16 is emulated, nor on Intel's processors without AMX: their instruction for pairs
+    takes longer than two fused multiply-adds (docs/log.md).
+    """
+    words = _cpu_words()
+    return "amx_bf16" in words or (cpu_has_bf16_units() and "GenuineIntel" not in words)
+
+
+@cache
+def _cpu_words() -> frozenset[str]:
+    """What the system says of this CPU."""
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
-    words = set(flags.split())
-    return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+        return frozenset()
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

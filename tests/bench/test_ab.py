@@ -113,6 +113,9 @@ def test_rows_hold_one_run_against_the_other(
 
     monkeypatch.setattr(ab, "_train", lambda line, say: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
+    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
+    monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
+    monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     rows = ab.run(AbBench(policy=policy), lambda text: None)
     assert ran == [PLAIN, FROZEN, COTRAINED]
     assert summary(rows) == {
@@ -121,6 +124,7 @@ def test_rows_hold_one_run_against_the_other(
         "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
     }
     assert rows[1].values["share_gen"] == 0.2
+    assert rows[1].values["nats_moved"] == 0.25
     # In the second round one of the runs ends elsewhere.
     rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
     assert summary(rows)["identical"] is False
@@ -157,6 +161,7 @@ def test_three_runs_from_one_start_are_the_same(
     plain, frozen, cotrained = found["rows"]
     assert plain["settings"]["steps"] == 3
     assert plain["values"]["reward_first"] > 0
+    assert 0 < plain["values"]["nats_moved"] < 1
     began = hashlib.sha256((policy_folder(run / "sft") / "model.safetensors").read_bytes())
     assert began.hexdigest() != plain["settings"]["weights_sha256"]
     assert plain["values"]["share_drafter"] == frozen["values"]["share_drafter"] == 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from slipstream.models import numerics
 from slipstream.models.linear import PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -127,6 +128,47 @@ def test_gradients_are_those_of_a_plain_layer(outs: int, dtype: torch.dtype) -> 
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == torch.float32
         assert float((a - b).norm() / b.norm()) < close
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_gradients_are_the_same_whichever_products_are_faster(
+    monkeypatch: pytest.MonkeyPatch, narrow: bool
+) -> None:
+    monkeypatch.setattr("slipstream.models.linear.bf16_products_are_faster", lambda: narrow)
+    weight = weights(64, 48).bfloat16().requires_grad_()
+    x = torch.randn(200, 48, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    grad = torch.randn(200, 64, generator=torch.Generator().manual_seed(2))
+    dx, dw = torch.autograd.grad(PackedLinear.of(weight)(x), [x, weight], grad)
+    assert (dx.dtype, dw.dtype) == (torch.float32, torch.bfloat16)
+    exact_dx = grad.double() @ weight.detach().double()
+    exact_dw = grad.T.double() @ x.detach().bfloat16().double()
+    # Without rounding the gradient the rows' own is exact to fp32; the weight's is bf16 anyway.
+    error = float((dx - exact_dx).abs().max())
+    assert error < 1e-5 if not narrow else 1e-4 < error < 0.1
+    torch.testing.assert_close(dw.double(), exact_dw, rtol=2**-7, atol=0.1 if narrow else 2**-7)
+
+
+@pytest.mark.parametrize(
+    ("words", "faster"),
+    [
+        ("GenuineIntel avx512_bf16", False),
+        ("GenuineIntel avx512_bf16 amx_bf16", True),
+        ("AuthenticAMD avx512_bf16", True),
+        ("Features : asimd bf16", True),
+        ("AuthenticAMD avx2", False),
+    ],
+)
+def test_bf16_products_are_for_processors_that_are_fast_at_them(
+    monkeypatch: pytest.MonkeyPatch, words: str, faster: bool
+) -> None:
+    monkeypatch.setattr(numerics, "_cpu_words", lambda: frozenset(words.split()))
+    for asked in (numerics.bf16_products_are_faster, numerics.cpu_has_bf16_units):
+        asked.cache_clear()
+    try:
+        assert numerics.bf16_products_are_faster() is faster
+    finally:
+        for asked in (numerics.bf16_products_are_faster, numerics.cpu_has_bf16_units):
+            asked.cache_clear()
 
 
 def test_rows_in_any_number_of_dimensions_and_of_no_other_width() -> None:

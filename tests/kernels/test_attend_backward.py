@@ -1,0 +1,122 @@
+"""Gradients of causal attention against autograd in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attend_backward import attend_backward
+
+
+def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
+    """Scaled queries, keys, values and the gradient of the result, in fp64."""
+    generator = torch.Generator().manual_seed(T)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return {
+        "q": draw(B, T, Q, K) * 2 * K**-0.5,
+        "k": draw(B, H, T, K),
+        "v": draw(B, H, T, K),
+        "grad": draw(B, T, Q, K),
+    }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The result (B, T, Q, K) and the logarithms of the denominators (B, T, Q)."""
+    T, G = q.shape[1], q.shape[2] // k.shape[1]
+    scores = q.transpose(1, 2) @ k.repeat_interleave(G, 1).transpose(2, 3)
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
+    out = scores.softmax(-1) @ v.repeat_interleave(G, 1)
+    return out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+
+
+def by_kernel(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients as the kernel gives them: (B, T, Q, K), twice (B, T, H, K)."""
+    (B, T, Q, K), H = given["q"].shape, given["k"].shape[1]
+    out, logs = attention(given["q"], given["k"], given["v"])
+    q, k, v, grad, out, logs = (
+        x.float().contiguous()
+        for x in (given["q"], given["k"], given["v"], given["grad"], out, logs)
+    )
+    dq = torch.full((B, T, Q, K), float("nan"))
+    dk = torch.full((B, T, H, K), float("nan"))
+    # Gradients of values go beside something else, which stays.
+    dv = torch.full((B, T, H * K + 3), 7.0)
+    attend_backward(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        grad.data_ptr(),
+        out.data_ptr(),
+        logs.data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv[..., 3:].data_ptr(),
+        dv.stride(1) * 4,
+        B,
+        T,
+        Q,
+        H,
+        K,
+    )
+    assert bool((dv[..., :3] == 7).all())
+    return dq, dk, dv[..., 3:].reshape(B, T, H, K)
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "Q", "H", "K"),
+    [
+        (1, 1, 1, 1, 16),
+        (2, 5, 4, 2, 8),
+        (3, 47, 2, 2, 24),
+        (2, 48, 6, 2, 32),
+        (2, 49, 3, 1, 32),
+        (3, 145, 4, 2, 64),
+    ],
+)
+def test_gradients_are_those_of_autograd(B: int, T: int, Q: int, H: int, K: int) -> None:
+    given = sample(B, T, Q, H, K)
+    inputs = [given[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    out, _ = attention(*inputs)
+    dq, dk, dv = torch.autograd.grad(out, inputs, given["grad"])
+    wanted = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
+    for found, exact in zip(by_kernel(given), wanted, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_the_same_for_any_number_of_threads() -> None:
+    given = sample(5, 130, 4, 2, 32)
+    threads = torch.get_num_threads()
+    shared = by_kernel(given)
+    torch.set_num_threads(1)
+    try:
+        alone = by_kernel(given)
+    finally:
+        torch.set_num_threads(threads)
+    for one, other in zip(shared, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_comes_later_gets_and_gives_no_gradient() -> None:
+    given = sample(1, 60, 2, 1, 16)
+    given["grad"][:, 20:] = 0
+    dq, dk, dv = by_kernel(given)
+    assert not dq[:, 20:].any()
+    assert not dk[:, 20:].any()
+    assert not dv[:, 20:].any()
+    given["k"][:, :, 20:] *= 3
+    given["v"][:, :, 20:] += 1
+    for again, before in zip(by_kernel(given), (dq, dk, dv), strict=True):
+        assert torch.equal(again, before)
+
+
+def test_nan_in_a_gradient_stays_in_sight() -> None:
+    given = sample(1, 20, 2, 1, 16)
+    given["grad"][0, 10, 0, 3] = float("nan")
+    dq, dk, dv = by_kernel(given)
+    assert dq[0, 10, 0].isnan().all()
+    assert dk[0, :11].isnan().any()
+    assert dv[0, :11, 0, 3].isnan().all()
