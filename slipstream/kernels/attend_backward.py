@@ -14,7 +14,8 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, hold
-from slipstream.kernels.numeric import ZERO, exp
+from slipstream.kernels.numeric import ZERO, dots, exp
+from slipstream.kernels.product import pack_part
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tiles
 
@@ -24,33 +25,23 @@ larger blocks compute more that lies in the future, which short responses feel."
 
 
 @kernel
-def _panels(rows, out, T, W):
-    """Rows (T, W) as panels of 16 rows each, [panel][column][row]: as weights of a product."""
-    for p in range(T // PANEL):
-        o = carray(floats_at(out + p * PANEL * W * 4), (W * PANEL,))
-        for j in range(PANEL):
-            a = carray(floats_at(rows + (p * PANEL + j) * W * 4), (W,))
-            for i in range(W):
-                o[i * PANEL + j] = a[i]
-
-
-@kernel
-def _turned(rows, out, T, W):
-    """Rows (T, W) to (W, T)."""
-    a, o = carray(floats_at(rows), (T * W,)), carray(floats_at(out), (W * T,))
-    for i in range(W):
-        for t in range(T):
-            o[i * T + t] = a[t * W + i]
-
-
-@kernel
-def _gather(source, source_step, out, T, K, W):
-    """T rows of K numbers, `source_step` bytes apart, to rows of W at `out`."""
+def _copy(source, source_step, out, out_step, T, K):
+    """T rows of K numbers; each row `source_step` and `out_step` bytes from the next."""
     for t in range(T):
         a = carray(floats_at(source + t * source_step), (K,))
-        o = carray(floats_at(out + t * W * 4), (K,))
+        o = carray(floats_at(out + t * out_step), (K,))
         for i in range(K):
             o[i] = a[i]
+
+
+@kernel
+def _turned(rows, row_step, out, T, Tp, K):
+    """T rows of K numbers to (K, Tp)."""
+    o = carray(floats_at(out), (K * Tp,))
+    for t in range(T):
+        a = carray(floats_at(rows + t * row_step), (K,))
+        for i in range(K):
+            o[i * Tp + t] = a[i]
 
 
 @kernel
@@ -68,45 +59,42 @@ def _add_turned(columns, out, out_step, T, Tp, K, first):
 
 
 @kernel
-def _weigh(scores, dweights, step, log, log_step, along, T, Tp):
+def _weigh(scores, dweights, step, logs, along, row_step, T):
     """Scores and gradients of the weights, rows `step` bytes apart, to weights and gradients of the
-    scores; zeros for keys in the future, up to the end of a block."""
-    towards = carray(floats_at(along), (Tp,))
-    for i in range(Tp):
+    scores; zeros for keys in the future, up to the end of a block. Of `logs` and `along` rows are
+    `row_step` bytes apart."""
+    for i in range(T):
         width = (i // _BLOCK + 1) * _BLOCK
         s = carray(floats_at(scores + i * step), (width,))
         d = carray(floats_at(dweights + i * step), (width,))
-        seen = i + 1 if i < T else 0
-        if seen:
-            mass = carray(floats_at(log + i * log_step), (1,))[0]
-            less = towards[i]
-            for j in range(seen):
-                s[j] = exp(s[j] - mass)
-            for j in range(seen):
-                d[j] = s[j] * (d[j] - less)
-        for j in range(seen, width):
+        mass = carray(floats_at(logs + i * row_step), (1,))[0]
+        less = carray(floats_at(along + i * 4), (1,))[0]
+        for j in range(i + 1):
+            s[j] = exp(s[j] - mass)
+        for j in range(i + 1):
+            d[j] = s[j] * (d[j] - less)
+        for j in range(i + 1, width):
             s[j] = ZERO
             d[j] = ZERO
 
 
 @kernel
-def _scores(rows, panels, W, out, step, zeros, Tp):
+def _scores(rows, row_step, panels, K, out, step, zeros, T):
     """Products of every row with the keys up to the end of its block; `panels` as weights."""
-    for block in range(0, Tp, _BLOCK):
-        x = rows + block * W * 4
+    for block in range(0, T, _BLOCK):
+        x, some = rows + block * row_step, min(_BLOCK, T - block)
         for p in range((block + _BLOCK) // PANEL):
-            w = panels + p * PANEL * W * 4
+            w = panels + p * PANEL * K * 4
             to = out + block * step + p * PANEL * 4
-            tiles(x, W * 4, w, 4 * PANEL, W, zeros, to, step, _BLOCK, w, 0)
+            tiles(x, row_step, w, 4 * PANEL, K, zeros, to, step, some, w, 0)
 
 
 @kernel
-def _over_rows(turned, weights, step, W, out, zeros, Tp):
-    """(W, Tp) = sum over the rows from each panel of keys on: what the keys get from later rows."""
-    for p in range(Tp // PANEL):
-        j = p * PANEL
+def _over_rows(turned, weights, step, K, out, zeros, T, Tp):
+    """(K, Tp) = sum over the rows from each panel of keys on: what the keys get from later rows."""
+    for j in range(0, T, PANEL):
         w = weights + j * step + j * 4
-        tiles(turned + j * 4, Tp * 4, w, step, Tp - j, zeros, out + j * 4, Tp * 4, W, w, 0)
+        tiles(turned + j * 4, Tp * 4, w, step, T - j, zeros, out + j * 4, Tp * 4, K, w, 0)
 
 
 @kernel
@@ -120,53 +108,40 @@ def _backward_part(
     step = (Tp + PANEL) * 4
     scores, dweights = np.empty(Tp * step // 4, np.float32), np.empty(Tp * step // 4, np.float32)
     s, d = scores.ctypes.data, dweights.ctypes.data
-    # Zeros: rows beyond T and columns beyond K stay.
-    room = np.zeros(8 * Tp * W + Tp + PANEL, np.float32)
     size = Tp * W * 4
+    # Zeros: columns beyond K stay.
+    room = np.zeros(5 * Tp * W + Tp + PANEL, np.float32)
     k_rows = room.ctypes.data
-    row, turned = k_rows + size, k_rows + 2 * size
-    g_row, g_turned = k_rows + 3 * size, k_rows + 4 * size
-    k_panels, v_panels = k_rows + 5 * size, k_rows + 6 * size
-    result = k_rows + 7 * size
-    along = k_rows + 8 * size
+    k_panels, v_panels = k_rows + size, k_rows + 2 * size
+    turned, result = k_rows + 3 * size, k_rows + 4 * size
+    along = k_rows + 5 * size
     zeros = along + Tp * 4
-    towards = carray(floats_at(along), (Tp,))
+    q_step, k_step = Q * K * 4, H * K * 4
     for task in range(B * H * part // parts, B * H * (part + 1) // parts):
         b, h = task // H, task % H
-        _gather(values + task * T * K * 4, K * 4, k_rows, T, K, W)
-        _panels(k_rows, v_panels, Tp, W)
-        _gather(keys + task * T * K * 4, K * 4, k_rows, T, K, W)
-        _panels(k_rows, k_panels, Tp, W)
+        own = task * T * K * 4
+        _copy(keys + own, K * 4, k_rows, W * 4, T, K)
+        pack_part(keys + own, k_panels, T, K, 0, 1)
+        pack_part(values + own, v_panels, T, K, 0, 1)
         for g in range(G):
-            head = h * G + g
-            at, row_step = (b * T * Q + head) * K * 4, Q * K * 4
-            _gather(q + at, row_step, row, T, K, W)
-            _gather(grad + at, row_step, g_row, T, K, W)
+            head = b * T * Q + h * G + g
+            rows, grads, outs = q + head * K * 4, grad + head * K * 4, out + head * K * 4
             for t in range(T):
-                a = carray(floats_at(grad + at + t * row_step), (K,))
-                o = carray(floats_at(out + at + t * row_step), (K,))
-                sum_ = ZERO
-                for i in range(K):
-                    sum_ += a[i] * o[i]
-                towards[t] = sum_
-            _scores(row, k_panels, W, s, step, zeros, Tp)
-            _scores(g_row, v_panels, W, d, step, zeros, Tp)
-            _weigh(s, d, step, logs + (b * T * Q + head) * 4, Q * 4, along, T, Tp)
-            for block in range(0, Tp, _BLOCK):
-                x, n = d + block * step, block + _BLOCK
+                dots(grads + t * q_step, outs + t * q_step, K, 1, along + t * 4)
+            _scores(rows, q_step, k_panels, K, s, step, zeros, T)
+            _scores(grads, q_step, v_panels, K, d, step, zeros, T)
+            _weigh(s, d, step, logs + head * 4, along, Q * 4, T)
+            for block in range(0, T, _BLOCK):
+                x, n, some = d + block * step, min(block + _BLOCK, T), min(_BLOCK, T - block)
                 for i in range(0, W, PANEL):
                     w, to = k_rows + i * 4, result + (block * W + i) * 4
-                    tiles(x, step, w, W * 4, n, zeros, to, W * 4, _BLOCK, w, 0)
-            for t in range(T):
-                a = carray(floats_at(result + t * W * 4), (K,))
-                o = carray(floats_at(dq + at + t * row_step), (K,))
-                for i in range(K):
-                    o[i] = a[i]
-            _turned(row, turned, Tp, W)
-            _turned(g_row, g_turned, Tp, W)
-            _over_rows(turned, d, step, W, result, zeros, Tp)
-            _add_turned(result, dk + (b * T * H + h) * K * 4, H * K * 4, T, Tp, K, g == 0)
-            _over_rows(g_turned, s, step, W, result, zeros, Tp)
+                    tiles(x, step, w, W * 4, n, zeros, to, W * 4, some, w, 0)
+            _copy(result, W * 4, dq + head * K * 4, q_step, T, K)
+            _turned(rows, q_step, turned, T, Tp, K)
+            _over_rows(turned, d, step, K, result, zeros, T, Tp)
+            _add_turned(result, dk + (b * T * H + h) * K * 4, k_step, T, Tp, K, g == 0)
+            _turned(grads, q_step, turned, T, Tp, K)
+            _over_rows(turned, s, step, K, result, zeros, T, Tp)
             _add_turned(result, dv + b * T * dv_step + h * K * 4, dv_step, T, Tp, K, g == 0)
     hold(scores)
     hold(dweights)

@@ -168,7 +168,8 @@ def _pack_bf16_shared(p):
 
 
 @kernel
-def _pack(weight, panels, N, K, part, parts):
+def pack_part(weight, panels, N, K, part, parts):
+    """See `pack`; one of `parts` parts, of fp32."""
     total = (N + PANEL - 1) // PANEL
     for p in range(total * part // parts, total * (part + 1) // parts):
         out = carray(floats_at(panels + p * PANEL * K * 4), (K * PANEL,))
@@ -185,10 +186,10 @@ def _pack(weight, panels, N, K, part, parts):
 
 @for_team
 def _pack_shared(p):
-    _pack(*to_fixed_tuple(carray(p, (4,)), 4), part_number(), part_count())
+    pack_part(*to_fixed_tuple(carray(p, (4,)), 4), part_number(), part_count())
 
 
 def pack(weight: int, panels: int, N: int, K: int, size: int) -> None:
     """A weight (N, K) into panels of the same type: `size` bytes, `FP32` or `BF16`."""
-    whole, shared = (_pack_bf16, _pack_bf16_shared) if size == BF16 else (_pack, _pack_shared)
+    whole, shared = (_pack_bf16, _pack_bf16_shared) if size == BF16 else (pack_part, _pack_shared)
     run(whole, shared, (weight, panels, N, K), N * K)

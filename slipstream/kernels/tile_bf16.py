@@ -27,14 +27,15 @@ _FEATURES = binding.get_host_cpu_features()
 _IN_HARDWARE = bool(_FEATURES.get("avx512bf16", False))
 
 
-def _by_intel() -> bool:
+def by_intel() -> bool:
+    """Whether this is a processor of Intel's."""
     try:
         return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
 
 
-WIDE_FROM = 4 if _IN_HARDWARE and _by_intel() else 1 << 30
+WIDE_FROM = 4 if _IN_HARDWARE and by_intel() else 1 << 30
 """Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
 two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and a few
 rows share the widening of the weights."""

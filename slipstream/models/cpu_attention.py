@@ -255,7 +255,7 @@ class _Attention(torch.autograd.Function):
         q, kv = shared.plain(q, kv)
         _, B, H, T, K = kv.shape
         Q = q.shape[1] // K
-        q, grad = q.contiguous(), grad.contiguous()
+        q, kv, grad = q.contiguous(), kv.contiguous(), grad.contiguous()
         dq, dk, dqkv = torch.empty_like(q), q.new_empty(B * T, H, K), torch.empty_like(qkv)
         attend_backward(
             q.data_ptr(),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.team import suited
+from slipstream.kernels.tile_bf16 import by_intel
 
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
@@ -153,8 +154,7 @@ def bf16_products_are_faster() -> bool:
     Not where bf16 is emulated, nor on Intel's processors without AMX: their instruction for pairs
     takes longer than two fused multiply-adds (docs/log.md).
     """
-    words = _cpu_words()
-    return "amx_bf16" in words or (cpu_has_bf16_units() and "GenuineIntel" not in words)
+    return "amx_bf16" in _cpu_words() or (cpu_has_bf16_units() and not by_intel())
 
 
 @cache
