@@ -1,6 +1,6 @@
 """Rotation and causal attention over keys and values in bf16; `attend` is the form in fp32.
 
-The products are those of `tile_bf16`: all queries that look at the same keys (the heads of a group,
+The products are those of `tile_amx` or `tile_bf16`: all queries that look at the same keys (the heads of a group,
 the tokens of a draft or a prompt) form the rows of a tile. Keys and values lie as its weights do:
 
     keys of a head    [block of 16 slots][pair of places][slot][2]
@@ -23,15 +23,21 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, halves_at, hold, ints_at
+from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, total
+from slipstream.kernels.processor import has_matrix_unit
 from slipstream.kernels.product import round_to_bf16, widen
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
+from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
+from slipstream.kernels.tile_amx import PAIRS, configure, release, two_panels_amx
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 BLOCK = 2 * PANEL
 """Slots come in so many: two panels of keys."""
+
+_AMX = has_matrix_unit()
+_MOST_ROWS = MOST_ROWS_AMX if _AMX else MOST_ROWS
 
 
 @kernel
@@ -89,6 +95,13 @@ def place_bf16(*arguments: int) -> None:
 
 
 @kernel
+def _copy(halves, out, count):
+    a, o = carray(halves_at(halves), (count,)), carray(halves_at(out), (count,))
+    for i in range(count):
+        o[i] = a[i]
+
+
+@kernel
 def _weigh(scores, weights, sees, pairs, wide):
     """What values are multiplied with, from the scores of a row that sees so many slots: bf16, to
     `weights` or, if `wide`, as fp32 in the place of the scores. The largest score and the sum."""
@@ -106,20 +119,73 @@ def _weigh(scores, weights, sees, pairs, wide):
 
 
 @kernel
+def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_step):
+    """Scores of some rows of queries, of which `queries` becomes a copy, over so many slots."""
+    if _AMX:
+        # A copy, for rows beyond the last one are read, too.
+        _copy(q, queries, rows * K)
+        if K // 2 % PAIRS:
+            configure(K // 2)
+        for block in range(slots // BLOCK):
+            two_panels_amx(
+                rows, queries, 2 * K, keys + 2 * BLOCK * K * block, 4 * PANEL, 2 * PANEL * K,
+                K // 2, scores + 4 * BLOCK * block, score_step, 4 * PANEL, ahead,
+            )  # fmt: skip
+        return
+    step, panels = 2 * K, slots // PANEL
+    if wide:
+        widen(q, queries, rows * K)
+        q, step = queries, 4 * K
+    panels_bf16(
+        q, step, keys, 4 * PANEL, 2 * PANEL * K, 0, panels, panels, K // 2, zeros, 0,
+        scores, score_step, rows, ahead, wide,
+    )  # fmt: skip
+
+
+@kernel
+def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed_step):
+    """Sums of values, by the weights of so many pairs of slots."""
+    panels = K // PANEL
+    if _AMX:
+        if K // 2 % PAIRS:
+            configure(pairs)
+        p, beside = 0, 4 * PANEL if panels > 1 else 0
+        while p < panels:
+            at = 4 * PANEL * max(min(p, panels - 2), 0)
+            two_panels_amx(
+                rows, weights, step, values + at, 4 * K, beside, pairs,
+                mixed + at, mixed_step, 4 * PANEL, ahead,
+            )  # fmt: skip
+            p += 2
+        return
+    panels_bf16(
+        weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs, zeros, 0,
+        mixed, mixed_step, rows, ahead, wide,
+    )  # fmt: skip
+
+
+@kernel
 def attend_bf16_part(
     q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
 ):
     begin = carray(ints_at(first), (M,))
     count = carray(ints_at(seen), (M,))
     G = Q // H
-    most = max(MOST_ROWS // G, 1)
+    most = max(_MOST_ROWS // G, 1)
+    # Room for whole tiles.
+    room = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
-    scores, weights = np.empty(most * G * width, np.float32), np.empty(most * G * width, np.uint16)
-    queries = np.empty(most * G * K, np.float32)
-    mixed, masses = np.empty(most * G * K, np.float32), np.empty(most * G, np.float32)
-    nothing = np.zeros(2 * PANEL, np.float32)
-    scores_at, weights_at, zeros = scores.ctypes.data, weights.ctypes.data, nothing.ctypes.data
-    mixed_at, queries_at = mixed.ctypes.data, queries.ctypes.data
+    mixed_step = 4 * max(K, BLOCK)
+    score_room = np.empty(LINE + room * width * 4, np.uint8)
+    weight_room = np.empty(LINE + room * width * 2, np.uint8)
+    query_room = np.empty(LINE + room * K * 4, np.uint8)
+    mixed_room = np.empty(LINE + room * mixed_step, np.uint8)
+    masses, nothing = np.empty(most * G, np.float32), np.zeros(2 * PANEL, np.float32)
+    scores, weights = aligned(score_room.ctypes.data), aligned(weight_room.ctypes.data)
+    queries, mixed = aligned(query_room.ctypes.data), aligned(mixed_room.ctypes.data)
+    zeros = nothing.ctypes.data
+    if _AMX:
+        configure(K // 2)
     task = -1
     m = 0
     while m < M:
@@ -138,46 +204,42 @@ def attend_bf16_part(
                 task += 1
                 if task % parts != part:
                     continue
-                blocks = (n + BLOCK - 1) // BLOCK
+                slots = (n + BLOCK - 1) // BLOCK * BLOCK
                 spot = 2 * (begin[r0] + h * head_stride)
                 after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
-                wide = rows >= WIDE_FROM and K > PANEL
-                looking, step = q + 2 * K * (h * M + r0) * G, 2 * K
-                if wide:
-                    widen(looking, queries_at, rows * K)
-                    looking, step = queries_at, 4 * K
-                panels_bf16(
-                    looking, step, keys + spot, 4 * PANEL, 2 * PANEL * K,
-                    0, 2 * blocks, 2 * blocks, K // 2, zeros, 0, scores_at, 4 * width, rows,
-                    values - keys, wide,
+                wide = not _AMX and rows >= WIDE_FROM and K > PANEL
+                _look(
+                    q + 2 * K * (h * M + r0) * G, rows, keys + spot, slots, K, values - keys, wide,
+                    queries, zeros, scores, 4 * width,
                 )  # fmt: skip
-                pairs = (n + 1) // 2
+                pairs = slots // 2 if _AMX else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
                     top, masses[i] = _weigh(
-                        scores_at + 4 * width * i, weights_at + 2 * width * i, count[r], pairs, wide
+                        scores + 4 * width * i, weights + 2 * width * i, count[r], pairs, wide
                     )
                     if logs:
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
-                given, step = (scores_at, 4 * width) if wide else (weights_at, 2 * width)
-                panels_bf16(
-                    given, step, values + spot, 4 * K, 4 * PANEL, 0, K // PANEL,
-                    K // PANEL, pairs, zeros, 0, mixed_at, 4 * K, rows,
-                    keys + after - values - spot, wide,
+                given, step = (scores, 4 * width) if wide else (weights, 2 * width)
+                _mix(
+                    given, step, rows, values + spot, pairs, K, keys + after - values - spot, wide,
+                    zeros, mixed, mixed_step,
                 )  # fmt: skip
                 for i in range(rows):
                     o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))
-                    x = carray(floats_at(mixed_at + 4 * K * i), (K,))
+                    x = carray(floats_at(mixed + mixed_step * i), (K,))
                     over = ONE / masses[i]
                     for j in range(K):
                         o[j] = x[j] * over
         m += together
-    hold(scores)
-    hold(weights)
-    hold(queries)
-    hold(mixed)
+    if _AMX:
+        release()
+    hold(score_room)
+    hold(weight_room)
+    hold(query_room)
+    hold(mixed_room)
     hold(nothing)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from numba import cfunc, config, njit, types
 
+from slipstream.kernels.processor import has_matrix_unit
+
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function over integers, at its first call. Products and sums may become fused
@@ -63,7 +65,8 @@ def _folder() -> str | None:
     here = Path(__file__).parent
     for path in sorted(here.glob("*.py")):
         digest.update(path.read_bytes())
-    name = f"numba-{digest.hexdigest()[:16]}"
+    # Numba keeps code of different processors apart, but not what this process may use of one.
+    name = f"numba-{digest.hexdigest()[:16]}{'-amx' if has_matrix_unit() else ''}"
     usual = (here / "__pycache__", Path.home() / ".cache" / "slipstream")
     for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else usual:
         try:

@@ -41,6 +41,16 @@ bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
 """Pointer to bytes, or booleans, at an address."""
 
 
+LINE = 64
+"""Bytes that memory gives at once."""
+
+
+@kernel
+def aligned(address):
+    """The first line that begins at an address or after it."""
+    return (address + LINE - 1) // LINE * LINE
+
+
 @kernel
 def hold(array):
     """Keep an array of which only the address is used until here: compiled code gives its memory

@@ -14,10 +14,19 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, halves_at, hold, words_at
+from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, words_at
 from slipstream.kernels.numeric import ZERO
+from slipstream.kernels.processor import has_matrix_unit
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
+from slipstream.kernels.tile_amx import (
+    add_rows,
+    configure,
+    release,
+    round_in_sixteens,
+    two_panels_amx,
+)
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 _AHEAD = 16384
@@ -27,6 +36,10 @@ too short for memory that several rows keep busy. Single rows gain nothing."""
 _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
 
+_BLOCK_AMX = 256
+"""The same beside the matrix unit, for which panels of fewer rows do not come by fast enough."""
+
+_AMX = has_matrix_unit()
 
 FP32, BF16 = 4, 2
 """Bytes of a packed weight."""
@@ -35,7 +48,9 @@ FP32, BF16 = 4, 2
 @kernel
 def product_part(x, panels, bias, out, M, N, K, size, part, parts):
     """See `product`; one of `parts` parts."""
-    if size == BF16:
+    if size == BF16 and _AMX:
+        _amx_part(x, panels, bias, out, M, N, K, part, parts)
+    elif size == BF16:
         _bf16_part(x, panels, bias, out, M, N, K, part, parts)
     else:
         _fp32_part(x, panels, bias, out, M, N, K, part, parts)
@@ -130,6 +145,49 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
         )  # fmt: skip
         block += rows
     hold(rounded)
+
+
+_AHEAD_AMX = 4096
+
+
+@kernel
+def _amx_part(x, panels, bias, out, M, N, K, part, parts):
+    panel_step, line = 2 * PANEL * K, 4 * PANEL
+    total = N // PANEL
+    begin, end = total * part // parts, total * (part + 1) // parts
+    if begin == end:
+        return
+    rounded = np.empty(LINE + (min(M, _BLOCK_AMX) + MOST_ROWS_AMX) * 2 * K, np.uint8)
+    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
+    xs, room = aligned(rounded.ctypes.data), aligned(sums.ctypes.data)
+    beside = min(total - 1, 1) * panel_step
+    configure(K // 2)
+    block = 0
+    while block < M:
+        rows = min(_BLOCK_AMX, M - block)
+        if K % PANEL:
+            round_to_bf16(x + block * 4 * K, xs, rows * K)
+        else:
+            round_in_sixteens(x + block * 4 * K, xs, rows * K)
+        p = begin
+        while p < end:
+            q = max(min(p, total - 2), 0)
+            w, ahead = panels + q * panel_step, _AHEAD_AMX
+            m = 0
+            while m < rows:
+                some = min(MOST_ROWS_AMX, rows - m)
+                two_panels_amx(
+                    some, xs + m * 2 * K, 2 * K, w, line, beside, K // 2,
+                    room, 2 * line, line, ahead,
+                )  # fmt: skip
+                o = out + (block + m) * 4 * N + line * q
+                add_rows(room, bias + line * q, some, total, o, 4 * N)
+                m, ahead = m + some, 0
+            p += 2
+        block += rows
+    release()
+    hold(rounded)
+    hold(sums)
 
 
 @for_team

@@ -11,29 +11,19 @@ full precision for zero; so do the multiply-adds where both are in use (`WIDE_FR
 from __future__ import annotations
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import prefetch
+from slipstream.kernels.processor import by_intel, multiplies_pairs
 from slipstream.kernels.tile import PANEL
 
-_FEATURES = binding.get_host_cpu_features()
-_IN_HARDWARE = bool(_FEATURES.get("avx512bf16", False))
-
-
-def by_intel() -> bool:
-    """Whether this is a processor of Intel's."""
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
+_IN_HARDWARE = multiplies_pairs()
 
 WIDE_FROM = 4 if _IN_HARDWARE and by_intel() else 1 << 30
 """Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
@@ -47,7 +37,7 @@ _LINE = 4 * PANEL
 """Bytes of a panel's weights of a pair of inputs."""
 
 
-class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no bf16
+class BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no bf16
     null = "0.0"
     intrinsic_name = "bf16"
 
@@ -58,7 +48,7 @@ class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no
         raise NotImplementedError
 
 
-_BFloat._create_instance()
+BFloat._create_instance()
 
 
 class _Emitter:
@@ -72,7 +62,7 @@ class _Emitter:
         self.builder = builder
         self._wide, self._in_hardware = wide, _IN_HARDWARE and not wide
         if self._in_hardware:
-            self._halves = ir.VectorType(_BFloat(), 2 * PANEL)
+            self._halves = ir.VectorType(BFloat(), 2 * PANEL)
             kind = ir.FunctionType(self.sums, [self.sums, self._halves, self._halves])
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
         else:

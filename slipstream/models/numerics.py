@@ -13,14 +13,13 @@ compute the same bits for the same token.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.kernels.processor import by_intel, words
 from slipstream.kernels.team import suited
-from slipstream.kernels.tile_bf16 import by_intel
 
 ROW_MULTIPLE = 4
 """Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
@@ -144,7 +143,7 @@ def cpu_has_bf16_units() -> bool:
 
     Elsewhere bf16 is emulated and slower than fp32.
     """
-    return bool(_cpu_words() & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool(words() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @cache
@@ -154,16 +153,7 @@ def bf16_products_are_faster() -> bool:
     Not where bf16 is emulated, nor on Intel's processors without AMX: their instruction for pairs
     takes longer than two fused multiply-adds (docs/log.md).
     """
-    return "amx_bf16" in _cpu_words() or (cpu_has_bf16_units() and not by_intel())
-
-
-@cache
-def _cpu_words() -> frozenset[str]:
-    """What the system says of this CPU."""
-    try:
-        return frozenset(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return frozenset()
+    return "amx_bf16" in words() or (cpu_has_bf16_units() and not by_intel())
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -1,0 +1,85 @@
+"""Products in the matrix unit: the order of sums, and rows of any number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.tile_amx import (
+    MOST_ROWS,
+    configure,
+    release,
+    round_in_sixteens,
+    two_panels_amx,
+)
+
+pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+
+
+@kernel
+def run(rows, x, weights, pairs, out, ahead):
+    configure(pairs)
+    two_panels_amx(rows, x, 4 * pairs, weights, 64, 64 * pairs, pairs, out, 128, 64, ahead)
+    release()
+
+
+def product(x: Tensor, weight: Tensor, ahead: int = 0) -> Tensor:
+    """Rows times two panels."""
+    rows, width = x.shape
+    room = torch.zeros(rows + MOST_ROWS, width, dtype=torch.bfloat16)
+    room[:rows] = x
+    # What lies beyond the rows does not matter.
+    room[rows:] = torch.nan
+    panels = weight.view(2, 16, width // 2, 2).transpose(1, 2).contiguous()
+    out = torch.empty(rows + MOST_ROWS, 32)
+    run(rows, room.data_ptr(), panels.data_ptr(), width // 2, out.data_ptr(), ahead)
+    return out[:rows]
+
+
+def in_order(x: Tensor, weight: Tensor) -> Tensor:
+    """The same by sums as they are documented; exact where fp64 holds a product and a sum."""
+    total = torch.zeros(len(x), len(weight))
+    for block in range(0, x.shape[1], 32):
+        halves = []
+        for half in range(2):
+            part = torch.zeros_like(total)
+            for k in range(block + half, min(block + 32, x.shape[1]), 2):
+                part = (part.double() + x[:, k, None].double() * weight[:, k].double()).float()
+            halves.append(part)
+        total += halves[0] + halves[1]
+    return total
+
+
+@pytest.mark.parametrize("width", [2, 16, 30, 32, 34, 96, 112, 256])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 49])
+def test_sums_are_in_the_documented_order(width: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(100 * width + rows)
+    x = torch.randn(rows, width, generator=generator).bfloat16()
+    weight = torch.randn(32, width, generator=generator).bfloat16()
+    expected = in_order(x, weight)
+    assert torch.equal(product(x, weight), expected)
+    assert torch.equal(product(x, weight, ahead=4096), expected)
+
+
+def test_numbers_too_small_for_full_precision_are_zero() -> None:
+    x, weight = torch.ones(3, 32).bfloat16(), torch.zeros(32, 32).bfloat16()
+    weight[:, 0] = 2.0**-130
+    assert torch.equal(product(x, weight), torch.zeros(3, 32))
+    # Normal numbers whose product is not.
+    weight[:, 0] = 2.0**-100
+    assert torch.equal(product(x * 2.0**-40, weight), torch.zeros(3, 32))
+
+
+def test_rounding_is_to_the_nearest_even() -> None:
+    x = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    x[:6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, torch.inf, torch.nan, 1e-39])
+    out = torch.empty(64, dtype=torch.bfloat16)
+    round_in_sixteens(x.data_ptr(), out.data_ptr(), 64)
+    expected = x.bfloat16()
+    expected[5] = 0
+    assert bool(out[4].isnan())
+    assert np.array_equal(out[[*range(4), *range(5, 64)]].float(), expected[[*range(4), *range(5, 64)]].float())
