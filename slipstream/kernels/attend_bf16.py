@@ -25,8 +25,7 @@ from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, total
-from slipstream.kernels.processor import has_matrix_unit
-from slipstream.kernels.product import round_to_bf16, widen
+from slipstream.kernels.product import BY_MATRIX_UNIT, round_to_bf16, widen
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
@@ -36,8 +35,7 @@ from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 BLOCK = 2 * PANEL
 """Slots come in so many: two panels of keys."""
 
-_AMX = has_matrix_unit()
-_MOST_ROWS = MOST_ROWS_AMX if _AMX else MOST_ROWS
+_MOST_ROWS = MOST_ROWS_AMX if BY_MATRIX_UNIT else MOST_ROWS
 
 
 @kernel
@@ -121,7 +119,7 @@ def _weigh(scores, weights, sees, pairs, wide):
 @kernel
 def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_step):
     """Scores of some rows of queries, of which `queries` becomes a copy, over so many slots."""
-    if _AMX:
+    if BY_MATRIX_UNIT:
         # A copy, for rows beyond the last one are read, too.
         _copy(q, queries, rows * K)
         if K // 2 % PAIRS:
@@ -146,7 +144,7 @@ def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_st
 def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed_step):
     """Sums of values, by the weights of so many pairs of slots."""
     panels = K // PANEL
-    if _AMX:
+    if BY_MATRIX_UNIT:
         if K // 2 % PAIRS:
             configure(pairs)
         p, beside = 0, 4 * PANEL if panels > 1 else 0
@@ -184,7 +182,7 @@ def attend_bf16_part(
     scores, weights = aligned(score_room.ctypes.data), aligned(weight_room.ctypes.data)
     queries, mixed = aligned(query_room.ctypes.data), aligned(mixed_room.ctypes.data)
     zeros = nothing.ctypes.data
-    if _AMX:
+    if BY_MATRIX_UNIT:
         configure(K // 2)
     task = -1
     m = 0
@@ -208,12 +206,12 @@ def attend_bf16_part(
                 spot = 2 * (begin[r0] + h * head_stride)
                 after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
-                wide = not _AMX and rows >= WIDE_FROM and K > PANEL
+                wide = not BY_MATRIX_UNIT and rows >= WIDE_FROM and K > PANEL
                 _look(
                     q + 2 * K * (h * M + r0) * G, rows, keys + spot, slots, K, values - keys, wide,
                     queries, zeros, scores, 4 * width,
                 )  # fmt: skip
-                pairs = slots // 2 if _AMX else (n + 1) // 2
+                pairs = slots // 2 if BY_MATRIX_UNIT else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
                     top, masses[i] = _weigh(
@@ -234,7 +232,7 @@ def attend_bf16_part(
                     for j in range(K):
                         o[j] = x[j] * over
         m += together
-    if _AMX:
+    if BY_MATRIX_UNIT:
         release()
     hold(score_room)
     hold(weight_room)

@@ -13,9 +13,16 @@ from slipstream.kernels.attend import attend_part, place_part
 from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ints_at
-from slipstream.kernels.product import BF16, product_part
+from slipstream.kernels.product import (
+    BF16,
+    BY_MATRIX_UNIT,
+    gated_product_part,
+    narrow_product_part,
+    product_part,
+)
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
+from slipstream.kernels.tile import PANEL
 
 WEIGHTS = 10
 """Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
@@ -76,11 +83,16 @@ def layers_part(
         add_norm_part(now, delta, table[t + 6], eps, other, normed, M, D, part, parts)
         now, other = other, now
         wait(parts)
-        product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
-        wait(parts)
-        gate_part(gates, gated, M, W, part, parts)
-        wait(parts)
-        product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, size, part, parts)
+        if size == BF16 and BY_MATRIX_UNIT and W % PANEL == 0:
+            gated_product_part(normed, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
+            wait(parts)
+            narrow_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
+        else:
+            product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
+            wait(parts)
+            gate_part(gates, gated, M, W, part, parts)
+            wait(parts)
+            product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, size, part, parts)
         added = delta
         wait(parts)
     if final_norm:
@@ -99,7 +111,7 @@ def layers(*arguments: int, work: int) -> None:
 
     weights: the address of `WEIGHTS` addresses per layer; layers; final_norm; eps;
     buffers: x (M, D), written over; spare, delta, normed (M, D each); qkv (M, (Q + 2H) K);
-    q, mixed (M, Q K); gates (M, 2W); gated (M, W). At the end `normed` is the
+    q, mixed (M, Q K); gates (M, 2W); gated (M + `ROWS_BEYOND` / 2, W). At the end `normed` is the
     normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;

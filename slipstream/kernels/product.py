@@ -17,11 +17,13 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, words_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.rows import gate_in_place
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
 from slipstream.kernels.tile_amx import (
     add_rows,
+    add_to_rows,
     configure,
     release,
     round_in_sixteens,
@@ -39,16 +41,29 @@ _BLOCK = 96
 _BLOCK_AMX = 256
 """The same beside the matrix unit, for which panels of fewer rows do not come by fast enough."""
 
-_AMX = has_matrix_unit()
+_AHEAD_AMX = 4096
+"""Bytes that it asks for weights in advance."""
+
+ROWS_BEYOND = MOST_ROWS_AMX
+"""Rows that it may read after the last one."""
+
+BY_MATRIX_UNIT = has_matrix_unit()
+"""Whether products of bf16 are its."""
 
 FP32, BF16 = 4, 2
 """Bytes of a packed weight."""
 
 
 @kernel
+def part_of(total, part, parts):
+    """Where the share of a part begins and ends."""
+    return total * part // parts, total * (part + 1) // parts
+
+
+@kernel
 def product_part(x, panels, bias, out, M, N, K, size, part, parts):
     """See `product`; one of `parts` parts."""
-    if size == BF16 and _AMX:
+    if size == BF16 and BY_MATRIX_UNIT:
         _amx_part(x, panels, bias, out, M, N, K, part, parts)
     elif size == BF16:
         _bf16_part(x, panels, bias, out, M, N, K, part, parts)
@@ -147,21 +162,13 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
     hold(rounded)
 
 
-_AHEAD_AMX = 4096
-
-
 @kernel
 def _amx_part(x, panels, bias, out, M, N, K, part, parts):
-    panel_step, line = 2 * PANEL * K, 4 * PANEL
-    total = N // PANEL
-    begin, end = total * part // parts, total * (part + 1) // parts
+    begin, end = part_of(N // PANEL, part, parts)
     if begin == end:
         return
     rounded = np.empty(LINE + (min(M, _BLOCK_AMX) + MOST_ROWS_AMX) * 2 * K, np.uint8)
-    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
-    xs, room = aligned(rounded.ctypes.data), aligned(sums.ctypes.data)
-    beside = min(total - 1, 1) * panel_step
-    configure(K // 2)
+    xs = aligned(rounded.ctypes.data)
     block = 0
     while block < M:
         rows = min(_BLOCK_AMX, M - block)
@@ -169,21 +176,84 @@ def _amx_part(x, panels, bias, out, M, N, K, part, parts):
             round_to_bf16(x + block * 4 * K, xs, rows * K)
         else:
             round_in_sixteens(x + block * 4 * K, xs, rows * K)
-        p = begin
-        while p < end:
-            q = max(min(p, total - 2), 0)
-            w, ahead = panels + q * panel_step, _AHEAD_AMX
+        _amx_panels(xs, panels, bias, out + block * 4 * N, rows, N, K, begin, end)
+        block += rows
+    hold(rounded)
+
+
+@kernel
+def narrow_product_part(x, panels, bias, out, M, N, K, part, parts):
+    """`product_part` by the matrix unit, of rows that are bf16, with `ROWS_BEYOND` rows after them
+    that may be read."""
+    begin, end = part_of(N // PANEL, part, parts)
+    block = 0
+    while block < M and begin < end:
+        rows = min(_BLOCK_AMX, M - block)
+        o = out + block * 4 * N
+        _amx_panels(x + block * 2 * K, panels, bias, o, rows, N, K, begin, end)
+        block += rows
+
+
+@kernel
+def _amx_panels(x, panels, bias, out, rows, N, K, begin, end):
+    """Some panels of rows that are bf16: two at a time, of which the last two may be computed
+    twice."""
+    panel_step, line, total = 2 * PANEL * K, 4 * PANEL, N // PANEL
+    beside = panel_step if total > 1 else 0
+    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
+    room = aligned(sums.ctypes.data)
+    configure(K // 2)
+    p = begin
+    while p < end:
+        q = max(min(p, total - 2), 0)
+        w, ahead = panels + q * panel_step, _AHEAD_AMX
+        m = 0
+        while m < rows:
+            some = min(MOST_ROWS_AMX, rows - m)
+            two_panels_amx(
+                some, x + m * 2 * K, 2 * K, w, line, beside, K // 2, room, 2 * line, line, ahead
+            )
+            add_rows(room, bias + line * q, some, total, out + m * 4 * N + line * q, 4 * N)
+            m, ahead = m + some, 0
+        p += 2
+    release()
+    hold(sums)
+
+
+@kernel
+def gated_product_part(x, panels, bias, out, M, W, K, part, parts):
+    """silu(gate) * up of the two halves of a product (M, 2W), by the matrix unit: to rows (M, W) of
+    bf16. The numbers are those of `product_part` and `rows.gate_part`. K and W multiples of 16."""
+    begin, end = part_of(W // PANEL, part, parts)
+    if begin == end:
+        return
+    panel_step, line = 2 * PANEL * K, 4 * PANEL
+    beside, bias_beside = W // PANEL * panel_step, 4 * W
+    rounded = np.empty(LINE + (min(M, _BLOCK_AMX) + MOST_ROWS_AMX) * 2 * K, np.uint8)
+    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
+    xs, gates = aligned(rounded.ctypes.data), aligned(sums.ctypes.data)
+    ups = gates + MOST_ROWS_AMX * line
+    configure(K // 2)
+    block = 0
+    while block < M:
+        rows = min(_BLOCK_AMX, M - block)
+        round_in_sixteens(x + block * 4 * K, xs, rows * K)
+        for p in range(begin, end):
+            w, b, ahead = panels + p * panel_step, bias + line * p, _AHEAD_AMX
             m = 0
             while m < rows:
                 some = min(MOST_ROWS_AMX, rows - m)
                 two_panels_amx(
-                    some, xs + m * 2 * K, 2 * K, w, line, beside, K // 2,
-                    room, 2 * line, line, ahead,
+                    some, xs + m * 2 * K, 2 * K, w, line, beside, K // 2, gates, line, ups - gates,
+                    ahead,
                 )  # fmt: skip
-                o = out + (block + m) * 4 * N + line * q
-                add_rows(room, bias + line * q, some, total, o, 4 * N)
+                add_to_rows(gates, b, some)
+                add_to_rows(ups, b + bias_beside, some)
+                gate_in_place(gates, ups, some * PANEL)
+                o = out + 2 * ((block + m) * W + PANEL * p)
+                for i in range(some):
+                    round_in_sixteens(gates + line * i, o + 2 * W * i, PANEL)
                 m, ahead = m + some, 0
-            p += 2
         block += rows
     release()
     hold(rounded)

@@ -99,13 +99,26 @@ def norm_backward(
 
 
 @kernel
+def _gated(gate, up):
+    return gate / (ONE + exp(-gate)) * up
+
+
+@kernel
 def gate_part(both, out, M, W, part, parts):
     for m in range(M * part // parts, M * (part + 1) // parts):
         g = carray(floats_at(both + m * W * 8), (W,))
         u = carray(floats_at(both + m * W * 8 + W * 4), (W,))
         o = carray(floats_at(out + m * W * 4), (W,))
         for i in range(W):
-            o[i] = g[i] / (ONE + exp(-g[i])) * u[i]
+            o[i] = _gated(g[i], u[i])
+
+
+@kernel
+def gate_in_place(gates, others, count):
+    """The same for numbers one after another, in the place of the gates."""
+    g, u = carray(floats_at(gates), (count,)), carray(floats_at(others), (count,))
+    for i in range(count):
+        g[i] = _gated(g[i], u[i])
 
 
 @for_team

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import layers as kernels
+from slipstream.kernels.product import ROWS_BEYOND
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces, attends, own_keys
@@ -68,7 +69,8 @@ class CpuLayers:
         c = self._config
         D, W, inner = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
         widths = (D, D, inner + 2 * c.num_kv_heads * c.head_dim, inner, inner, 2 * W, W)
-        memory = like.new_empty(rows * sum(widths))
+        # After the last buffer, what a product may read beyond its rows in bf16.
+        memory = like.new_empty(rows * sum(widths) + ROWS_BEYOND // 2 * W)
         found, start = [], memory.data_ptr()
         for width in widths:
             found.append(start)
