@@ -55,8 +55,8 @@ class RunState:
 
     `step` counts finished steps of `phase` ("sft", "rl", ...); `threads` is the number of compute
     threads, on which the order of floating-point sums depends; `config` the resolved settings;
-    `versions` of the packages that computed it; `extra` what a loop wants back at resume. All
-    values are JSON: string keys, no tuples, no NaN.
+    `versions` of the packages that computed it, and what multiplied; `extra` what a loop wants back
+    at resume. All values are JSON: string keys, no tuples, no NaN.
     """
 
     step: int

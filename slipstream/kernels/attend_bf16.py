@@ -1,7 +1,8 @@
 """Rotation and causal attention over keys and values in bf16; `attend` is the form in fp32.
 
-The products are those of `tile_amx` or `tile_bf16`: all queries that look at the same keys (the heads of a group,
-the tokens of a draft or a prompt) form the rows of a tile. Keys and values lie as its weights do:
+The products are those of `tile_bf16` or, where there is one, of the matrix unit (`tile_amx`): all
+queries that look at the same keys (the heads of a group, the tokens of a draft or a prompt) form
+the rows of a tile. Keys and values lie as its weights do:
 
     keys of a head    [block of 16 slots][pair of places][slot][2]
     values of a head  [pair of slots][place][2]
@@ -24,8 +25,8 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at
-from slipstream.kernels.numeric import ONE, F, exp, largest, total
-from slipstream.kernels.product import BY_MATRIX_UNIT, round_to_bf16, widen
+from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
+from slipstream.kernels.product_amx import BY_MATRIX_UNIT
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
@@ -142,7 +143,7 @@ def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_st
 
 @kernel
 def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed_step):
-    """Sums of values, by the weights of so many pairs of slots."""
+    """Sums of values by weights, `step` bytes from row to row, of so many pairs of slots."""
     panels = K // PANEL
     if BY_MATRIX_UNIT:
         if K // 2 % PAIRS:

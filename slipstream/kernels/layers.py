@@ -13,13 +13,8 @@ from slipstream.kernels.attend import attend_part, place_part
 from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ints_at
-from slipstream.kernels.product import (
-    BF16,
-    BY_MATRIX_UNIT,
-    gated_product_part,
-    narrow_product_part,
-    product_part,
-)
+from slipstream.kernels.product import BF16, product_part
+from slipstream.kernels.product_amx import BY_MATRIX_UNIT, gated_product_part, narrow_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 from slipstream.kernels.tile import PANEL

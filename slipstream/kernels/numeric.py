@@ -1,4 +1,4 @@
-"""Exponential, sums and maximum in fp32, which compile to vector instructions.
+"""Exponential, sums, maximum and rounding in fp32, which compile to vector instructions.
 
 Only the sums may be split into lanes; everywhere else numbers are combined as they are written.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from slipstream.kernels.compiling import kernel, lanes
-from slipstream.kernels.memory import floats_at, number_of_bits, power_of_two, words_at
+from slipstream.kernels.memory import floats_at, halves_at, number_of_bits, power_of_two, words_at
 
 F = np.float32
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
@@ -122,3 +122,25 @@ def triple(x: int, y: int, z: int, n: int) -> F:
     for i in range(n):
         s += a[i] * b[i] * c[i]
     return s
+
+
+_HALF, _ODD, _SIXTEEN = _U(0x7FFF), _U(1), _U(16)
+_QUIET = _U(0x40)
+
+
+@kernel
+def round_to_bf16(x, out, count):
+    """fp32 to bf16, to the nearest, of two as near the even one; NaN stays NaN."""
+    a, o = carray(words_at(x), (count,)), carray(halves_at(out), (count,))
+    for i in range(count):
+        upper = _U(a[i] >> _SIXTEEN)
+        rounded = _U(_U(a[i] + _U(_HALF + _U(upper & _ODD))) >> _SIXTEEN)
+        o[i] = np.uint16(_U(upper | _QUIET) if _U(a[i] & _UNSIGNED) > _INFINITE else rounded)
+
+
+@kernel
+def widen(halves, out, count):
+    """bf16 to fp32."""
+    a, o = carray(halves_at(halves), (count,)), carray(words_at(out), (count,))
+    for i in range(count):
+        o[i] = _U(_U(a[i]) << _SIXTEEN)

@@ -49,3 +49,10 @@ def has_matrix_unit() -> bool:
         return False
     ask = ctypes.CDLL(None, use_errno=True).syscall
     return bool(ask(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def bf16_products() -> str:
+    """What multiplies bf16 here; in which order sums are taken depends on it."""
+    if has_matrix_unit():
+        return "AMX"
+    return "AVX512_BF16" if multiplies_pairs() else "fused multiply-adds"

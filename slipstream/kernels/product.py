@@ -3,8 +3,8 @@ over the inputs in order, whatever the number of rows.
 
 A weight (N, K) is packed into panels of 16 outputs, [panel][input][output], the last one filled up
 with zeros, for `tile` (the scheme of Goto and van de Geijn 2008). In bf16 the two inputs of a pair
-stand side by side, [panel][pair][output][2], for `tile_bf16`; the rows that are multiplied are
-rounded to bf16, sums and results are fp32. Every argument is an address or a size.
+stand side by side, [panel][pair][output][2], for `tile_bf16` and `product_amx`; the rows that are
+multiplied are rounded to bf16, sums and results are fp32. Every argument is an address or a size.
 """
 
 from __future__ import annotations
@@ -14,21 +14,11 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, words_at
-from slipstream.kernels.numeric import ZERO
-from slipstream.kernels.processor import has_matrix_unit
-from slipstream.kernels.rows import gate_in_place
+from slipstream.kernels.memory import floats_at, halves_at, hold
+from slipstream.kernels.numeric import ZERO, round_to_bf16, widen
+from slipstream.kernels.product_amx import BY_MATRIX_UNIT, product_amx_part
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
-from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
-from slipstream.kernels.tile_amx import (
-    add_rows,
-    add_to_rows,
-    configure,
-    release,
-    round_in_sixteens,
-    two_panels_amx,
-)
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 _AHEAD = 16384
@@ -38,33 +28,15 @@ too short for memory that several rows keep busy. Single rows gain nothing."""
 _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
 
-_BLOCK_AMX = 256
-"""The same beside the matrix unit, for which panels of fewer rows do not come by fast enough."""
-
-_AHEAD_AMX = 4096
-"""Bytes that it asks for weights in advance."""
-
-ROWS_BEYOND = MOST_ROWS_AMX
-"""Rows that it may read after the last one."""
-
-BY_MATRIX_UNIT = has_matrix_unit()
-"""Whether products of bf16 are its."""
-
 FP32, BF16 = 4, 2
 """Bytes of a packed weight."""
-
-
-@kernel
-def part_of(total, part, parts):
-    """Where the share of a part begins and ends."""
-    return total * part // parts, total * (part + 1) // parts
 
 
 @kernel
 def product_part(x, panels, bias, out, M, N, K, size, part, parts):
     """See `product`; one of `parts` parts."""
     if size == BF16 and BY_MATRIX_UNIT:
-        _amx_part(x, panels, bias, out, M, N, K, part, parts)
+        product_amx_part(x, panels, bias, out, M, N, K, part, parts)
     elif size == BF16:
         _bf16_part(x, panels, bias, out, M, N, K, part, parts)
     else:
@@ -96,29 +68,6 @@ def _fp32_part(x, panels, bias, out, M, N, K, part, parts):
             ask = w + _AHEAD if rows <= 6 else panels + min(p + 1, total - 1) * panel_step
             tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, ask, 4 * PANEL)
         block += rows
-
-
-_U, _H = np.uint32, np.uint16
-_HALF, _ODD, _SIXTEEN = _U(0x7FFF), _U(1), _U(16)
-_NUMBER, _INFINITE, _QUIET = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x40)
-
-
-@kernel
-def round_to_bf16(x, out, count):
-    """fp32 to bf16, to the nearest, of two as near the even one; NaN stays NaN."""
-    a, o = carray(words_at(x), (count,)), carray(halves_at(out), (count,))
-    for i in range(count):
-        upper = _U(a[i] >> _SIXTEEN)
-        rounded = _U(_U(a[i] + _U(_HALF + _U(upper & _ODD))) >> _SIXTEEN)
-        o[i] = _H(_U(upper | _QUIET) if _U(a[i] & _NUMBER) > _INFINITE else rounded)
-
-
-@kernel
-def widen(halves, out, count):
-    """bf16 to fp32."""
-    a, o = carray(halves_at(halves), (count,)), carray(words_at(out), (count,))
-    for i in range(count):
-        o[i] = _U(_U(a[i]) << _SIXTEEN)
 
 
 @kernel
@@ -162,104 +111,6 @@ def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
     hold(rounded)
 
 
-@kernel
-def _amx_part(x, panels, bias, out, M, N, K, part, parts):
-    begin, end = part_of(N // PANEL, part, parts)
-    if begin == end:
-        return
-    rounded = np.empty(LINE + (min(M, _BLOCK_AMX) + MOST_ROWS_AMX) * 2 * K, np.uint8)
-    xs = aligned(rounded.ctypes.data)
-    block = 0
-    while block < M:
-        rows = min(_BLOCK_AMX, M - block)
-        if K % PANEL:
-            round_to_bf16(x + block * 4 * K, xs, rows * K)
-        else:
-            round_in_sixteens(x + block * 4 * K, xs, rows * K)
-        _amx_panels(xs, panels, bias, out + block * 4 * N, rows, N, K, begin, end)
-        block += rows
-    hold(rounded)
-
-
-@kernel
-def narrow_product_part(x, panels, bias, out, M, N, K, part, parts):
-    """`product_part` by the matrix unit, of rows that are bf16, with `ROWS_BEYOND` rows after them
-    that may be read."""
-    begin, end = part_of(N // PANEL, part, parts)
-    block = 0
-    while block < M and begin < end:
-        rows = min(_BLOCK_AMX, M - block)
-        o = out + block * 4 * N
-        _amx_panels(x + block * 2 * K, panels, bias, o, rows, N, K, begin, end)
-        block += rows
-
-
-@kernel
-def _amx_panels(x, panels, bias, out, rows, N, K, begin, end):
-    """Some panels of rows that are bf16: two at a time, of which the last two may be computed
-    twice."""
-    panel_step, line, total = 2 * PANEL * K, 4 * PANEL, N // PANEL
-    beside = panel_step if total > 1 else 0
-    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
-    room = aligned(sums.ctypes.data)
-    configure(K // 2)
-    p = begin
-    while p < end:
-        q = max(min(p, total - 2), 0)
-        w, ahead = panels + q * panel_step, _AHEAD_AMX
-        m = 0
-        while m < rows:
-            some = min(MOST_ROWS_AMX, rows - m)
-            two_panels_amx(
-                some, x + m * 2 * K, 2 * K, w, line, beside, K // 2, room, 2 * line, line, ahead
-            )
-            add_rows(room, bias + line * q, some, total, out + m * 4 * N + line * q, 4 * N)
-            m, ahead = m + some, 0
-        p += 2
-    release()
-    hold(sums)
-
-
-@kernel
-def gated_product_part(x, panels, bias, out, M, W, K, part, parts):
-    """silu(gate) * up of the two halves of a product (M, 2W), by the matrix unit: to rows (M, W) of
-    bf16. The numbers are those of `product_part` and `rows.gate_part`. K and W multiples of 16."""
-    begin, end = part_of(W // PANEL, part, parts)
-    if begin == end:
-        return
-    panel_step, line = 2 * PANEL * K, 4 * PANEL
-    beside, bias_beside = W // PANEL * panel_step, 4 * W
-    rounded = np.empty(LINE + (min(M, _BLOCK_AMX) + MOST_ROWS_AMX) * 2 * K, np.uint8)
-    sums = np.empty(LINE + MOST_ROWS_AMX * 2 * line, np.uint8)
-    xs, gates = aligned(rounded.ctypes.data), aligned(sums.ctypes.data)
-    ups = gates + MOST_ROWS_AMX * line
-    configure(K // 2)
-    block = 0
-    while block < M:
-        rows = min(_BLOCK_AMX, M - block)
-        round_in_sixteens(x + block * 4 * K, xs, rows * K)
-        for p in range(begin, end):
-            w, b, ahead = panels + p * panel_step, bias + line * p, _AHEAD_AMX
-            m = 0
-            while m < rows:
-                some = min(MOST_ROWS_AMX, rows - m)
-                two_panels_amx(
-                    some, xs + m * 2 * K, 2 * K, w, line, beside, K // 2, gates, line, ups - gates,
-                    ahead,
-                )  # fmt: skip
-                add_to_rows(gates, b, some)
-                add_to_rows(ups, b + bias_beside, some)
-                gate_in_place(gates, ups, some * PANEL)
-                o = out + 2 * ((block + m) * W + PANEL * p)
-                for i in range(some):
-                    round_in_sixteens(gates + line * i, o + 2 * W * i, PANEL)
-                m, ahead = m + some, 0
-        block += rows
-    release()
-    hold(rounded)
-    hold(sums)
-
-
 @for_team
 def _product_shared(p):
     product_part(*to_fixed_tuple(carray(p, (8,)), 8), part_number(), part_count())
@@ -286,8 +137,8 @@ def _pack_bf16(weight, panels, N, K, part, parts):
                     out[k, j, 1] = row[k, 1]
             else:
                 for k in range(K // 2):
-                    out[k, j, 0] = _H(0)
-                    out[k, j, 1] = _H(0)
+                    out[k, j, 0] = np.uint16(0)
+                    out[k, j, 1] = np.uint16(0)
 
 
 @for_team

@@ -205,7 +205,7 @@ def _two_by_two(
     _zero_2()
     _zero_3()
     lower, block_step = x + ROWS * x_step, PAIRS * pair_step
-    for block in range(blocks):
+    for _ in range(blocks):
         if ahead:
             _ask(weights, pair_step, panel_step, ahead)
         _load_6(weights, pair_step)
@@ -232,7 +232,7 @@ def _one_by_two(
     _zero_0()
     _zero_1()
     block_step = PAIRS * pair_step
-    for block in range(blocks):
+    for _ in range(blocks):
         if ahead:
             _ask(weights, pair_step, panel_step, ahead)
         _load_2(x, x_step)
@@ -257,8 +257,8 @@ def two_panels_amx(
 ):  # fmt: skip
     """Two panels of outputs for any number of rows, which are taken in sixteens: beyond the last
     one rows of `x` are read and rows of `out` are written, of no meaning. x: bf16, `x_step` bytes
-    from row to row; weights: as in `tile_bf16`, `pair_step` and `panel_step` bytes from a pair and a
-    panel to the next; the second panel's outputs go `second` bytes beside the first one's. Memory
+    from row to row; weights: as in `tile_bf16`, `pair_step` and `panel_step` bytes from a pair and
+    a panel to the next; the second panel's outputs go `second` bytes beside the first one's. Memory
     is asked for what lies `ahead` bytes from each weight (0: not). After `configure`."""
     blocks, left = pairs // PAIRS, pairs % PAIRS
     m = 0

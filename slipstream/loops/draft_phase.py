@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from slipstream import __version__
 from slipstream.checkpoint.files import read_json, write_json
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import RunState, data_file, draft_folder, optimizer_file
@@ -35,6 +34,7 @@ from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.draft import train_draft_head
 from slipstream.loops.event_loop import run_async
 from slipstream.loops.run import opened
+from slipstream.loops.snapshot import computed_with
 from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.models.draft_io import load_draft_head, save_draft_head
 
@@ -154,7 +154,7 @@ class _DraftPhase:
             phase="draft",
             threads=torch.get_num_threads(),
             config=to_dict(self._run.config),
-            versions={"slipstream": __version__, "torch": str(torch.__version__)},
+            versions=computed_with(),
         )
 
         def write(folder: Path) -> None:

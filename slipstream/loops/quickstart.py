@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from slipstream import __version__
 from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.config.launch import INTERRUPTED
@@ -43,6 +42,7 @@ from slipstream.loops.run import (
     sft_phase,
 )
 from slipstream.loops.side_by_side import SideBySide, side_by_side
+from slipstream.loops.snapshot import computed_with
 from slipstream.loops.stages import close_parts
 from slipstream.metrics.batch_metrics import accuracy_interval, paired_difference
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
@@ -390,7 +390,7 @@ def summarize(
             m["training/rollout_log_probs_differing"] for m in steps
         ),
         **(decoding_summary(compared) if compared else {}),
-        "versions": {"slipstream": __version__, "torch": str(torch.__version__)},
+        "versions": computed_with(),
     }
 
 

@@ -27,11 +27,23 @@ from slipstream.checkpoint.state import (
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.drafter.cotraining import CoTraining
 from slipstream.errors import CheckpointError
+from slipstream.kernels import processor
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import load_tensors, read_tensors
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
+
+_PRODUCTS = "bf16_products"
+
+
+def computed_with() -> dict[str, str]:
+    """What a run's numbers depend on, beside its settings: versions, and what multiplies."""
+    return {
+        "slipstream": __version__,
+        "torch": str(torch.__version__),
+        _PRODUCTS: processor.bf16_products(),
+    }
 
 
 class LastPublished:
@@ -81,7 +93,7 @@ class Snapshots:
             threads=torch.get_num_threads(),
             config=self.config,
             policy_version=backend.weight_version,
-            versions={"slipstream": __version__, "torch": str(torch.__version__)},
+            versions=computed_with(),
         )
         try:
             text = json.dumps(data, allow_nan=False)
@@ -132,6 +144,12 @@ class Snapshots:
                 f"the checkpoint was written with {state.threads} threads and this run has "
                 f"{threads}: sums are taken in another order, so numbers may differ in last bits "
                 f"(trainer.num_threads={state.threads} avoids it)"
+            )
+        was, now = state.versions.get(_PRODUCTS), processor.bf16_products()
+        if was not in (None, now):
+            notify(
+                f"the checkpoint was written where {was} multiplied bf16, and here {now} does: "
+                "sums are taken in another order, so numbers may differ in last bits"
             )
         source = huggingface_folder(folder)
         load_tensors(decoder, read_tensors(source), source=str(source))

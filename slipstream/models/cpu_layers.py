@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import layers as kernels
-from slipstream.kernels.product import ROWS_BEYOND
+from slipstream.kernels.product_amx import ROWS_BEYOND
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces, attends, own_keys

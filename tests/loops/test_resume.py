@@ -13,6 +13,7 @@ import torch
 
 from slipstream.checkpoint.manager import MANIFEST, TRACKER
 from slipstream.cli import main
+from slipstream.kernels import processor
 from tests.loops.helpers import (
     ACTOR,
     assert_same_result,
@@ -196,6 +197,19 @@ def test_another_thread_count_is_said(
     said = capsys.readouterr().out
     assert "written with 1 threads and this run has 2" in said
     assert "trainer.num_threads=1 avoids it" in said
+
+
+def test_another_order_of_sums_is_said(
+    copy: Path,
+    finished: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = processor.bf16_products()
+    monkeypatch.setattr(processor, "bf16_products", lambda: "an abacus")
+    assert again(copy, finished, "trainer.total_training_steps=4") == 0
+    said = capsys.readouterr().out
+    assert f"written where {here} multiplied bf16, and here an abacus does" in said
 
 
 def damage(path: Path, kind: str) -> None:
