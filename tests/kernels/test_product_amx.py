@@ -43,8 +43,8 @@ def random(*shape: int) -> Tensor:
 
 def plain(x: Tensor, panels: Tensor, bias: Tensor) -> Tensor:
     out = torch.empty(len(x), len(bias))
-    addresses = [t.data_ptr() for t in (x, panels, bias, out)]
-    product(*addresses, len(x), len(bias), x.shape[1], BF16)
+    a, b, c, d = (t.data_ptr() for t in (x, panels, bias, out))
+    product(a, b, c, d, len(x), len(bias), x.shape[1], BF16)
     return out
 
 
