@@ -90,8 +90,11 @@ class DrafterTrainConfig:
 
     enable_drafter_training: bool = False
     """Train the draft model during RL."""
+    mode: Literal["interval", "opportunistic"] = "interval"
+    """When the draft model learns: `interval`, between two RL steps, in their time and to the same
+    bits in every run; or `opportunistic`, in a process of its own, whenever a core is idle."""
     training_interval_steps: PositiveInt = 10
-    """RL steps between two trainings."""
+    """RL steps between two trainings where `mode` is interval."""
     updates_per_training: PositiveInt = 8
     """Training steps of one training, fewer where the collected responses have been used up."""
     buffer_bytes: PositiveInt = 268435456

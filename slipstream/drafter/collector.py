@@ -42,6 +42,59 @@ class CollectorSettings:
                 )
 
 
+def rows_to_keep(batch: TrainBatch, settings: CollectorSettings) -> set[int]:
+    """The rows with something to draft whose noise is known."""
+    return {
+        index
+        for index, row in enumerate(batch.rows)
+        if row.key is not None and any(row.loss_mask[2 : settings.max_length])
+    }
+
+
+def kept_of(features: Features, step: int, settings: CollectorSettings) -> Kept:
+    """What stays of the features of such a row."""
+    assert features.key is not None, "one of `rows_to_keep`"
+    length = settings.max_length
+    return Kept(
+        sequence=DraftSequence(
+            tokens=features.tokens[:length],
+            # A part of them would keep the memory of the whole.
+            features_TD=features.hidden[:length].clone(),
+            loss_mask=features.loss_mask[:length],
+        ),
+        key=features.key,
+        step=step,
+    )
+
+
+class FeatureForwarder:
+    """`FeatureSink` for who trains elsewhere: the rows of a step, to be taken away."""
+
+    tap_layers: tuple[int, ...] = ()
+
+    def __init__(self, settings: CollectorSettings) -> None:
+        self._settings = settings
+        self._step = 0
+        self._kept: list[Kept] = []
+
+    def begin_step(self, step: int) -> None:
+        """RL step `step` is about to be trained on."""
+        self._step = step
+
+    def select(self, batch: TrainBatch) -> set[int]:
+        """See `FeatureSink`."""
+        return rows_to_keep(batch, self._settings)
+
+    def receive(self, features: Features) -> None:
+        """See `FeatureSink`."""
+        self._kept.append(kept_of(features, self._step, self._settings))
+
+    def take(self) -> list[Kept]:
+        """What has come since the last call."""
+        taken, self._kept = self._kept, []
+        return taken
+
+
 class FeatureCollector:
     """`FeatureSink` into a buffer, and beside it into a few responses that are only measured on."""
 
@@ -65,31 +118,17 @@ class FeatureCollector:
         self.buffer.forget_before(step)
 
     def select(self, batch: TrainBatch) -> set[int]:
-        """See `FeatureSink`: the rows with something to draft whose noise is known."""
-        if self._step is None:
-            return set()
-        return {
-            index
-            for index, row in enumerate(batch.rows)
-            if row.key is not None and any(row.loss_mask[2 : self.settings.max_length])
-        }
+        """See `FeatureSink`."""
+        return set() if self._step is None else rows_to_keep(batch, self.settings)
 
     def receive(self, features: Features) -> None:
         """See `FeatureSink`."""
         assert self._step is not None, "selected"
-        assert features.key is not None, "selected"
-        length = self.settings.max_length
-        kept = Kept(
-            sequence=DraftSequence(
-                tokens=features.tokens[:length],
-                # A part of them would keep the memory of the whole.
-                features_TD=features.hidden[:length].clone(),
-                loss_mask=features.loss_mask[:length],
-            ),
-            key=features.key,
-            step=self._step,
-        )
-        if self._is_held_out(features.key):
+        self.keep(kept_of(features, self._step, self.settings))
+
+    def keep(self, kept: Kept) -> None:
+        """Take a response in: to train on, or to measure on."""
+        if self._is_held_out(kept.key):
             self._held_out.append(kept)
         else:
             self.buffer.add(kept)

@@ -144,6 +144,13 @@ class CoTraining:
             setattr(self, name, int(state[name]))
         self.collector.load_state_dict(state["collector"])
 
+    def begin_with(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Go on from a head in use, of which nothing else is known."""
+        self.trainer.head.load_state_dict(weights)
+        self.used.load_state_dict(weights)
+        self.trainer.forget_moments()
+        self.version = version
+
     def _counted(self, batches: Iterator[list[DraftSequence]]) -> Iterator[list[DraftSequence]]:
         for batch in batches:
             self.tokens_seen += sum(len(sequence.tokens) for sequence in batch)

@@ -12,23 +12,30 @@ from slipstream.config.schema import Config
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_draft import train_settings
 from slipstream.loops.build_speculation import first_head
-from slipstream.loops.cotrain import DraftReceiver, IntervalTraining
+from slipstream.loops.cotrain import DraftReceiver, IntervalTraining, OpportunisticTraining
 from slipstream.loops.stages import Stages
+from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.training.compute_thread import ComputeThread
 
 
 def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> None:
-    """Refuse a buffer that the longest response does not fit into, and a learning rate that has
-    no steps to fall in. Raises ConfigError."""
+    """Refuse a buffer that the longest response does not fit into, a learning rate that has no
+    steps to fall in, and a process beside the run where there is no core for it.
+
+    Raises ConfigError.
+    """
     train = config.speculative.train
     if not train.enable_drafter_training:
         return
+    if train.mode == "opportunistic":
+        _check_opportunistic(config)
     optim, key = train.optim, "speculative.train.optim"
     steps = training_steps(config, total_steps)
     if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
@@ -47,6 +54,27 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
         )
 
 
+def _check_opportunistic(config: Config) -> None:
+    key = "speculative.train.mode=opportunistic"
+    if (cores := usable_cores()) < 2:
+        raise ConfigError(
+            f"{key} trains the draft model on cores that the run leaves idle, and this process may "
+            f"use {cores}; give it more, or set speculative.train.mode=interval"
+        )
+    if build.device_of(config).type != "cpu":
+        raise ConfigError(
+            f"{key} trains in a process on the CPU, and trainer.device is a GPU; set "
+            "speculative.train.mode=interval"
+        )
+    optim = config.speculative.train.optim
+    if optim.lr_scheduler_type != "constant":
+        raise ConfigError(
+            f"{key} takes as many steps as there is time for, so that "
+            f"speculative.train.optim.lr_scheduler_type={optim.lr_scheduler_type} has no end to "
+            "fall to; set speculative.train.optim.lr_scheduler_type=constant"
+        )
+
+
 def training_steps(config: Config, rl_steps: int) -> int:
     """Optimizer steps of the draft model in so many RL steps, at most."""
     train = config.speculative.train
@@ -62,28 +90,23 @@ def make_cotraining(
     total_steps: int,
     notify: Callable[[str], None],
     stages: Stages,
-) -> IntervalTraining | None:
+) -> IntervalTraining | OpportunisticTraining | None:
     """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
     where it is not enabled."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
-    buffer = DraftBuffer(
-        BufferSettings(
-            max_bytes=train.buffer_bytes,
-            lookback_steps=train.lookback_steps,
-            long_share=train.long_share,
-            max_uses=train.max_epochs,
-        )
+    buffer = BufferSettings(
+        max_bytes=train.buffer_bytes,
+        lookback_steps=train.lookback_steps,
+        long_share=train.long_share,
+        max_uses=train.max_epochs,
     )
-    collector = FeatureCollector(
-        buffer,
-        CollectorSettings(
-            params=build.sampling_params(config),
-            max_length=train.max_seq_len,
-            held_out=train.held_out_samples,
-            held_out_every=train.held_out_every,
-        ),
+    collector = CollectorSettings(
+        params=build.sampling_params(config),
+        max_length=train.max_seq_len,
+        held_out=train.held_out_samples,
+        held_out_every=train.held_out_every,
     )
     settings = CoTrainSettings(
         train=train_settings(config, train.optim, training_steps(config, total_steps)),
@@ -92,13 +115,30 @@ def make_cotraining(
         accept_depth=train.accept_depth,
     )
     head, _ = first_head(config, policy.config)
+    dtype = build.rollout_dtype(config)
+    if train.mode == "opportunistic":
+        setup = WorkerSetup(
+            config=head.config,
+            weights={name: p.detach().clone() for name, p in head.named_parameters()},
+            version=0,
+            collector=collector,
+            buffer=buffer,
+            train=settings,
+        )
+        return OpportunisticTraining(
+            setup, policy, engines, compute, dtype=dtype, notify=notify, stages=stages
+        )
     return IntervalTraining(
-        CoTraining(head.to(build.device_of(config)), collector, settings),
+        CoTraining(
+            head.to(build.device_of(config)),
+            FeatureCollector(DraftBuffer(buffer), collector),
+            settings,
+        ),
         policy,
         engines,
         compute,
         interval=train.training_interval_steps,
-        dtype=build.rollout_dtype(config),
+        dtype=dtype,
         notify=notify,
         stages=stages,
     )

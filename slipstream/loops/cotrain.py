@@ -1,24 +1,33 @@
-"""Co-training of the draft head in the RL loop: a slice of training every few steps.
+"""Co-training of the draft head in the RL loop: when and where.
 
     collect rows of the last steps -> train -> check on held-out responses -> publish to the engines
 
-Owns when and where; what a slice is, `drafter.cotraining` knows. Made by `loops.build_cotrain`.
+`IntervalTraining` trains between RL steps, in the trainer's own time; `OpportunisticTraining` lets
+a process beside the run do it whenever a core is idle. What a slice of training is, both leave to
+`drafter.cotraining`. Made by `loops.build_cotrain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from slipstream.checkpoint.tree import load_tree
+from slipstream.drafter.buffer import Kept
+from slipstream.drafter.collector import FeatureForwarder
 from slipstream.drafter.cotraining import CoTraining, Slice
 from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
+from slipstream.errors import TrainingError
 from slipstream.loops.snapshot import cotraining_file
-from slipstream.loops.stages import Stages
+from slipstream.loops.stages import Stages, run_in_daemon
 from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DraftHead
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, UpdateKind, WeightUpdate
 
@@ -73,10 +82,7 @@ class IntervalTraining:
         async with self._stages.stage("draft head", "a slice of its training"):
             done = await self._compute.submit(lambda: self._slice(step))
         if done.failure is not None:
-            self._notify(
-                f"step {step}: training of the draft head failed and begins anew from the one in "
-                f"use, which stays: {done.failure}"
-            )
+            self._notify(_failed(step, done.failure))
         if done.adopted:
             await self._publish()
         elif done.held_back and not self._said:
@@ -96,17 +102,205 @@ class IntervalTraining:
         if not file.exists():
             self._notify(f"{checkpoint} was made without co-training, which begins anew")
             return
-        await self._compute.submit(lambda: self.training.load_state_dict(load_tree(file)))
+        state = load_tree(file)
+        if "trainer" in state:
+            await self._compute.submit(lambda: self.training.load_state_dict(state))
+        else:
+            self._notify(
+                f"{checkpoint} has a draft head that a process beside the run trained; "
+                "its optimizer begins anew"
+            )
+            await self._compute.submit(
+                lambda: self.training.begin_with(state["used"], int(state["version"]))
+            )
         await self._publish()
 
     def _slice(self, step: int) -> Slice:
         return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
 
     async def _publish(self) -> None:
-        for engine in self._engines:
-            update = WeightUpdate(
-                version=self.training.version,
-                kind=UpdateKind.DRAFT,
-                buckets=[self.training.published()],
-            )
-            await engine.update_drafter(update)
+        weights = dict(self.training.published())
+        await _publish(self._engines, self.training.version, weights)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class OpportunisticTraining:
+    """`DrafterTraining` by a process that runs only while a core is idle.
+
+    It is given the rows of every step, trains until there is nothing left in them or the next
+    update begins, and its heads are published after the step in which they arrive. When it ends by
+    itself or is killed, the run says so and starts another one from the head in use.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        policy: Decoder,
+        engines: Sequence[DraftReceiver],
+        compute: ComputeThread,
+        *,
+        dtype: torch.dtype,
+        notify: Callable[[str], None],
+        stages: Stages,
+    ) -> None:
+        """`policy` is the trainer's own, and computes in `dtype`."""
+        self._setup = setup
+        self._policy = policy
+        self._engines = engines
+        self._compute = compute
+        self._dtype = dtype
+        self._notify = notify
+        self._stages = stages
+        self._forwarder = FeatureForwarder(setup.collector)
+        self._worker: DraftWorker | None = None
+        self._restarts = self._hold_backs = self._failures = 0
+        self._seconds = 0.0
+        self.training = HeadInUse(setup)
+
+    @property
+    def sink(self) -> FeatureSink:
+        """See `DrafterTraining`."""
+        return self._forwarder
+
+    def begin_step(self, step: int) -> None:
+        """See `DrafterTraining`. The update needs all cores."""
+        self._forwarder.begin_step(step)
+        if self._worker is not None:
+            try:
+                self._worker.stop()
+            except TrainingError as error:
+                self._lost(self._worker, error)
+
+    async def after_step(self, step: int) -> dict[str, float]:
+        """See `DrafterTraining`."""
+        metrics = await self._receive()
+        ends = await self._compute.submit(lambda: PolicyEnds.of(self._policy, self._dtype))
+        kept = self._forwarder.take()
+        async with self._stages.stage("draft head", "handing rows to the process that trains it"):
+            await run_in_daemon(lambda: self._hand_on(kept, ends, step))
+        return metrics | {
+            "drafter/version": self.training.version,
+            "drafter/publishes": self.training.version,
+            "drafter/hold_backs": self._hold_backs,
+            "drafter/failed_slices": self._failures,
+            "drafter/restarts": self._restarts,
+            "drafter/cpu_seconds": self._seconds,
+        }
+
+    async def restore(self, checkpoint: Path) -> None:
+        """Go on with the head that was in use, and a new optimizer; the engines get it, too."""
+        file = cotraining_file(checkpoint)
+        if not file.exists():
+            self._notify(f"{checkpoint} was made without co-training, which begins anew")
+            return
+        self.training.load_state_dict(load_tree(file))
+        await _publish(self._engines, self.training.version, self.training.weights)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    async def _receive(self) -> dict[str, float]:
+        """Publish what was learned since; the metrics of the last slice that learned anything."""
+        metrics: dict[str, float] = {}
+        for learned in self._results():
+            self._seconds += learned.cpu_seconds
+            self._hold_backs += learned.held_back
+            if learned.failure is not None:
+                self._failures += 1
+                self._notify(_failed(learned.step, learned.failure))
+            if learned.weights is not None:
+                self.training.take(learned.version, learned.weights)
+            if "drafter/loss" in learned.metrics:
+                metrics = learned.metrics
+        if self.training.fresh:
+            await _publish(self._engines, self.training.version, self.training.weights)
+            self.training.fresh = False
+        return metrics
+
+    def _results(self) -> list[Learned]:
+        if self._worker is None:
+            return []
+        try:
+            return self._worker.results()
+        except TrainingError as error:
+            self._lost(self._worker, error)
+            return []
+
+    def _hand_on(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+        if self._worker is None:
+            self._worker = DraftWorker(self.training.setup)
+        try:
+            self._worker.learn(kept, ends, step)
+        except TrainingError as error:
+            self._lost(self._worker, error)
+
+    def _lost(self, worker: DraftWorker, error: TrainingError) -> None:
+        worker.close()
+        self._worker = None
+        self._restarts += 1
+        self._notify(f"{error}; another one begins from the head in use, and the run goes on")
+
+
+class HeadInUse:
+    """The head that engines have, where another process trains: what a checkpoint keeps of it."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self.fresh = False
+        """Whether the engines have yet to get it."""
+
+    @property
+    def setup(self) -> WorkerSetup:
+        """What a process that begins now begins with."""
+        return self._setup
+
+    @property
+    def version(self) -> int:
+        return self._setup.version
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._setup.weights
+
+    @property
+    def used(self) -> DraftHead:
+        """It, as a module."""
+        head = DraftHead(self._setup.config)
+        head.load_state_dict(dict(self.weights))
+        return head
+
+    def take(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """A new version of it."""
+        self._setup = replace(self._setup, version=version, weights=dict(weights))
+        self.fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Head and version: what else training knows is given up with its process."""
+        return {"used": dict(self.weights), "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`, or from that of `CoTraining`."""
+        self.take(int(state["version"]), state["used"])
+        self.fresh = False
+
+
+async def _publish(
+    engines: Sequence[DraftReceiver], version: int, weights: Mapping[str, Tensor]
+) -> None:
+    for engine in engines:
+        update = WeightUpdate(
+            version=version, kind=UpdateKind.DRAFT, buckets=[list(weights.items())]
+        )
+        await engine.update_drafter(update)
+
+
+def _failed(step: int, failure: str) -> str:
+    return (
+        f"step {step}: training of the draft head failed and begins anew from the one in use, "
+        f"which stays: {failure}"
+    )

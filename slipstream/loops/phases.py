@@ -200,7 +200,7 @@ class _RLPhase:
         return done + len(history) >= self._total
 
     def close(self) -> None:
-        close_parts(self._run.stages, self._backend, self._reference, self._engine)
+        close_parts(self._run.stages, self._drafter, self._backend, self._reference, self._engine)
 
     @property
     def _rollout_folder(self) -> Path:

@@ -41,7 +41,7 @@ from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
-from slipstream.metrics.timers import Timers, timing_per_token
+from slipstream.metrics.timers import IdleCores, Timers, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.training.losses import LossFn, policy_loss_fn
@@ -171,10 +171,14 @@ async def run_rl_training(
     history: list[dict[str, float]] = []
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
     failures = FailureWatch(notify)
-    timers = Timers()
+    timers, idle = Timers(), IdleCores()
     for step in range(config.start_step + 1, config.num_steps + 1):
         with timers.span("step"):
-            with timers.span("gen"), stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s):
+            with (
+                timers.span("gen"),
+                idle.watched(),
+                stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
+            ):
                 groups = await rollout_manager.generate_batch()
             metrics = rollout_metrics(
                 groups,
@@ -196,6 +200,7 @@ async def run_rl_training(
             "training/policy_version": backend.weight_version,
             "rollout/num_dropped_groups": sum(rollout_manager.counts.dropped.values()),
             "rollout/num_carried_over": rollout_manager.counts.carried_over,
+            "rollout/idle_core_seconds": idle.seconds,
         }
         failures.see(step, groups)
         watch.see(step, metrics)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from slipstream.checkpoint.state import (
     optimizer_file,
 )
 from slipstream.checkpoint.tree import load_tree, save_tree
-from slipstream.drafter.cotraining import CoTraining
 from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
 from slipstream.models.decoder import Decoder
+from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import load_tensors, read_tensors
 from slipstream.training.protocol import TrainingBackend
@@ -63,6 +63,15 @@ class LastPublished:
         return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
 
 
+class LearningHead(Protocol):
+    """What a checkpoint keeps of co-training (`drafter.cotraining.CoTraining`)."""
+
+    @property
+    def used(self) -> DraftHead: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
     """Saves and restores one phase ("sft" or "rl") of a run."""
@@ -78,7 +87,7 @@ class Snapshots:
         backend: TrainingBackend,
         data: Mapping[str, Any],
         published: LastPublished | None = None,
-        drafter: CoTraining | None = None,
+        drafter: LearningHead | None = None,
     ) -> Path:
         """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
 

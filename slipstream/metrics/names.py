@@ -135,6 +135,12 @@ SECTIONS: tuple[Section, ...] = (
                 wall_time=True,
                 headline="tok/s",
             ),
+            Metric(
+                "rollout/idle_core_seconds",
+                "s",
+                "cores of this machine that the run left unused while it generated, times seconds",
+                wall_time=True,
+            ),
             Metric("rollout/num_dropped_groups", "groups", "groups that a filter left out"),
             Metric(
                 "rollout/num_restarted_samples",
@@ -330,7 +336,8 @@ SECTIONS: tuple[Section, ...] = (
         "Draft head that learns while the policy does",
         "After each step; losses and acceptance after steps with a slice of training only. "
         "`before` is of the head in use, `after` of the trained one, both on held-out responses "
-        "with their own noise.",
+        "with their own noise. With `speculative.train.mode=opportunistic` all of them depend on "
+        "time.",
         (
             Metric("drafter/loss", "", "weighted sum of the two losses, mean over the slice"),
             Metric("drafter/feature_loss", "", "smooth L1 between predicted and true features"),
@@ -344,6 +351,13 @@ SECTIONS: tuple[Section, ...] = (
                 "drafter/hold_backs",
                 "heads",
                 "trained heads that accepted less than the one in use, or could not be measured",
+            ),
+            Metric("drafter/restarts", "processes", "that trained the head, ended and began anew"),
+            Metric(
+                "drafter/cpu_seconds",
+                "s",
+                "processor time of slices so far, of a process beside the run",
+                wall_time=True,
             ),
             Metric("drafter/failed_slices", "slices", "ended by a loss that was not finite"),
             Metric("drafter/buffer_bytes", "bytes", "features of collected responses"),

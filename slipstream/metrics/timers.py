@@ -5,6 +5,7 @@ Knows nothing of what the stages do. Called by the loops.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,3 +52,30 @@ def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[
         for name, count in tokens.items()
         if count > 0 and f"timing_s/{name}" in timings
     }
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class IdleCores:
+    """Core-seconds that this process left unused in the last body of `watched`.
+
+    A thread that waits in a loop for another uses its core.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._used = clock, used
+        self.seconds = 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure the body."""
+        clock, used = self._clock(), self._used()
+        yield
+        self.seconds = max(0.0, cores() * (self._clock() - clock) - (self._used() - used))

@@ -396,6 +396,10 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
             ["optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=6"],
             ["9 RL steps train the draft model 6 times", "=constant"],
         ),
+        (
+            ["mode=opportunistic", "optim.lr_scheduler_type=linear"],
+            ["as many steps as there is time for", "optim.lr_scheduler_type=constant"],
+        ),
     ],
 )
 def test_co_training_that_could_not_work(
@@ -415,3 +419,20 @@ def test_co_training_that_could_not_work(
     )
     refused(line, 2, capsys, *parts)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_co_training_beside_the_run_needs_a_core(
+    tmp_path: Path,
+    reward: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.loops.build_cotrain.usable_cores", lambda: 1)
+    line = rl_only(
+        tmp_path / "run",
+        "speculative.enable=true",
+        "speculative.train.enable_drafter_training=true",
+        "speculative.train.mode=opportunistic",
+        reward=reward,
+    )
+    refused(line, 2, capsys, "this process may use 1; give it more", "train.mode=interval")

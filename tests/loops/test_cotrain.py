@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from slipstream.checkpoint.manager import TRACKER
 from slipstream.checkpoint.state import draft_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
+from slipstream.drafter.worker import DraftWorker
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.hf_io import read_tensors
@@ -100,3 +104,60 @@ def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: P
     (again / TRACKER).write_text("2")
     assert main(rl_only(again, *SETTINGS, *LEARN, reward=reward)) == 0
     assert_same_result(result_of(again), result_of(folder))
+
+
+OPPORTUNISTIC = f"{TRAIN}.mode=opportunistic"
+
+
+def test_a_process_beside_the_run_changes_nothing_either(
+    learned: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, reward = learned
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
+    assert main(line) == 0
+    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert steps[4]["drafter/restarts"] == 0
+    assert steps[4]["rollout/idle_core_seconds"] >= 0
+    # A checkpoint has the head in use: a process goes on from it, and so does the other mode.
+    state = load_tree(cotraining_file(tmp_path / "run" / "global_step_4"))
+    assert state.keys() == {"used", "version"}
+    more = "trainer.total_training_steps=5"
+    assert main([*line, more]) == 0
+    capsys.readouterr()
+    given = (
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path / 'run' / 'global_step_4'}",
+    )
+    line = rl_only(tmp_path / "other", *SETTINGS, *LEARN, more, *given, reward=reward)
+    assert main(line) == 0
+    assert "its optimizer begins anew" in capsys.readouterr().out
+    ours, theirs = policy(tmp_path / "run", 5), policy(tmp_path / "other", 5)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_process_that_is_killed_is_started_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_on, pids = DraftWorker.learn, list[int]()
+
+    def learn_and_die(self: DraftWorker, *arguments: Any, **more: Any) -> None:
+        hand_on(self, *arguments, **more)
+        pids.append(self.pid)
+        if len(pids) == 2:
+            os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(DraftWorker, "learn", learn_and_die)
+    reward = write_reward(tmp_path)
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
+    assert main(line) == 0
+    assert "ended with status -9; another one begins from the head in use" in (
+        capsys.readouterr().out
+    )
+    assert len(set(pids)) == 2
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert [steps[n]["drafter/restarts"] for n in (2, 4)] == [0, 1]

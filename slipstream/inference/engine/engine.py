@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.memory import FreedMemory
 from slipstream.inference.engine.prefill import Prefill
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Decode, Running
@@ -103,6 +104,7 @@ class Engine:
         # Of the running batch; None where it has changed.
         self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
+        self._freed = FreedMemory()
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
         self._counts: dict[str, float] = {}
@@ -235,6 +237,7 @@ class Engine:
         if self._idle and self.settings.free_cache_engine:
             self._runner.forget_recordings()
             self._scheduler.store.release()
+            self._freed.give_back()
 
     def _set_aside_preempted(self) -> None:
         """Compute the keys and values of preempted requests while their weights are still here."""

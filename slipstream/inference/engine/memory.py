@@ -1,4 +1,4 @@
-"""How many bytes keys and values may take: a share of the memory that is free.
+"""How many bytes keys and values may take, a share of the memory that is free, and giving back.
 
 On CPUs free is what the system can give without swapping, and no more than the limits of the
 control groups (containers) that the process is in; on a GPU what the driver says.
@@ -6,6 +6,10 @@ control groups (containers) that the process is in; on a GPU what the driver say
 
 from __future__ import annotations
 
+import ctypes
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -91,3 +95,28 @@ def _left_of(group: Path, limit: str, usage: str, inactive: str) -> list[int]:
     if most == "max":
         return []
     return [max(0, int(most) - used + int(stat.get(inactive, 0)))]
+
+
+class FreedMemory:
+    """What was freed, and what the C library keeps of it for later: given back to the system.
+
+    Rollouts leave pieces of all sizes behind, so that without it a process grows by some percent
+    over thousands of them.
+    """
+
+    EVERY_SECONDS = 0.5
+    """At most so often: it takes some milliseconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._last = clock, -math.inf
+        # Only glibc has it.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def give_back(self) -> bool:
+        """Do it, unless it was done just now. Returns whether it was."""
+        now = self._clock()
+        if self._trim is None or now - self._last < self.EVERY_SECONDS:
+            return False
+        self._last = now
+        self._trim(0)
+        return True

@@ -1,0 +1,252 @@
+"""Co-training in a process of its own, in processor time that nobody else wants.
+
+    parent                                    worker: one thread, scheduled when a core is idle
+      learn(rows, ends, step)          ->     slices of training, while there is something to learn
+      stop()                           ->     the slice ends after the optimizer step under way
+      results()                        <-     what each slice came to, with weights to publish
+
+Lines of JSON say what is to be done and what was; tensors lie in files of a folder that only the
+two know, so that neither waits for the other to read. The worker ends when its parent does.
+`python -m slipstream.drafter.worker FOLDER` is what the parent starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.collector import CollectorSettings, FeatureCollector
+from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.trainer import Metrics
+from slipstream.errors import TrainingError
+from slipstream.models.config import ModelConfig
+from slipstream.models.draft_head import DraftHead
+
+_SETUP = "setup.pickle"
+_CLOSING_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What a worker begins with: the head in use (`weights`, of a policy of `config`) as `version`,
+    and how it is to learn."""
+
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+    version: int
+    collector: CollectorSettings
+    buffer: BufferSettings
+    train: CoTrainSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a slice came to (`cotraining.Slice`): `weights` of a head to publish as `version`, None
+    where it is held back or nothing was learned; `cpu_seconds` that the slice took."""
+
+    step: int
+    metrics: Metrics
+    version: int
+    weights: Mapping[str, Tensor] | None
+    held_back: bool
+    failure: str | None
+    cpu_seconds: float
+
+
+class DraftWorker:
+    """The parent's end of a worker process."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        """Starts the process; it answers when it has read what it begins with."""
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-drafter-")
+        self._path, self._numbers = Path(self._folder.name), itertools.count()
+        _write(self._path / _SETUP, setup)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # A Ctrl-C is the parent's to handle.
+            start_new_session=True,
+        )
+        self._lines = _Lines(self._out.fileno())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+        """Train on these rows of RL step `step` and on those of the steps before, between the ends
+        of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
+        the process has ended."""
+        name = f"rows-{next(self._numbers)}.pickle"
+        _write(self._path / name, (list(kept), ends))
+        self._say(op="learn", file=name, step=step)
+
+    def stop(self) -> None:
+        """End the slice under way after its present optimizer step. Does not wait for it. Raises
+        TrainingError where the process has ended."""
+        self._say(op="stop")
+
+    def results(self) -> list[Learned]:
+        """What has come since the last call. Raises TrainingError where the process has ended."""
+        lines = list(self._lines.waiting())
+        if self._lines.ended:
+            raise self._gone()
+        found = []
+        for line in lines:
+            file = self._path / line["file"]
+            found.append(cast(Learned, _read(file)))
+            file.unlink()
+        return found
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        with contextlib.suppress(OSError):
+            self._in.close()
+        try:
+            self._process.wait(_CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._out.close()
+        self._folder.cleanup()
+
+    @property
+    def _in(self) -> Any:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _out(self) -> Any:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def _say(self, **words: object) -> None:
+        try:
+            self._in.write(json.dumps(words).encode() + b"\n")
+            self._in.flush()
+        except OSError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> TrainingError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSING_SECONDS)
+        return TrainingError(
+            f"the process that trains the draft head ended with status {self._process.returncode}"
+        )
+
+
+class _Lines:
+    """Lines of JSON from a file descriptor, without waiting for more than is there."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._rest = fd, b""
+        self.ended = False
+
+    def ready(self, seconds: float | None = 0.0) -> bool:
+        """Whether there is something to read, or the other side has ended, within `seconds` (None:
+        however long it takes)."""
+        return self.ended or bool(select.select([self._fd], [], [], seconds)[0])
+
+    def waiting(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that are there."""
+        while not self.ended and self.ready():
+            more = os.read(self._fd, 1 << 16)
+            self.ended = not more
+            *lines, self._rest = (self._rest + more).split(b"\n")
+            yield from map(json.loads, lines)
+
+
+def _write(path: Path, value: object) -> None:
+    """For the other side alone, which looks once it is told."""
+    path.write_bytes(pickle.dumps(value))
+
+
+def _read(path: Path) -> object:
+    return pickle.loads(path.read_bytes())  # our own process wrote it
+
+
+def run_when_idle() -> None:
+    """From here on this thread runs only while a core has nothing else to do."""
+    if hasattr(os, "SCHED_IDLE"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return
+    os.nice(19)
+
+
+def main(folder: Path, lines: _Lines, answer: int) -> None:
+    """The worker: until the other side ends."""
+    training = _training(cast(WorkerSetup, _read(folder / _SETUP)))
+    while lines.ready(None) and not lines.ended:
+        # Of several orders the newest one counts, and the rows of all.
+        order: dict[str, Any] | None = None
+        ends: PolicyEnds | None = None
+        for line in lines.waiting():
+            order = line if line["op"] == "learn" else None
+            if order is not None:
+                kept, ends = cast(tuple[list[Kept], PolicyEnds], _read(folder / order["file"]))
+                (folder / order["file"]).unlink()
+                training.collector.buffer.forget_before(order["step"])
+                for one in kept:
+                    training.collector.keep(one)
+        if order is None or ends is None:
+            continue
+        while not lines.ready():
+            learned = _slice(training, ends, order["step"], lines)
+            name = f"learned-{time.monotonic_ns()}.pickle"
+            _write(folder / name, learned)
+            os.write(answer, json.dumps({"file": name}).encode() + b"\n")
+            if "drafter/loss" not in learned.metrics:
+                break  # Nothing is left to learn from.
+
+
+def _training(setup: WorkerSetup) -> CoTraining:
+    head = DraftHead(setup.config)
+    collector = FeatureCollector(DraftBuffer(setup.buffer), setup.collector)
+    training = CoTraining(head, collector, setup.train)
+    training.begin_with(setup.weights, setup.version)
+    return training
+
+
+def _slice(training: CoTraining, ends: PolicyEnds, step: int, lines: _Lines) -> Learned:
+    started = time.process_time()
+    done = training.slice(ends, step=step, stop=lines.ready)
+    return Learned(
+        step=step,
+        metrics=done.metrics,
+        version=training.version,
+        weights=dict(training.published()) if done.adopted else None,
+        held_back=done.held_back,
+        failure=done.failure,
+        cpu_seconds=time.process_time() - started,
+    )
+
+
+if __name__ == "__main__":
+    run_when_idle()
+    torch.set_num_threads(1)
+    # Whatever prints must not be taken for an answer.
+    _answer = os.dup(1)
+    os.dup2(2, 1)
+    # Run as a script this module is another one than the pickles name.
+    from slipstream.drafter import worker
+
+    worker.main(Path(sys.argv[1]), worker._Lines(0), _answer)

@@ -1,0 +1,118 @@
+"""A process that trains a head beside the run: what it learns, that it stops and may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from slipstream.drafter.buffer import BufferSettings, Kept
+from slipstream.drafter.collector import CollectorSettings
+from slipstream.drafter.cotraining import CoTrainSettings
+from slipstream.drafter.trainer import DraftTrainSettings
+from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
+from slipstream.errors import TrainingError
+from slipstream.metrics.names import check_names
+from slipstream.training.optim import OptimSettings
+from slipstream.types import SamplingParams
+from tests.drafter.helpers import ends_of, new_head, requests, responses
+from tests.inference.helpers import shared_decoder
+
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def worker() -> Iterator[DraftWorker]:
+    head = new_head(shared_decoder())
+    torch.nn.init.zeros_(head.fc.weight)
+    made = DraftWorker(
+        WorkerSetup(
+            config=head.config,
+            weights={name: p.detach().clone() for name, p in head.named_parameters()},
+            version=4,
+            collector=CollectorSettings(
+                params=SamplingParams(max_tokens=24), max_length=64, held_out=24, held_out_every=3
+            ),
+            buffer=BufferSettings(max_uses=3),
+            train=CoTrainSettings(
+                train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
+                updates=4,
+                batch_size=8,
+                accept_depth=2,
+            ),
+        )
+    )
+    yield made
+    made.close()
+
+
+def rows(count: int = 64) -> list[Kept]:
+    found = responses(shared_decoder(), requests(count))
+    return [Kept(sequence=r.sequence, key=r.key, step=1) for r in found if r.sequence.slots]
+
+
+def until(worker: DraftWorker, done: Callable[[list[Learned]], bool]) -> list[Learned]:
+    found: list[Learned] = []
+    deadline = time.monotonic() + PATIENCE
+    while not done(found):
+        assert time.monotonic() < deadline, "the worker does not answer"
+        time.sleep(0.01)
+        found += worker.results()
+    return found
+
+
+def test_it_learns_until_nothing_is_left(worker: DraftWorker) -> None:
+    worker.learn(rows(), ends_of(shared_decoder()), step=1)
+    found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
+    adopted = [one for one in found if one.weights is not None]
+    assert [one.version for one in adopted] == list(range(5, 5 + len(adopted)))
+    assert adopted
+    first, last = adopted[0], found[-1]
+    assert first.weights is not None
+    assert bool(first.weights["fc.weight"].any())
+    before, after = (first.metrics[f"drafter/accept_length/{when}"] for when in ("before", "after"))
+    assert after >= before
+    # Three uses of each row that is not held out, in batches of eight at most.
+    assert last.metrics["drafter/updates"] >= 3 * last.metrics["drafter/buffer_samples"] / 8
+    for one in found:
+        check_names(one.metrics)
+        assert one.step == 1
+        assert one.cpu_seconds > 0
+    assert worker.results() == []
+
+
+def test_a_slice_that_is_stopped_ends_early(worker: DraftWorker) -> None:
+    # The order to stop is there before the first optimizer step is over.
+    worker.learn(rows(), ends_of(shared_decoder()), step=1)
+    worker.stop()
+    worker.learn(rows(8), ends_of(shared_decoder()), step=2)
+    found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
+    # It went on with the newest rows, and with those it had.
+    assert found[-1].step == 2
+    assert found[-1].metrics["drafter/buffer_samples"] > 8
+
+
+def test_one_that_was_killed_is_noticed(worker: DraftWorker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(TrainingError, match="trains the draft head ended with status -9"):
+        until(worker, lambda _: False)
+    with pytest.raises(TrainingError, match="ended with status -9"):
+        worker.stop()
+
+
+def test_it_ends_with_its_parent(worker: DraftWorker) -> None:
+    worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+    folder = worker._path
+    worker.close()
+    assert worker._process.returncode is not None
+    assert not folder.exists()
+
+
+def test_it_runs_when_nobody_else_wants_to(worker: DraftWorker) -> None:
+    worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+    until(worker, lambda seen: bool(seen))
+    assert os.sched_getscheduler(worker.pid) == os.SCHED_IDLE
