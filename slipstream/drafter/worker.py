@@ -77,6 +77,8 @@ class DraftWorker:
         """Starts the process; it answers when it has read what it begins with."""
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-drafter-")
         self._path, self._numbers = Path(self._folder.name), itertools.count()
+        self._lookback = setup.buffer.lookback_steps
+        self._unread: dict[Path, list[Kept]] = {}
         _write(self._path / _SETUP, setup)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
@@ -95,9 +97,11 @@ class DraftWorker:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends
         of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
         the process has ended."""
-        name = f"rows-{next(self._numbers)}.pickle"
-        _write(self._path / name, (list(kept), ends))
-        self._say(op="learn", file=name, step=step)
+        rows = [one for one in self._taken_back() if one.step > step - self._lookback]
+        path = self._path / f"rows-{next(self._numbers)}.pickle"
+        self._unread[path] = [*rows, *kept]
+        _write(path, (self._unread[path], ends))
+        self._say(op="learn", file=path.name, step=step)
 
     def stop(self) -> None:
         """End the slice under way after its present optimizer step. Does not wait for it. Raises
@@ -127,6 +131,17 @@ class DraftWorker:
             self._process.wait()
         self._out.close()
         self._folder.cleanup()
+
+    def _taken_back(self) -> list[Kept]:
+        """Rows that the worker has had no time to read: files would pile up where no core is ever
+        idle."""
+        rows: list[Kept] = []
+        for path, kept in self._unread.items():
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                rows += kept
+        self._unread.clear()
+        return rows
 
     @property
     def _in(self) -> Any:
@@ -183,6 +198,18 @@ def _read(path: Path) -> object:
     return pickle.loads(path.read_bytes())  # our own process wrote it
 
 
+def _take(path: Path) -> object | None:
+    """What is in a file, which is then nobody else's; None where it has been taken back."""
+    taken = path.with_suffix(".taken")
+    try:
+        path.rename(taken)
+    except FileNotFoundError:
+        return None
+    value = _read(taken)
+    taken.unlink()
+    return value
+
+
 def run_when_idle() -> None:
     """From here on this thread runs only while a core has nothing else to do."""
     if hasattr(os, "SCHED_IDLE"):
@@ -196,14 +223,13 @@ def main(folder: Path, lines: _Lines, answer: int) -> None:
     """The worker: until the other side ends."""
     training = _training(cast(WorkerSetup, _read(folder / _SETUP)))
     while lines.ready(None) and not lines.ended:
-        # Of several orders the newest one counts, and the rows of all.
+        # Of several orders the newest one counts, and the rows of all that were not taken back.
         order: dict[str, Any] | None = None
         ends: PolicyEnds | None = None
         for line in lines.waiting():
             order = line if line["op"] == "learn" else None
-            if order is not None:
-                kept, ends = cast(tuple[list[Kept], PolicyEnds], _read(folder / order["file"]))
-                (folder / order["file"]).unlink()
+            if order is not None and (taken := _take(folder / order["file"])) is not None:
+                kept, ends = cast(tuple[list[Kept], PolicyEnds], taken)
                 training.collector.buffer.forget_before(order["step"])
                 for one in kept:
                     training.collector.keep(one)

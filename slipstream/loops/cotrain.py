@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.tree import load_tree
+from slipstream.checkpoint.state import draft_folder
+from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.drafter.buffer import Kept
 from slipstream.drafter.collector import FeatureForwarder
 from slipstream.drafter.cotraining import CoTraining, Slice
@@ -28,6 +29,7 @@ from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages, run_in_daemon
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_io import save_draft_head
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, UpdateKind, WeightUpdate
 
@@ -115,11 +117,18 @@ class IntervalTraining:
             )
         await self._publish()
 
+    def save(self, checkpoint: Path) -> None:
+        """The head in use, and all that a bitwise equal continuation needs. Blocks."""
+        used = self.training.used
+        self._compute.run(lambda: _save(used, self.training.state_dict(), checkpoint))
+
     def _slice(self, step: int) -> Slice:
         return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
 
     async def _publish(self) -> None:
-        weights = dict(self.training.published())
+        # Not here: torch would start a second team of threads, which fights with that of the
+        # compute thread for the cores for the rest of the run.
+        weights = dict(await self._compute.submit(self.training.published))
         await _publish(self._engines, self.training.version, weights)
 
     def close(self) -> None:
@@ -197,6 +206,11 @@ class OpportunisticTraining:
             return
         self.training.load_state_dict(load_tree(file))
         await _publish(self._engines, self.training.version, self.training.weights)
+
+    def save(self, checkpoint: Path) -> None:
+        """The head in use: what else training knows is given up with its process. Blocks."""
+        training = self.training
+        self._compute.run(lambda: _save(training.used, training.state_dict(), checkpoint))
 
     def close(self) -> None:
         """End the process."""
@@ -280,13 +294,18 @@ class HeadInUse:
         self.fresh = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Head and version: what else training knows is given up with its process."""
+        """Head and version."""
         return {"used": dict(self.weights), "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`, or from that of `CoTraining`."""
         self.take(int(state["version"]), state["used"])
         self.fresh = False
+
+
+def _save(used: DraftHead, state: Mapping[str, Any], checkpoint: Path) -> None:
+    save_draft_head(used, draft_folder(checkpoint))
+    save_tree(cotraining_file(checkpoint), dict(state))
 
 
 async def _publish(

@@ -284,7 +284,7 @@ class _RLPhase:
                     self._backend,
                     state,
                     self._published,
-                    None if self._drafter is None else self._drafter.training,
+                    self._drafter,
                 ),
             )
 

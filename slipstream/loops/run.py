@@ -188,7 +188,9 @@ async def _train(run: Run, mode: Mode) -> bool:
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
     if "rl" in phases:
         # Before hours of SFT, not after them.
-        check_rl(run, start)
+        # Not here: large operations of torch would start a second team of threads on this one,
+        # which fights with that of the compute thread for the cores for the rest of the run.
+        run.compute.run(lambda: check_rl(run, start))
     if "sft" not in phases and start is None:
         start = result_of_sft(run)
     if "sft" in phases:

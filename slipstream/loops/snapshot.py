@@ -28,8 +28,6 @@ from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import load_tensors, read_tensors
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
@@ -63,13 +61,10 @@ class LastPublished:
         return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
 
 
-class LearningHead(Protocol):
-    """What a checkpoint keeps of co-training (`drafter.cotraining.CoTraining`)."""
+class SavesItself(Protocol):
+    """Co-training (`loops.cotrain`), as far as a checkpoint goes."""
 
-    @property
-    def used(self) -> DraftHead: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
+    def save(self, checkpoint: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +82,7 @@ class Snapshots:
         backend: TrainingBackend,
         data: Mapping[str, Any],
         published: LastPublished | None = None,
-        drafter: LearningHead | None = None,
+        drafter: SavesItself | None = None,
     ) -> Path:
         """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
 
@@ -119,8 +114,7 @@ class Snapshots:
                 tree = {"version": published.version, "tensors": published.tensors}
                 save_tree(published_file(folder), tree)
             if drafter is not None:
-                save_draft_head(drafter.used, draft_folder(folder))
-                save_tree(cotraining_file(folder), drafter.state_dict())
+                drafter.save(folder)
             data_file(folder).write_text(text)
             state.save(folder)
 

@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from slipstream.drafter.buffer import BufferSettings, Kept
-from slipstream.drafter.collector import CollectorSettings
+from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.trainer import DraftTrainSettings
 from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
@@ -23,6 +24,9 @@ from tests.drafter.helpers import ends_of, new_head, requests, responses
 from tests.inference.helpers import shared_decoder
 
 PATIENCE = 120.0
+COLLECTOR = CollectorSettings(
+    params=SamplingParams(max_tokens=24), max_length=64, held_out=24, held_out_every=3
+)
 
 
 @pytest.fixture
@@ -34,9 +38,7 @@ def worker() -> Iterator[DraftWorker]:
             config=head.config,
             weights={name: p.detach().clone() for name, p in head.named_parameters()},
             version=4,
-            collector=CollectorSettings(
-                params=SamplingParams(max_tokens=24), max_length=64, held_out=24, held_out_every=3
-            ),
+            collector=COLLECTOR,
             buffer=BufferSettings(max_uses=3),
             train=CoTrainSettings(
                 train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
@@ -94,6 +96,24 @@ def test_a_slice_that_is_stopped_ends_early(worker: DraftWorker) -> None:
     # It went on with the newest rows, and with those it had.
     assert found[-1].step == 2
     assert found[-1].metrics["drafter/buffer_samples"] > 8
+
+
+def test_rows_do_not_pile_up_where_it_has_no_time(worker: DraftWorker) -> None:
+    os.kill(worker.pid, signal.SIGSTOP)
+    given = rows(24)
+    for step in (1, 2, 3):
+        part = [replace(one, step=step) for one in given[step::3]]
+        worker.learn(part, ends_of(shared_decoder()), step)
+    assert len(list(worker._path.glob("rows-*"))) == 1
+    os.kill(worker.pid, signal.SIGCONT)
+    found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
+    # Those of the last two steps: as many as are looked back to.
+    expected = [one for step in (2, 3) for one in given[step::3]]
+    collector = FeatureCollector(DraftBuffer(BufferSettings()), COLLECTOR)
+    for one in expected:
+        collector.keep(one)
+    assert found[-1].metrics["drafter/buffer_samples"] == len(collector.buffer)
+    assert list(worker._path.glob("rows-*")) == []
 
 
 def test_one_that_was_killed_is_noticed(worker: DraftWorker) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,36 @@ def test_a_process_that_is_killed_is_started_again(
     assert len(set(pids)) == 2
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert [steps[n]["drafter/restarts"] for n in (2, 4)] == [0, 1]
+
+
+COUNTED = """
+import os, sys, threading
+from slipstream.cli import main
+status = main(sys.argv[1:])
+print("threads left:", len(os.listdir("/proc/self/task")) - threading.active_count())
+sys.exit(status)
+"""
+
+
+def test_the_main_thread_makes_no_team_of_its_own(tmp_path: Path) -> None:
+    """Two teams of threads on the same cores take turns at waiting for each other: everything is
+    half as fast again, for the rest of the run. With a head large enough that torch would share out
+    what is done to it, loaded from a folder, trained, published."""
+    reward = write_reward(tmp_path)
+    sizes = [f"actor_rollout_ref.model.init.{n}=256" for n in ("hidden_size", "intermediate_size")]
+    left = {}
+    for name, more in {
+        "plain": (),
+        "learning": LEARN,
+        "with a head": (*LEARN, f"speculative.eagle.spec_model_path={tmp_path}/learning/head"),
+    }.items():
+        folder = tmp_path / name.split()[0]
+        line = rl_only(folder, *SETTINGS, *sizes, *more, "trainer.num_threads=2", reward=reward)
+        done = subprocess.run(
+            [sys.executable, "-c", COUNTED, *line], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        left[name] = int(done.stdout.split("threads left:")[1])
+        if name == "learning":
+            shutil.copytree(draft_folder(folder / "global_step_4"), folder / "head")
+    assert left["learning"] == left["with a head"] == left["plain"]
