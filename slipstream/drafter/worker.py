@@ -84,8 +84,9 @@ class DraftWorker:
             [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # A Ctrl-C is the parent's to handle.
-            start_new_session=True,
+            # A Ctrl-C is the parent's to handle. Not a session of its own: Linux shares cores out
+            # among sessions first (autogroup), whatever the classes of their threads.
+            process_group=0,
         )
         self._lines = _Lines(self._out.fileno())
 

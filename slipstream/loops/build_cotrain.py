@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from slipstream.config.schema import Config
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
@@ -56,10 +58,12 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
 
 def _check_opportunistic(config: Config) -> None:
     key = "speculative.train.mode=opportunistic"
-    if (cores := usable_cores()) < 2:
+    cores, threads = usable_cores(), torch.get_num_threads()
+    if threads >= cores:
         raise ConfigError(
-            f"{key} trains the draft model on cores that the run leaves idle, and this process may "
-            f"use {cores}; give it more, or set speculative.train.mode=interval"
+            f"{key} trains the draft model on cores that the run leaves idle, and it computes with "
+            f"{threads} threads on {cores} cores; lower trainer.num_threads, give it more cores, "
+            "or set speculative.train.mode=interval"
         )
     if build.device_of(config).type != "cpu":
         raise ConfigError(

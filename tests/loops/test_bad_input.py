@@ -435,4 +435,4 @@ def test_co_training_beside_the_run_needs_a_core(
         "speculative.train.mode=opportunistic",
         reward=reward,
     )
-    refused(line, 2, capsys, "this process may use 1; give it more", "train.mode=interval")
+    refused(line, 2, capsys, "with 1 threads on 1 cores; lower trainer.num_threads", "=interval")
