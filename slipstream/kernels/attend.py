@@ -14,7 +14,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import ask_for, floats_at, hold, ints_at
+from slipstream.kernels.memory import LINE, ask_for, floats_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, largest, squares, total, triple
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
@@ -182,9 +182,6 @@ def place_backward(
 _KEYS = 32
 """Keys between two times of asking for values."""
 
-_LINE = 64
-"""Bytes that memory gives at once."""
-
 
 @kernel
 def _score(query, keys, K, n, scores, ask, end):
@@ -197,7 +194,7 @@ def _score(query, keys, K, n, scores, ask, end):
         j += few
         while ask < first + (end - first) * j // n:
             ask_for(ask)
-            ask += _LINE
+            ask += LINE
     return ask
 
 
@@ -241,15 +238,15 @@ def attend_part(
         while G <= 2 and i + 2 * PANEL <= K:
             w, to = v_start + i * 4, o + i * 4
             if G == 1:
-                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * _LINE)
+                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
             else:
-                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * _LINE)
-            ask += 2 * _LINE * n
+                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
+            ask += 2 * LINE * n
             i += 2 * PANEL
         while i + PANEL <= K:
             w, to = v_start + i * 4, o + i * 4
-            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, ask, _LINE)
-            ask += _LINE * n
+            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
+            ask += LINE * n
             i += PANEL
         for i in range(K - K % PANEL, K):
             v = carray(floats_at(v_start), (n * K,))

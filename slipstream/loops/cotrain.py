@@ -131,9 +131,6 @@ class IntervalTraining:
         weights = dict(await self._compute.submit(self.training.published))
         await _publish(self._engines, self.training.version, weights)
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
 
 class OpportunisticTraining:
     """`DrafterTraining` by a process that runs only while a core is idle.

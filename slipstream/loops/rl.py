@@ -39,6 +39,7 @@ from slipstream.loops.rl_batch import (
 )
 from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
+from slipstream.loops.threads_choice import usable_cores
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import IdleCores, Timers, timing_per_token
@@ -171,7 +172,7 @@ async def run_rl_training(
     history: list[dict[str, float]] = []
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
     failures = FailureWatch(notify)
-    timers, idle = Timers(), IdleCores()
+    timers, idle = Timers(), IdleCores(usable_cores())
     for step in range(config.start_step + 1, config.num_steps + 1):
         with timers.span("step"):
             with (

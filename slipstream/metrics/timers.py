@@ -5,7 +5,6 @@ Knows nothing of what the stages do. Called by the loops.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,11 +53,6 @@ def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[
     }
 
 
-def cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class IdleCores:
     """Core-seconds that this process left unused in the last body of `watched`.
 
@@ -67,10 +61,12 @@ class IdleCores:
 
     def __init__(
         self,
+        cores: int,
         clock: Callable[[], float] = time.perf_counter,
         used: Callable[[], float] = time.process_time,
     ) -> None:
-        self._clock, self._used = clock, used
+        """Of `cores` that it may use; `used` counts seconds of all of them."""
+        self._cores, self._clock, self._used = cores, clock, used
         self.seconds = 0.0
 
     @contextmanager
@@ -78,4 +74,4 @@ class IdleCores:
         """Measure the body."""
         clock, used = self._clock(), self._used()
         yield
-        self.seconds = max(0.0, cores() * (self._clock() - clock) - (self._used() - used))
+        self.seconds = max(0.0, self._cores * (self._clock() - clock) - (self._used() - used))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.metrics.timers import Timers, timing_per_token
+from slipstream.metrics.timers import IdleCores, Timers, timing_per_token
 
 
 class Clock:
@@ -45,3 +45,15 @@ def test_milliseconds_per_token() -> None:
     timings = {"timing_s/gen": 3.0, "timing_s/reward": 1.0}
     tokens = {"gen": 1500, "update_actor": 10, "reward": 0}
     assert timing_per_token(timings, tokens) == {"timing_per_token_ms/gen": 2.0}
+
+
+def test_cores_that_are_left_unused() -> None:
+    times, used = iter([10.0, 14.0, 20.0, 21.0]), iter([1.0, 6.0, 6.0, 9.0])
+    idle = IdleCores(2, lambda: next(times), lambda: next(used))
+    with idle.watched():
+        pass
+    assert idle.seconds == 3.0
+    # Clocks of unlike kinds may disagree: never less than nothing.
+    with idle.watched():
+        pass
+    assert idle.seconds == 0.0
