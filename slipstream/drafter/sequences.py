@@ -14,10 +14,11 @@ from torch import Tensor
 
 from slipstream.drafter.losses import DraftSamples
 from slipstream.errors import DataError
-from slipstream.models.decoder import Decoder, PackedDecoder
+from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, round_up
-from slipstream.training.packing import LENGTH_MULTIPLE, plan_micro_batches
+from slipstream.training.packing import LENGTH_MULTIPLE, build_micro_batch, plan_micro_batches
+from slipstream.types import TrainBatch, TrainRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,8 @@ def policy_features(
 ) -> list[Tensor]:
     """The policy's final hidden states over each text, (T, D), by its forward pass.
 
-    At most `max_tokens` padded tokens go through at once. Raises DataError for a text of more, or
-    of more than the policy has positions.
+    At most `max_tokens` tokens, with padding where there is any, go through at once. Raises
+    DataError for a text of more, or of more than the policy has positions.
     """
     limit = policy.config.max_position_embeddings
     longest = max(map(len, texts), default=0)
@@ -133,14 +134,16 @@ def policy_features(
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = policy.embedding.device
     lengths = {index: len(text) for index, text in enumerate(texts)}
-    for indices in plan_micro_batches(lengths, max_tokens=max_tokens):
-        width = round_up(max(lengths[i] for i in indices), LENGTH_MULTIPLE)
-        ids = torch.zeros(len(indices), width, dtype=torch.int64)
-        for row, index in enumerate(indices):
-            ids[row, : lengths[index]] = torch.tensor(texts[index])
-        positions = torch.arange(width, device=device)
-        positions = positions.clamp(max=limit - 1)  # of padding
-        final = policy.forward(ids.to(device), positions.expand(len(indices), -1)).final
-        for row, index in enumerate(indices):
-            found[index] = final[row, : lengths[index]].clone()
+    padded = not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
+    batch = TrainBatch(
+        rows=[TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
+    )
+    for indices in plan_micro_batches(lengths, max_tokens=max_tokens, padded=padded):
+        micro = build_micro_batch(
+            batch, indices, pad_id=0, max_positions=limit, device=device, padded=padded
+        )
+        final = policy.forward(micro.ids, micro.positions, lengths=micro.lengths).final
+        rows = final.flatten(0, 1)
+        for start, index in zip(micro.starts, indices, strict=True):
+            found[index] = rows[start : start + lengths[index]].clone()
     return found

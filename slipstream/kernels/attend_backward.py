@@ -1,9 +1,9 @@
-"""The backward pass of causal attention over a sequence's own keys, in fp32.
+"""The backward pass of causal attention over each sequence's own keys, in fp32.
 
 The weights are computed anew from the logarithms of the denominators (Dao et al. 2022,
 FlashAttention), head by head, so that what belongs to a head stays in a cache; what lies in the
 future is left out. A head's five products run through `tile`. Every argument is an address or a
-size. B sequences of T tokens, Q query heads, H key-value heads, K head width.
+size. B sequences of M tokens in all, of T in each, Q query heads, H key-value heads, K head width.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import floats_at, hold
+from slipstream.kernels.memory import floats_at, hold, ints_at
 from slipstream.kernels.numeric import ZERO, dots, exp
 from slipstream.kernels.product import pack_part
 from slipstream.kernels.team import for_team, part_count, part_number, run
@@ -99,10 +99,12 @@ def _over_rows(turned, weights, step, K, out, zeros, T, Tp):
 
 @kernel
 def _backward_part(
-    q, keys, values, grad, out, logs, dq, dk, dv, dv_step, B, T, Q, H, K, part, parts
-):
+    q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K,
+    part, parts
+):  # fmt: skip
     G = Q // H
-    Tp = (T + _BLOCK - 1) // _BLOCK * _BLOCK
+    first, place = carray(ints_at(starts), (B + 1,)), carray(ints_at(slots), (B,))
+    Tp = (longest + _BLOCK - 1) // _BLOCK * _BLOCK
     W = (K + PANEL - 1) // PANEL * PANEL
     # Not a power of two: lines of a column would share few places of the cache.
     step = (Tp + PANEL) * 4
@@ -117,14 +119,16 @@ def _backward_part(
     along = k_rows + 5 * size
     zeros = along + Tp * 4
     q_step, k_step = Q * K * 4, H * K * 4
-    for task in range(B * H * part // parts, B * H * (part + 1) // parts):
+    # Neighbours go to different threads, for sequences may come in order of length.
+    for task in range(part, B * H, parts):
         b, h = task // H, task % H
-        own = task * T * K * 4
+        begin, T = first[b], first[b + 1] - first[b]
+        own = (h * S + place[b]) * K * 4
         _copy(keys + own, K * 4, k_rows, W * 4, T, K)
         pack_part(keys + own, k_panels, T, K, 0, 1)
         pack_part(values + own, v_panels, T, K, 0, 1)
         for g in range(G):
-            head = b * T * Q + h * G + g
+            head = begin * Q + h * G + g
             rows, grads, outs = q + head * K * 4, grad + head * K * 4, out + head * K * 4
             for t in range(T):
                 dots(grads + t * q_step, outs + t * q_step, K, 1, along + t * 4)
@@ -139,10 +143,10 @@ def _backward_part(
             _copy(result, W * 4, dq + head * K * 4, q_step, T, K)
             _turned(rows, q_step, turned, T, Tp, K)
             _over_rows(turned, d, step, K, result, zeros, T, Tp)
-            _add_turned(result, dk + (b * T * H + h) * K * 4, k_step, T, Tp, K, g == 0)
+            _add_turned(result, dk + (begin * H + h) * K * 4, k_step, T, Tp, K, g == 0)
             _turned(grads, q_step, turned, T, Tp, K)
             _over_rows(turned, s, step, K, result, zeros, T, Tp)
-            _add_turned(result, dv + b * T * dv_step + h * K * 4, dv_step, T, Tp, K, g == 0)
+            _add_turned(result, dv + begin * dv_step + h * K * 4, dv_step, T, Tp, K, g == 0)
     hold(scores)
     hold(dweights)
     hold(room)
@@ -150,7 +154,7 @@ def _backward_part(
 
 @for_team
 def _backward_shared(p):
-    _backward_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
+    _backward_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
 
 
 def attend_backward(
@@ -164,15 +168,23 @@ def attend_backward(
     dk: int,
     dv: int,
     dv_step: int,
+    starts: int,
+    slots: int,
     B: int,
-    T: int,
+    S: int,
+    longest: int,
     Q: int,
     H: int,
     K: int,
+    *,
+    work: int,
 ) -> None:
-    """From the gradient (B, T, Q, K) of `out`, those of the queries `dq` (B, T, Q, K), the keys
-    `dk` (B, T, H, K) and the values, whose rows of (H, K) lie `dv_step` bytes apart. Queries
-    (B, T, Q, K) are scaled, keys and values (B, H, T, K), `logs` (B, T, Q) the logarithms of the
-    denominators. Takes 8 T T bytes beside them for each thread."""
-    arguments = (q, keys, values, grad, out, logs, dq, dk, dv, dv_step, B, T, Q, H, K)
-    run(_backward_part, _backward_shared, arguments, B * Q * T * T * K // 16)
+    """From the gradient (M, Q, K) of `out`, those of the queries `dq` (M, Q, K), the keys `dk`
+    (M, H, K) and the values, whose rows of (H, K) lie `dv_step` bytes apart. Queries (M, Q, K) are
+    scaled, keys and values (H, S, K), `logs` (M, Q) the logarithms of the denominators. `starts`
+    (B + 1,) has the first row of each sequence and then M, `slots` (B,) its first key. Of T, up to
+    `longest`, 8 T T bytes are taken beside them for each thread; `work` is as in `team.run`."""
+    arguments = (
+        q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K
+    )  # fmt: skip
+    run(_backward_part, _backward_shared, arguments, work)

@@ -8,7 +8,9 @@ values are not cached. Shapes as in `attention`; M = B * T rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,11 +72,23 @@ class KeyPlaces:
         )
 
     @classmethod
-    def alone(cls, kv: Tensor, batch: int, length: int) -> KeyPlaces:
-        """Of sequences by themselves, in `own_keys`: every layer writes over it."""
-        rows_M = torch.arange(batch).repeat_interleave(length)
-        slots_M = torch.arange(length).repeat(batch)
-        return replace(cls.of(kv[None], rows_M, slots_M, length), layer_step=0)
+    def alone(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
+        """Of sequences by themselves, in the room of `own`: every layer writes over it."""
+        width, lengths = kv.shape[-1], torch.tensor(own.lengths)
+        first_M = own.slots.repeat_interleave(lengths) * width
+        slots_M = torch.cat([torch.arange(length) for length in own.lengths])
+        size = kv.nbytes // 2
+        return cls(
+            first_M=first_M,
+            own_M=first_M + slots_M * width,
+            seen_M=slots_M + 1,
+            head_stride=kv.shape[-2] * width,
+            longest=max(own.lengths),
+            keys=kv.data_ptr(),
+            values=kv.data_ptr() + size,
+            layer_step=0,
+            data=kv,
+        )
 
     def columns(self, part: slice) -> KeyPlaces:
         """Of places (N, C), those of some columns."""
@@ -86,12 +100,23 @@ class KeyPlaces:
         )
 
 
-def own_keys(config: ModelConfig, dtype: torch.dtype, batch: int, length: int) -> Tensor:
-    """Room for the keys and values of sequences that stand alone, (2, B, H, S, K) with S slots of
-    which the first T = `length` are used."""
-    # Zeros: in bf16 weights of zero meet slots beyond the last.
-    slots = round_up(length, SLOT_BLOCK) if dtype == torch.bfloat16 else length
-    return torch.zeros(2, batch, config.num_kv_heads, slots, config.head_dim, dtype=dtype)
+class OwnKeys:
+    """Where sequences that stand alone, one after another, have their keys and values."""
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        self.lengths = list(lengths)
+        block = SLOT_BLOCK if dtype == torch.bfloat16 else 1
+        ends = list(accumulate(round_up(length, block) for length in lengths))
+        self.slots = torch.tensor([0, *ends[:-1]])
+        """Of each sequence the first one."""
+        self.starts = torch.tensor([0, *accumulate(lengths)])
+        """Of each sequence the first row, and then the number of rows."""
+        self._slots, self._dtype = ends[-1], dtype
+
+    def room(self, config: ModelConfig) -> Tensor:
+        """For keys and values, (2, H, S, K)."""
+        # Zeros: in bf16 weights of zero meet slots beyond the last of a sequence.
+        return torch.zeros(2, config.num_kv_heads, self._slots, config.head_dim, dtype=self._dtype)
 
 
 def attends(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -109,14 +134,17 @@ class CpuAttention:
         positions_BT: Tensor,
         dtype: torch.dtype,
         places: KeyPlaces | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Computes in `dtype`. With `places`, keys and values are written and read there; without,
-        each sequence stands alone and positions are 0 .. T-1."""
+        each sequence stands alone, positions begin at 0, and where they are not of T tokens each,
+        the rows hold one after another of `lengths`."""
         self._c, self._eps, self._dtype = config, eps, dtype
         self._table = rope_table(config, eps.dtype, positions_BT.device)
         self._positions_M = positions_BT.reshape(-1).contiguous()
         self._cached = places
-        self._shape = positions_BT.shape
+        B, T = positions_BT.shape
+        self._own = OwnKeys([T] * B if lengths is None else lengths, dtype)
         self._alone: KeyPlaces | None = None
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
@@ -128,31 +156,30 @@ class CpuAttention:
         if torch.is_grad_enabled():
             attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
             return attended
-        return self.over(qkv, norms, self.own_keys(), logs=0)[0]
+        return self.over(qkv, norms, self.own_room(), logs=0)[0]
 
-    def own_keys(self) -> Tensor:
-        """Room for this pass's keys and values."""
-        return own_keys(self._c, self._dtype, *self._shape)
+    def own_room(self) -> Tensor:
+        """For this pass's keys and values."""
+        return self._own.room(self._c)
 
     def plain(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (M, Q * K) and keys and values (2, B, H, T, K) in fp32 from what `over` gives."""
-        (B, T), H, K = self._shape, self._c.num_kv_heads, self._c.head_dim
+        """Queries (M, Q * K) and keys and values (2, H, S, K) in fp32 from what `over` gives."""
         if self._dtype == torch.float32:
             return q, kv
-        S = kv.shape[3]
-        keys = kv[0].view(B, H, S // PANEL, K // 2, PANEL, 2).transpose(3, 4)
-        values = kv[1].view(B, H, S // 2, K, 2).transpose(3, 4)
-        both = torch.stack([keys.reshape(B, H, S, K), values.reshape(B, H, S, K)])
-        rows = q.view(H, B * T, -1).transpose(0, 1).reshape(B * T, -1)
-        return rows.float(), both[:, :, :, :T].float()
+        _, H, S, K = kv.shape
+        keys = kv[0].view(H, S // PANEL, K // 2, PANEL, 2).transpose(2, 3)
+        values = kv[1].view(H, S // 2, K, 2).transpose(2, 3)
+        both = torch.stack([keys.reshape(H, S, K), values.reshape(H, S, K)])
+        rows = q.view(H, q.shape[0], -1).transpose(0, 1).reshape(q.shape[0], -1)
+        return rows.float(), both.float()
 
     def over(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention over `own_keys`, which are written; also the queries, as the kernels take them
-        (`plain`)."""
+        """Attention over the keys in `own_room`, which are written; also the queries, as the
+        kernels take them (`plain`)."""
         if self._alone is None:
-            self._alone = KeyPlaces.alone(kv, *self._shape)
+            self._alone = KeyPlaces.alone(kv, self._own)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
     def _run(
@@ -207,12 +234,41 @@ class CpuAttention:
         return out, q
 
     def backward(
-        self, qkv: Tensor, norms: Tensor | None, dq: Tensor, dk: Tensor, dqkv: Tensor
-    ) -> Tensor | None:
-        """Gradients of `qkv`'s queries and keys into `dqkv`, given those of the rotated and scaled
-        ones (M, Q, K) and (M, H, K); returns that of `norms`."""
-        c = self._c
+        self,
+        qkv: Tensor,
+        norms: Tensor | None,
+        q: Tensor,
+        kv: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        logs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients of `qkv` and `norms` from that of `out`; `q` and `kv` are `plain`."""
+        c, own = self._c, self._own
         Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
+        dq, dk = torch.empty_like(q), q.new_empty(len(q), H, K)
+        dqkv = torch.empty_like(qkv)
+        attend_backward(
+            q.data_ptr(),
+            kv[0].data_ptr(),
+            kv[1].data_ptr(),
+            grad.data_ptr(),
+            out.data_ptr(),
+            logs.data_ptr(),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dqkv[:, (Q + H) * K :].data_ptr(),
+            dqkv.stride(0) * dqkv.itemsize,
+            own.starts.data_ptr(),
+            own.slots.data_ptr(),
+            len(own.lengths),
+            kv.shape[2],
+            max(own.lengths),
+            Q,
+            H,
+            K,
+            work=Q * K * sum(length * length for length in own.lengths) // 16,
+        )
         dnorms = None if norms is None else qkv.new_zeros(torch.get_num_threads(), Q + H, K)
         cos, sin = self._table
         attend.place_backward(
@@ -231,7 +287,7 @@ class CpuAttention:
             H,
             K,
         )
-        return None if dnorms is None else dnorms.sum(0)
+        return dqkv, None if dnorms is None else dnorms.sum(0)
 
 
 class _Attention(torch.autograd.Function):
@@ -240,7 +296,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, norms: Tensor | None, shared: CpuAttention) -> Tensor:
         c = shared._c
-        kv = shared.own_keys()
+        kv = shared.own_room()
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
         out, q = shared.over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
@@ -253,25 +309,4 @@ class _Attention(torch.autograd.Function):
         qkv, norms, q, kv, out, logs = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
         q, kv = shared.plain(q, kv)
-        _, B, H, T, K = kv.shape
-        Q = q.shape[1] // K
-        q, kv, grad = q.contiguous(), kv.contiguous(), grad.contiguous()
-        dq, dk, dqkv = torch.empty_like(q), q.new_empty(B * T, H, K), torch.empty_like(qkv)
-        attend_backward(
-            q.data_ptr(),
-            kv[0].data_ptr(),
-            kv[1].data_ptr(),
-            grad.data_ptr(),
-            out.data_ptr(),
-            logs.data_ptr(),
-            dq.data_ptr(),
-            dk.data_ptr(),
-            dqkv[:, (Q + H) * K :].data_ptr(),
-            dqkv.stride(0) * dqkv.itemsize,
-            B,
-            T,
-            Q,
-            H,
-            K,
-        )
-        return dqkv, shared.backward(qkv, norms, dq, dk, dqkv), None
+        return *shared.backward(qkv, norms, q, kv, grad.contiguous(), out, logs), None

@@ -15,7 +15,7 @@ from slipstream.kernels import layers as kernels
 from slipstream.kernels.product_amx import ROWS_BEYOND
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import KeyPlaces, attends, own_keys
+from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, attends
 from slipstream.models.functional import rope_table
 from slipstream.models.linear import PackedLinear, present
 
@@ -77,16 +77,23 @@ class CpuLayers:
             start += 4 * rows * width
         return memory, found
 
-    def __call__(self, x_MD: Tensor, positions_BT: Tensor, places: KeyPlaces | None) -> Tensor:
+    def __call__(
+        self,
+        x_MD: Tensor,
+        positions_BT: Tensor,
+        places: KeyPlaces | None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """Rows (M, D), which are written over, through all layers and the norm. Without `places`
-        the sequences stand alone."""
+        the sequences stand alone (`CpuAttention`)."""
         c = self._config
         M, D = x_MD.shape
         Q, H, K, W = c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
         positions = positions_BT.reshape(-1).contiguous()
         if places is None:
             B, T = positions_BT.shape
-            places = KeyPlaces.alone(own_keys(c, self.dtype, B, T), B, T)
+            own = OwnKeys([T] * B if lengths is None else lengths, self.dtype)
+            places = KeyPlaces.alone(own.room(c), own)
         normed = x_MD.new_empty(M, D)
         memory, (spare, delta, *others) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)

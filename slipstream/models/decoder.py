@@ -13,7 +13,7 @@ key-value head, K head width, S key slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -263,19 +263,31 @@ class PackedDecoder:
         positions_BT: Tensor,
         *,
         kv_cache: PlacedKVCache | None = None,
+        lengths: Sequence[int] | None = None,
         taps: Collection[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
         """Hidden states of `ids_BT` (int64) at `positions_BT`.
 
         Without a cache the sequences stand alone: positions must be 0 .. T-1; pad on the right, the
-        causal mask keeps padding unseen. With a cache, keys and values are stored in it and earlier
-        ones are attended to. In exact mode B * T must be a multiple of `row_multiple`.
+        causal mask keeps padding unseen. Where the decoder `takes_sequences_in_a_row`, they may
+        come so instead, without padding: B is 1, `lengths` add up to T, positions begin at 0 with
+        each sequence. With a cache, keys and values are stored in it and earlier ones are attended
+        to. In exact mode B * T must be a multiple of `row_multiple`.
         `recompute` trades time for memory in the backward pass (gradient checkpointing).
 
         Raises:
             IndexError: without a cache, positions that the model does not know.
+            ValueError: `lengths` that are not those of the rows, or of no use here.
         """
+        if lengths is not None:
+            dtype, device = self.compute_dtype, self.embedding.device
+            possible = takes_sequences_in_a_row(self.config, dtype, device) and kv_cache is None
+            if not possible or ids_BT.shape != (1, sum(lengths)) or min(lengths) < 1:
+                raise ValueError(
+                    f"sequences of {list(lengths)} tokens in a row do not make {ids_BT.shape}, or "
+                    "cannot be computed so here"
+                )
         if kv_cache is None and int(positions_BT.max()) >= self.config.max_position_embeddings:
             # Kernels read tables by address.
             raise IndexError(
@@ -285,8 +297,12 @@ class PackedDecoder:
         if self.together is not None and kernels and not taps and not torch.is_grad_enabled():
             places = None if kv_cache is None else kv_cache.places()
             x = F.embedding(ids_BT.flatten(), self.embedding)
-            return HiddenStates(self.together(x, positions_BT, places).view(*ids_BT.shape, -1), {})
-        attention = start_pass(positions_BT, self.config, self.compute_dtype, self.eps, kv_cache)
+            return HiddenStates(
+                self.together(x, positions_BT, places, lengths).view(*ids_BT.shape, -1), {}
+            )
+        attention = start_pass(
+            positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
+        )
         kept: dict[int, Tensor] = {}
         B, T = ids_BT.shape
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
@@ -304,18 +320,25 @@ class PackedDecoder:
         return HiddenStates(final.view(B, T, -1), kept)
 
 
+def takes_sequences_in_a_row(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether sequences of any lengths can go through one forward pass without padding: where
+    compiled kernels attend, each row by itself."""
+    return has_kernels(activation_dtype(dtype, device), device) and attends(config, dtype)
+
+
 def start_pass(
     positions_BT: Tensor,
     config: ModelConfig,
     dtype: torch.dtype,
     eps: Tensor,
     kv_cache: PlacedKVCache | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Attention:
     """Attention for queries at `positions_BT`; see `PackedDecoder.forward`."""
     rows = activation_dtype(dtype, positions_BT.device)
-    if has_kernels(rows, positions_BT.device) and attends(config, dtype):
+    if takes_sequences_in_a_row(config, dtype, positions_BT.device):
         places = None if kv_cache is None else kv_cache.places()
-        return CpuAttention(config, eps, positions_BT, dtype, places)
+        return CpuAttention(config, eps, positions_BT, dtype, places, lengths)
     return TorchAttention(config, eps, positions_BT, rows, kv_cache)
 
 

@@ -1,8 +1,10 @@
-"""From rows of any length to padded micro-batches within a token budget.
+"""From rows of any length to micro-batches within a token budget.
 
-Deterministic: rows in order of length (ties by index), cut so that little is padded; padding goes
-right. A padded length is a multiple of 16, so that few shapes occur and every product of rows and
-columns obeys the exact mode's row rules. Knows shapes, not models or losses. Called by `step`.
+Deterministic: rows in order of length (ties by index). Where the policy takes sequences in a row
+(`models.decoder`) nothing is padded, and micro-batches are as large as the budget; elsewhere rows
+are cut so that little is padded, on the right. A padded length is a multiple of 16, so that few
+shapes occur and every product of rows and columns obeys the exact mode's row rules. Knows shapes,
+not models or losses. Called by `step`.
 
 Shapes: B rows, T padded length, N target tokens, M = N padded for the LM head.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,16 +31,21 @@ MIN_HEAD_ROWS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Some rows of a batch as tensors. Flat indices count over B * T.
+    """Some rows of a batch as tensors.
 
-    `target_slots` (N,) are the flat indices of target tokens; the hidden state one to the left
-    predicts them. `head_rows` and `labels` (M,) are those hidden states and the target tokens,
-    padded with copies of the first position for the row rule; results beyond N are dropped.
+    `ids` and `positions` are what a forward pass takes: (B, T), or with `lengths` one row with one
+    sequence after another; `starts` has the place of each row's first token in them, flattened.
+    `mask` (B, T) is what losses see, and `target_slots` (N,) are the flat indices of target tokens
+    in it. `head_rows` and `labels` (M,) are the places of the tokens before them, whose hidden
+    states predict them, and the target tokens, padded for the row rule; results beyond N are
+    dropped.
     """
 
     indices: list[int]
     ids: Tensor
     positions: Tensor
+    lengths: list[int] | None
+    starts: list[int]
     mask: Tensor
     head_rows: Tensor
     labels: Tensor
@@ -45,31 +53,40 @@ class MicroBatch:
 
     def scatter(self, flat: Tensor) -> Tensor:
         """(N,) values of target tokens to (B, T), zeros elsewhere. Differentiable."""
-        spread = flat.new_zeros(self.ids.numel()).index_put((self.target_slots,), flat)
-        return spread.view(self.ids.shape)
+        spread = flat.new_zeros(self.mask.numel()).index_put((self.target_slots,), flat)
+        return spread.view(self.mask.shape)
 
 
 def plan_micro_batches(
-    lengths: Mapping[int, int], *, max_tokens: int | None, max_rows: int | None = None
+    lengths: Mapping[int, int],
+    *,
+    max_tokens: int | None,
+    max_rows: int | None = None,
+    padded: bool = True,
 ) -> list[list[int]]:
     """Cut rows, given as index -> length, into micro-batches; None is no limit.
 
-    `max_tokens` bounds the padded size, `max_rows` the number of rows. Of the ways to cut the rows
-    in order of length it takes the one with the least padding, where another micro-batch counts as
-    much as `OVERHEAD_TOKENS`. Shortest rows first.
+    `max_tokens` bounds the size, with padding if there is any, `max_rows` the number of rows. Of
+    the ways to cut `padded` rows in order of length it takes the one with the least padding, where
+    another micro-batch counts as much as `OVERHEAD_TOKENS`; others are cut where the budget ends.
+    Shortest rows first.
 
     Raises:
         DataError: a row does not fit into a micro-batch of its own.
     """
     order = sorted(lengths, key=lambda i: (lengths[i], i))
-    if order and max_tokens is not None and padded_length(lengths[order[-1]]) > max_tokens:
+    size_of = padded_length if padded else int
+    if order and max_tokens is not None and size_of(lengths[order[-1]]) > max_tokens:
         longest = order[-1]
         raise DataError(
-            f"row {longest} has {lengths[longest]} tokens ({padded_length(lengths[longest])} "
-            f"padded), which is more than the micro-batch budget of {max_tokens}; raise "
+            f"row {longest} has {lengths[longest]} tokens"
+            + (f" ({padded_length(lengths[longest])} padded)" if padded else "")
+            + f", which is more than the micro-batch budget of {max_tokens}; raise "
             "ppo_max_token_len_per_gpu or shorten data.max_prompt_length / "
             "data.max_response_length"
         )
+    if not padded:
+        return _filled(order, lengths, max_tokens, max_rows)
     # Rows of equal width stay together, so cuts are looked for between widths only.
     widths = [padded_length(lengths[i]) for i in order]
     ends = [k + 1 for k, width in enumerate(widths) if widths[k + 1 : k + 2] != [width]]
@@ -90,6 +107,21 @@ def plan_micro_batches(
         plan.extend(order[cut : min(cut + rows_at_once, end)] for cut in reversed(cuts))
         end = start
     return plan[::-1]
+
+
+def _filled(
+    order: Sequence[int], lengths: Mapping[int, int], max_tokens: int | None, max_rows: int | None
+) -> list[list[int]]:
+    plan: list[list[int]] = []
+    tokens = 0
+    for index in order:
+        tokens += lengths[index]
+        full = max_tokens is not None and tokens > max_tokens
+        if not plan or full or (max_rows is not None and len(plan[-1]) == max_rows):
+            plan.append([])
+            tokens = lengths[index]
+        plan[-1].append(index)
+    return plan
 
 
 def _rows_at_once(width: int, rows: int, max_tokens: int | None, max_rows: int | None) -> int:
@@ -113,27 +145,39 @@ def build_micro_batch(
     pad_id: int,
     max_positions: int,
     device: torch.device,
+    padded: bool = True,
 ) -> MicroBatch:
-    """The rows `indices` of `batch` as one padded micro-batch."""
+    """The rows `indices` of `batch` as one micro-batch."""
     rows = [batch.rows[i] for i in indices]
-    width = padded_length(max(len(row.tokens) for row in rows))
-    ids = torch.full((len(rows), width), pad_id)
+    lengths = [len(row.tokens) for row in rows]
+    width = padded_length(max(lengths))
     mask = torch.zeros(len(rows), width)
     for b, row in enumerate(rows):
-        ids[b, : len(row.tokens)] = torch.tensor(row.tokens)
-        mask[b, 1 : len(row.tokens)] = torch.tensor(row.loss_mask[1:])
+        mask[b, 1 : lengths[b]] = torch.tensor(row.loss_mask[1:])
+    if padded:
+        starts = [b * width for b in range(len(rows))]
+        ids = torch.full((len(rows), width), pad_id)
+        for b, row in enumerate(rows):
+            ids[b, : lengths[b]] = torch.tensor(row.tokens)
+        # Padding may reach beyond the last position that the model knows; nothing looks at it.
+        positions = torch.arange(width).clamp(max=max_positions - 1).expand(len(rows), width)
+    else:
+        starts = [0, *accumulate(lengths)][:-1]
+        ids = torch.tensor([[token for row in rows for token in row.tokens]])
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
     slots = mask.flatten().nonzero().squeeze(-1)
+    targets = torch.tensor(starts)[slots // width] + slots % width
     head_rows = max(round_up(len(slots), ROW_MULTIPLE), MIN_HEAD_ROWS)
-    padded = torch.cat([slots, slots.new_ones(head_rows - len(slots))])
-    # Padding may reach beyond the last position that the model knows; nothing looks at it there.
-    positions = torch.arange(width).clamp(max=max_positions - 1).expand(len(rows), width)
+    spare = torch.zeros(head_rows - len(slots), dtype=torch.int64)
     return MicroBatch(
         indices=list(indices),
         ids=ids.to(device),
         positions=positions.to(device),
+        lengths=None if padded else lengths,
+        starts=starts,
         mask=mask.to(device),
-        head_rows=(padded - 1).to(device),
-        labels=ids.flatten()[padded].to(device),
+        head_rows=torch.cat([targets - 1, spare]).to(device),
+        labels=ids.flatten()[torch.cat([targets, spare])].to(device),
         target_slots=slots.to(device),
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
@@ -285,6 +285,7 @@ class SingleProcessBackend:
             pad_id=c.pad_token_id or 0,
             max_positions=c.max_position_embeddings,
             device=self.decoder.device,
+            padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
         ):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():

@@ -74,6 +74,7 @@ def micro_batches(
     pad_id: int,
     max_positions: int,
     device: torch.device,
+    padded: bool,
 ) -> Iterator[MicroBatch]:
     """The rows with target tokens, and the rows `also`, in micro-batches."""
     wanted = {i for i, row in enumerate(batch.rows) if any(row.loss_mask[1:])} | set(also)
@@ -82,9 +83,15 @@ def micro_batches(
         lengths,
         max_tokens=settings.max_tokens_per_micro_batch,
         max_rows=settings.max_rows_per_micro_batch,
+        padded=padded,
     ):
         yield build_micro_batch(
-            batch, indices, pad_id=pad_id, max_positions=max_positions, device=device
+            batch,
+            indices,
+            pad_id=pad_id,
+            max_positions=max_positions,
+            device=device,
+            padded=padded,
         )
 
 
@@ -100,6 +107,7 @@ def forward(
     hidden = packed.forward(
         micro.ids,
         micro.positions,
+        lengths=micro.lengths,
         taps=taps,
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
     )
@@ -169,21 +177,23 @@ def hand_over(
     optimizer_step: int,
 ) -> None:
     """Give `sink` the features of the selected rows: detached, unpadded copies."""
-    for b, index in enumerate(result.micro.indices):
+    final = result.hidden.final.detach().flatten(0, 1)
+    for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
         row = batch.rows[index]
-        length = len(row.tokens)
+        own = slice(start, start + len(row.tokens))
         # Copies: a view would keep the whole micro-batch in memory.
         taps = {
-            layer: tap[b, :length].detach().clone() for layer, tap in result.hidden.taps.items()
+            layer: tap.detach().flatten(0, 1)[own].clone()
+            for layer, tap in result.hidden.taps.items()
         }
         sink.receive(
             Features(
                 uid=row.uid,
                 tokens=row.tokens,
                 loss_mask=row.loss_mask,
-                hidden=result.hidden.final[b, :length].detach().clone(),
+                hidden=final[own].clone(),
                 taps=taps,
                 optimizer_step=optimizer_step,
                 key=row.key,

@@ -41,6 +41,9 @@ def by_kernel(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x.float().contiguous()
         for x in (given["q"], given["k"], given["v"], given["grad"], out, logs)
     )
+    # Sequences one after another, the last one first, and a key between two of them.
+    k, v = (_in_a_row(x) for x in (k, v))
+    starts, slots = torch.arange(B + 1) * T, torch.arange(B).flip(0) * (T + 1)
     dq = torch.full((B, T, Q, K), float("nan"))
     dk = torch.full((B, T, H, K), float("nan"))
     # Gradients of values go beside something else, which stays.
@@ -56,14 +59,24 @@ def by_kernel(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         dk.data_ptr(),
         dv[..., 3:].data_ptr(),
         dv.stride(1) * 4,
+        starts.data_ptr(),
+        slots.data_ptr(),
         B,
+        k.shape[1],
         T,
         Q,
         H,
         K,
+        work=1 << 20,
     )
     assert bool((dv[..., :3] == 7).all())
     return dq, dk, dv[..., 3:].reshape(B, T, H, K)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """(B, H, T, K) as the kernel takes it, (H, S, K)."""
+    spread = torch.nn.functional.pad(x.flip(0), (0, 0, 0, 1), value=float("nan"))
+    return spread.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +111,39 @@ def test_gradients_are_the_same_for_any_number_of_threads() -> None:
         torch.set_num_threads(threads)
     for one, other in zip(shared, alone, strict=True):
         assert torch.equal(one, other)
+
+
+def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
+    lengths, Q, H, K = [3, 90, 17], 4, 2, 32
+    each = [sample(1, length, Q, H, K) for length in lengths]
+    floats = []
+    for given in each:
+        out, logs = attention(given["q"], given["k"], given["v"])
+        floats.append({n: x.float() for n, x in (*given.items(), ("out", out), ("logs", logs))})
+    rows = {n: torch.cat([f[n][0] for f in floats]) for n in ("q", "grad", "out", "logs")}
+    keys, values = (torch.cat([f[n][0] for f in floats], 1).contiguous() for n in ("k", "v"))
+    starts = torch.tensor([0, 3, 93, 110])
+    dq, dk, dv = torch.empty(110, Q, K), torch.empty(110, H, K), torch.empty(110, H, K)
+    attend_backward(
+        rows["q"].data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        *(rows[n].data_ptr() for n in ("grad", "out", "logs")),
+        *(x.data_ptr() for x in (dq, dk, dv)),
+        H * K * 4,
+        starts.data_ptr(),
+        starts.data_ptr(),
+        3,
+        110,
+        90,
+        Q,
+        H,
+        K,
+        work=1 << 20,
+    )
+    wanted = [torch.cat(parts, 1)[0] for parts in zip(*map(by_kernel, each), strict=True)]
+    for found, alone in zip((dq, dk, dv), wanted, strict=True):
+        assert torch.equal(found, alone)
 
 
 def test_what_comes_later_gets_and_gives_no_gradient() -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.models import decoder as decoder_module
 from slipstream.models import functional
@@ -40,6 +41,46 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
         one_by_one = packed.forward(ids, positions, taps=(0,)).final
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(at_once, packed.forward(ids, positions).final)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_sequences_in_a_row_are_computed_as_each_by_itself(
+    dtype: torch.dtype, gradients: bool
+) -> None:
+    decoder = make_decoder("qwen3")
+    lengths = [5, 1, 70, 33, 32]
+    texts = [random_ids(1, length, seed=length) for length in lengths]
+    positions = [torch.arange(length)[None] for length in lengths]
+    weights = [torch.randn(length, decoder.config.hidden_size) for length in lengths]
+
+    def found(final: Tensor) -> dict[str, Tensor]:
+        decoder.zero_grad()
+        (final[0] * torch.cat(weights)).sum().backward(retain_graph=True)
+        return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+
+    with torch.set_grad_enabled(gradients):
+        packed = decoder.pack(dtype)
+        together = packed.forward(torch.cat(texts, 1), torch.cat(positions, 1), lengths=lengths)
+        alone = [packed.forward(*of).final for of in zip(texts, positions, strict=True)]
+        assert torch.equal(together.final, torch.cat(alone, 1))
+        if gradients:
+            wanted, ours = found(torch.cat(alone, 1)), found(together.final)
+            assert len(wanted) > 20
+            for name, gradient in wanted.items():
+                close = 1e-5 if dtype == torch.float32 else 2**-6
+                error = (ours[name] - gradient).norm() / gradient.norm()
+                assert error < close, (name, error)
+
+
+def test_sequences_in_a_row_have_to_be_those_of_the_rows() -> None:
+    packed = make_decoder("qwen3").pack(torch.float32)
+    ids, positions = random_ids(1, 8), torch.arange(8)[None]
+    for lengths in ([4, 3], [8, 0]):
+        with pytest.raises(ValueError, match="do not make"):
+            packed.forward(ids, positions, lengths=lengths)
+    with torch_alone(), pytest.raises(ValueError, match="cannot be computed so"):
+        packed.forward(ids, positions, lengths=[8])
 
 
 @pytest.mark.parametrize("width", [{"hidden_size": 40}, {"intermediate_size": 36}])

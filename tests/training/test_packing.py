@@ -48,6 +48,21 @@ def test_plan_covers_every_row_once_within_the_budget() -> None:
         assert len(part) * padded_length(max(lengths[i] for i in part)) <= 300
 
 
+def test_rows_that_are_not_padded_fill_the_budget() -> None:
+    lengths = {0: 100, 1: 10, 2: 16, 3: 17, 4: 73}
+
+    def plan(**limits: int | None) -> list[list[int]]:
+        return plan_micro_batches(lengths, **{"max_tokens": None, **limits}, padded=False)
+
+    assert plan() == [[1, 2, 3, 4, 0]]
+    assert plan(max_tokens=116) == [[1, 2, 3, 4], [0]]
+    assert plan(max_tokens=115) == [[1, 2, 3], [4], [0]]
+    assert plan(max_rows=2) == [[1, 2], [3, 4], [0]]
+    assert plan_micro_batches({}, max_tokens=70, padded=False) == []
+    with pytest.raises(DataError, match=r"row 0 has 100 tokens, which is more .* of 99"):
+        plan(max_tokens=99)
+
+
 def test_plan_refuses_a_row_beyond_the_budget() -> None:
     with pytest.raises(DataError, match=r"row 7 has 65 tokens \(80 padded\).*64"):
         plan_micro_batches({7: 65}, max_tokens=64)
@@ -73,6 +88,34 @@ def test_micro_batch_values() -> None:
     assert micro.head_rows.tolist() == [0, 17] + [0] * 10
     assert micro.labels.tolist()[:2] == [9, 7]
     assert micro.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9] + [9] * 6
+    spread = micro.scatter(torch.tensor([1.5, 2.5]))
+    assert spread.nonzero().tolist() == [[0, 1], [1, 2]]
+
+
+def test_micro_batch_values_without_padding() -> None:
+    rows = [
+        TrainRow(tokens=[5, 6, 7], loss_mask=[1.0, 0.0, 1.0]),
+        TrainRow(tokens=[8, 9], loss_mask=[0.0, 0.5]),
+    ]
+
+    micro = build_micro_batch(
+        TrainBatch(rows=rows),
+        [1, 0],
+        pad_id=3,
+        max_positions=10,
+        device=torch.device("cpu"),
+        padded=False,
+    )
+
+    assert micro.ids.tolist() == [[8, 9, 5, 6, 7]]
+    assert micro.positions.tolist() == [[0, 1, 0, 1, 2]]
+    assert micro.lengths == [2, 3]
+    assert micro.starts == [0, 2]
+    # What losses see is padded all the same.
+    assert micro.mask.shape == (2, 16)
+    assert micro.mask.nonzero().tolist() == [[0, 1], [1, 2]]
+    assert micro.head_rows.tolist() == [0, 3] + [0] * 10
+    assert micro.labels.tolist()[:2] == [9, 7]
     spread = micro.scatter(torch.tensor([1.5, 2.5]))
     assert spread.nonzero().tolist() == [[0, 1], [1, 2]]
 
