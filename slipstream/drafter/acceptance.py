@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
+from slipstream.models.decoder import takes_sequences_in_a_row
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
@@ -106,37 +105,36 @@ def measure_acceptance(
     `ends` are those of the policy that wrote the responses; the head computes in their dtype.
     """
     packed = head.pack(ends.dtype)
+    padded = not takes_sequences_in_a_row(head.config, ends.dtype, ends.embedding_VD.device)
     lengths: list[list[int]] = [[] for _ in held_out]
     order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        batch = collate([held_out[i].sequence for i in part], ends)
-        ids = batch.tokens_BT
-        B, T = ids.shape[0], ids.shape[1] - 1
+        batch = collate([held_out[i].sequence for i in part], ends, padded=padded)
+        ids = batch.tokens_BT.flatten()
+        sequence_M, place_M, _ = batch.places()
         rows = _rows([held_out[i] for i in part], ids.device)
-        going = torch.ones(B * T, dtype=torch.bool, device=ids.device)
-        right = torch.zeros(B * T, dtype=torch.int64, device=ids.device)
-        unrolled = packed.unroll(ids[:, 1:], batch.features_BTD[:, :-1], ends.embedding_VD, depth)
+        right = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        unrolled = packed.unroll(
+            batch.tokens_BT.roll(-1, -1),
+            batch.features_BTD,
+            ends.embedding_VD,
+            depth,
+            lengths=batch.lengths,
+        )
         for k, predicted in enumerate(unrolled):
-            going &= _shifted(batch.loss_mask_BT, 2 + k, T).bool()
-            true, features = _shifted(ids, 2 + k, T), predicted.flatten(0, 1)
-            for slots in torch.split(going.nonzero()[:, 0], ROWS_AT_ONCE):
-                logits = ends.lm_head(pad_rows(features[slots])).float()[: len(slots)]
-                drafts = choose(logits, slots % T + (2 + k), rows.part(slots // T)).tokens
-                going[slots] = drafts == true[slots]
-            right += going
-        right_BT = right.view(B, T)
+            features, slots = predicted.flatten(0, 1), batch.drafted(2 + k)
+            # Those whose drafts so far were right.
+            for some in torch.split(slots[right[slots] == k], ROWS_AT_ONCE):
+                logits = ends.lm_head(pad_rows(features[some])).float()[: len(some)]
+                drafts = choose(logits, place_M[some] + (2 + k), rows.part(sequence_M[some])).tokens
+                right[some] += drafts == ids[some + (2 + k)]
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
-            lengths[index] = right_BT[row, prompt - 1 : len(sequence.tokens) - 2].tolist()
+            own = right[sequence_M == row]
+            lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
     return Acceptance(depth=depth, lengths=lengths)
-
-
-def _shifted(x_BT: Tensor, by: int, width: int) -> Tensor:
-    """(B * width,): entry t of each row is `x_BT[:, t + by]`, 0 past the end."""
-    kept = x_BT[:, by : by + width]
-    return F.pad(kept, (0, width - kept.shape[1])).flatten()
 
 
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:

@@ -1,6 +1,7 @@
 """What a draft head is trained on: the policy's own features and distributions.
 
-Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D hidden width.
+Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D hidden width,
+M = B * T rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from slipstream.models.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSamples:
-    """Sequences to learn from, padded on the right.
+    """Sequences to learn from: padded on the right, or with `lengths` one after another, B = 1.
 
     `features_BTD` are the policy's final hidden states, `loss_mask_BT` is 1 on tokens that the
     policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
@@ -30,6 +31,25 @@ class DraftSamples:
     loss_mask_BT: Tensor
     embedding_VD: Tensor
     lm_head: PackedLinear
+    lengths: Sequence[int] | None = None
+
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row (M,): its sequence, its place there, and how many rows come after it."""
+        B, T = self.tokens_BT.shape
+        device = self.tokens_BT.device
+        if self.lengths is None:
+            place = torch.arange(T, device=device).repeat(B)
+            return torch.arange(B, device=device).repeat_interleave(T), place, T - 1 - place
+        each = torch.tensor(self.lengths, device=device)
+        sequence = torch.arange(len(each), device=device).repeat_interleave(each)
+        place = torch.arange(T, device=device) - (each.cumsum(0) - each)[sequence]
+        return sequence, place, each[sequence] - 1 - place
+
+    def drafted(self, by: int) -> Tensor:
+        """Rows `by` tokens before one that the policy wrote, as indices."""
+        _, _, left = self.places()
+        mask = self.loss_mask_BT.flatten().roll(-by)
+        return ((left >= by) & mask.bool()).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +91,23 @@ def eagle_loss(
     Raises DataError for a batch without a slot to learn from.
     """
     features = batch.features_BTD.detach()
-    given = features[:, :-1] if noise_BTD is None else (features + noise_BTD)[:, :-1]
-    unrolled = head.unroll(batch.tokens_BT[:, 1:], given, batch.embedding_VD.detach(), depth)
+    given = features if noise_BTD is None else features + noise_BTD
+    unrolled = head.unroll(
+        batch.tokens_BT.roll(-1, -1),
+        given,
+        batch.embedding_VD.detach(),
+        depth,
+        lengths=batch.lengths,
+    )
     total = torch.zeros((), device=features.device)
     weights, first, accuracies = 0.0, None, list[Tensor]()
     for k, predicted in enumerate(unrolled):
         # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.
-        counted = F.pad(batch.loss_mask_BT[:, 2 + k :], (0, 1 + k)).bool().flatten()
-        if not counted.any():
+        counted = batch.drafted(2 + k)
+        if not len(counted):
             break
         mine = predicted.flatten(0, 1)[counted]
-        true = F.pad(features[:, 1 + k :], (0, 0, 0, k)).flatten(0, 1)[counted]
+        true = features.flatten(0, 1)[counted + 1 + k]
         value = F.smooth_l1_loss(mine.float(), true.float())
         soft, accuracy = _soft_cross_entropy(mine, true, batch.lm_head)
         weight = depth_decay**k
@@ -89,7 +115,7 @@ def eagle_loss(
         weights += weight
         accuracies.append(accuracy)
         if first is None:
-            first = (value.detach(), soft.detach(), int(counted.sum()))
+            first = (value.detach(), soft.detach(), len(counted))
     if first is None:
         raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
     return DraftLoss(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -66,12 +67,29 @@ class PolicyEnds:
         return cls(embedding_VD=embedding, lm_head=PackedLinear.of(head), dtype=dtype)
 
 
-def collate(sequences: Sequence[DraftSequence], ends: PolicyEnds) -> DraftSamples:
-    """One batch, padded on the right, on the device and in the dtype of `ends`."""
-    longest = max(len(s.tokens) for s in sequences)
-    # One more than a multiple of four: the last token has no slot.
-    width = round_up(longest - 1, LENGTH_MULTIPLE) + 1
+def collate(
+    sequences: Sequence[DraftSequence], ends: PolicyEnds, *, padded: bool = True
+) -> DraftSamples:
+    """One batch, padded on the right or one sequence after another, on the device and in the dtype
+    of `ends`."""
+    lengths = [len(s.tokens) for s in sequences]
     like = ends.embedding_VD
+    if not padded:
+        together = like.new_zeros(1, sum(lengths), like.shape[1])
+        for start, sequence in zip(accumulate(lengths, initial=0), sequences, strict=False):
+            rows = len(sequence.features_TD)
+            together[0, start : start + rows] = sequence.features_TD
+        return DraftSamples(
+            tokens_BT=torch.tensor([[t for s in sequences for t in s.tokens]], device=like.device),
+            features_BTD=together,
+            loss_mask_BT=torch.tensor(
+                [[m for s in sequences for m in s.loss_mask]], device=like.device
+            ),
+            embedding_VD=like,
+            lm_head=ends.lm_head,
+            lengths=lengths,
+        )
+    width = round_up(max(lengths), LENGTH_MULTIPLE)
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask = torch.zeros(len(sequences), width)
     features = like.new_zeros(len(sequences), width, like.shape[1])

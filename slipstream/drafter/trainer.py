@@ -20,6 +20,7 @@ from torch import Tensor
 from slipstream.drafter.losses import DraftLoss, DraftSamples, eagle_loss
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
+from slipstream.models.decoder import takes_sequences_in_a_row
 from slipstream.models.draft_head import DraftHead
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
@@ -119,7 +120,12 @@ class DraftTrainer:
     def _train_on(self, sequences: Sequence[DraftSequence], ends: PolicyEnds) -> Metrics:
         started = time.perf_counter()
         s = self.settings
-        batch = collate(sequences, ends)
+        like = ends.embedding_VD
+        # Chains of several drafts are trained by torch's operations, which take padding.
+        padded = s.depth > 1 or not takes_sequences_in_a_row(
+            self.head.config, ends.dtype, like.device
+        )
+        batch = collate(sequences, ends, padded=padded)
         self._optimizer.zero_grad()
         loss = eagle_loss(
             self.head.pack(ends.dtype),

@@ -182,6 +182,18 @@ class CpuAttention:
             self._alone = KeyPlaces.alone(kv, self._own)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
+    def again(
+        self, qkv: Tensor, norms: Tensor | None, kv: Tensor, positions_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of other queries, at `positions_M`, over the keys that `over` wrote, each over
+        those that the row in its place saw; and the logarithms of its denominators (M, Q)."""
+        assert self._alone is not None, "`over` comes first"
+        places = replace(self._alone, own_M=torch.full_like(self._alone.own_M, -1))
+        logs = qkv.new_empty(len(qkv), self._c.num_heads)
+        keys, values = kv[0].data_ptr(), kv[1].data_ptr()
+        out, _ = self._run(qkv, norms, places, keys, values, logs.data_ptr(), positions_M)
+        return out, logs
+
     def _run(
         self,
         qkv: Tensor,
@@ -190,6 +202,7 @@ class CpuAttention:
         keys: int,
         values: int,
         logs: int,
+        positions_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         c = self._c
         M, Q, H, K = qkv.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
@@ -199,13 +212,14 @@ class CpuAttention:
         mix = attend_bf16.attend_bf16 if narrow else attend.attend
         cos, sin = self._table
         q_at, stride = q.data_ptr(), places.head_stride
+        positions_M = self._positions_M if positions_M is None else positions_M
         place(
             qkv.data_ptr(),
             0 if norms is None else norms.data_ptr(),
             self._eps.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            self._positions_M.data_ptr(),
+            positions_M.data_ptr(),
             q_at,
             keys,
             values,

@@ -14,7 +14,7 @@ requests or training. Shapes as in `decoder`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -23,12 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
+from slipstream.models.cpu_attention import CpuAttention
 from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.decoder import (
+    Attention,
     Layer,
     PackedLayer,
     init_parameters,
     layer_forward,
+    takes_sequences_in_a_row,
 )
 from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.linear import PackedLinear
@@ -87,7 +90,13 @@ class PackedDraftHead:
     """The layer in one call, without gradients."""
 
     def unroll(
-        self, next_ids_BT: Tensor, features_BTD: Tensor, embedding_VD: Tensor, steps: int
+        self,
+        next_ids_BT: Tensor,
+        features_BTD: Tensor,
+        embedding_VD: Tensor,
+        steps: int,
+        *,
+        lengths: Sequence[int] | None = None,
     ) -> Iterator[Tensor]:
         """Chains of drafts from every slot at once, along the true tokens: `steps` tensors
         (B, T, D), of which entry t of number k is the feature k + 1 after that of slot t.
@@ -95,10 +104,24 @@ class PackedDraftHead:
         Number 0 is given true features. Each later one is given the prediction before it in
         place of a true feature, and sees what an engine's draft sees: the true slots up to t, and
         those of its own chain (the training-time test of EAGLE-3, Li et al. 2025). What lies past
-        the end of the tokens means nothing. Padding goes on the right.
+        the end of the tokens means nothing. Padding goes on the right; with `lengths` the
+        sequences stand one after another instead (`PackedDecoder.forward`), which is not possible
+        for gradients of several steps.
+
+        Raises:
+            ValueError: `lengths` where they cannot be.
         """
         B, T = next_ids_BT.shape
-        chains = _Chains(self.config, self.eps, T, features_BTD.dtype, features_BTD.device)
+        dtype, device = self.fc.weight.dtype, features_BTD.device
+        by_kernels = takes_sequences_in_a_row(self.config, dtype, device)
+        chains: Attention
+        if by_kernels and (steps == 1 or not torch.is_grad_enabled()):
+            given = [T] * B if lengths is None else lengths
+            chains = _KernelChains(self.config, self.eps, given, dtype)
+        elif lengths is not None:
+            raise ValueError("chains of several drafts, or here, are computed with padding only")
+        else:
+            chains = _Chains(self.config, self.eps, T, features_BTD.dtype, device)
         ids, x_BTD = next_ids_BT, features_BTD
         for step in range(steps):
             if step:
@@ -112,6 +135,49 @@ class PackedDraftHead:
         """What the layer is given, (B * T, D): tokens, each with the feature before it."""
         embedded = F.embedding(ids_BT.flatten(), embedding_VD)
         return self.fc(torch.cat([embedded, features_BTD.reshape(len(embedded), -1)], dim=-1))
+
+
+class _KernelChains:
+    """What `_Chains` is, by compiled kernels, over sequences of any lengths one after another; of
+    steps after the first one without gradients."""
+
+    def __init__(
+        self, config: ModelConfig, eps: Tensor, lengths: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        self._c, self._eps = config, eps
+        self._positions = torch.cat([torch.arange(length) for length in lengths])
+        self._true = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
+        self._room: Tensor | None = None
+        # Of each later step so far: (M, H, 1, K).
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        if torch.is_grad_enabled():
+            return self._true(index, qkv, norms, bounded)
+        if self._room is None:
+            self._room = self._true.own_room()
+            return self._true.over(qkv, norms, self._room, logs=0)[0]
+        c, M = self._c, len(qkv)
+        Q, H, G, K = c.num_heads, c.num_kv_heads, c.group_size, c.head_dim
+        places = self._positions + (1 + len(self._keys))
+        places = places.clamp(max=c.max_position_embeddings - 1)
+        true, logs = self._true.again(qkv, norms, self._room, places)
+        qk, v = qkv.view(1, M, Q + 2 * H, K).split_with_sizes([Q + H, H], 2)
+        if norms is not None:
+            qk = rms_norm(qk, norms, self._eps)
+        cos, sin = rope_at(places[None], c, qkv.dtype)
+        q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
+        q = q.view(M, H, G, K) * K**-0.5
+        self._keys.append(k.view(M, H, 1, K))
+        self._values.append(v.reshape(M, H, 1, K))
+        own = [(q * key).sum(-1) for key in self._keys]
+        # The true slots weigh as much as all of their exponentials.
+        weights = torch.softmax(torch.stack([logs.view(M, H, G), *own], -1), -1)
+        out = true.view(M, H, G, K) * weights[..., :1]
+        for step, value in enumerate(self._values):
+            out = out + weights[..., step + 1, None] * value
+        return out.view(M, Q * K)
 
 
 class _Chains:

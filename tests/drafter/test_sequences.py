@@ -42,10 +42,27 @@ def test_slots_are_counted_from_the_third_token_on() -> None:
 
 def test_a_batch_is_padded_on_the_right() -> None:
     batch = collate([sequence(5, rows=4), sequence(18)], ends_of(shared_decoder()))
-    assert batch.tokens_BT.shape == (2, 33)
-    assert batch.tokens_BT[0].tolist() == [3, 4, 5, 6, 7] + [0] * 28
-    assert batch.loss_mask_BT[0].tolist() == [0.0] + [1.0] * 4 + [0.0] * 28
-    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 29
+    assert batch.tokens_BT.shape == (2, 32)
+    assert batch.tokens_BT[0].tolist() == [3, 4, 5, 6, 7] + [0] * 27
+    assert batch.loss_mask_BT[0].tolist() == [0.0] + [1.0] * 4 + [0.0] * 27
+    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 28
+    assert batch.drafted(4).tolist() == [0, *range(32, 46)]
+
+
+def test_a_batch_without_padding_has_one_sequence_after_another() -> None:
+    made = [sequence(5, rows=4), sequence(3, rows=2)]
+    batch = collate(made, ends_of(shared_decoder()), padded=False)
+    assert batch.lengths == [5, 3]
+    assert batch.tokens_BT.tolist() == [[3, 4, 5, 6, 7, 3, 4, 5]]
+    assert batch.loss_mask_BT.tolist() == [[0.0] + [1.0] * 4 + [0.0] + [1.0] * 2]
+    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] + [2.0] * 2 + [0.0]
+    sequence_M, place_M, left_M = batch.places()
+    assert sequence_M.tolist() == [0] * 5 + [1] * 3
+    assert place_M.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert left_M.tolist() == [4, 3, 2, 1, 0, 2, 1, 0]
+    # None that goes from one sequence into the next.
+    assert batch.drafted(2).tolist() == [0, 1, 2, 5]
+    assert batch.drafted(3).tolist() == [0, 1]
 
 
 def test_buckets_hold_each_sequence_once_and_similar_lengths() -> None:

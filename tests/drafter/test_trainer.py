@@ -48,7 +48,7 @@ def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
     """A head that has seen nothing else, again and again."""
     head = new_head(decoder)
     made = trainer(head, lr=1e-2, depth=3, soft_weight=1.0)
-    made.train(passes(sequences, 16, "by heart"), ends_of(decoder), steps=250)
+    made.train(passes(sequences, 16, "by heart"), ends_of(decoder), steps=400)
     return head
 
 

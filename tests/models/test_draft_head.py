@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from slipstream.models import draft_head
 from slipstream.models.draft_head import DraftHead
 from tests.models.helpers import config, make_decoder, random_ids
 
@@ -36,6 +39,29 @@ def test_a_new_head_nearly_hands_on_its_feature() -> None:
     similarity = torch.cosine_similarity(out, features, dim=-1)
     assert float(similarity.min()) > 0.9
     assert not torch.equal(out, features)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, close: float) -> None:
+    head = DraftHead(config("qwen3", hidden_size=64, head_dim=16))
+    head.init_weights(0)
+    lengths, c = [5, 40, 17, 1], head.config
+    ids, features = random_ids(1, sum(lengths)), torch.randn(1, sum(lengths), c.hidden_size)
+    embedding, packed = torch.randn(c.vocab_size, c.hidden_size), head.pack(dtype)
+    with torch.no_grad():
+        together = list(packed.unroll(ids, features, embedding, 4, lengths=lengths))
+        for start, length in zip((0, 5, 45, 62), lengths, strict=True):
+            own = slice(start, start + length)
+            # By torch's operations, with padding.
+            with patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: False):
+                alone = list(packed.unroll(ids[:, own], features[:, own], embedding, 4))
+            for k in range(4):
+                meant = max(length - k, 0)
+                torch.testing.assert_close(
+                    together[k][:, own][:, :meant], alone[k][:, :meant], rtol=0, atol=close
+                )
+    with pytest.raises(ValueError, match="with padding only"):
+        list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
