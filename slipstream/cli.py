@@ -204,6 +204,11 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
         action="store_false",
         help="decode plainly, without a draft head; the same policy comes out",
     )
+    command.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="begin RL without a draft head, which then learns from RL's own rollouts",
+    )
     add_debug_flag(command)
 
 
@@ -211,7 +216,13 @@ def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
     from slipstream.loops.quickstart import main as quickstart
 
     return quickstart(
-        args.output, args.seed, args.recipe, args.sft_control, args.bf16, args.speculation
+        args.output,
+        args.seed,
+        args.recipe,
+        args.sft_control,
+        args.bf16,
+        args.speculation,
+        args.cold_start,
     )
 
 

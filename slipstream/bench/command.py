@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.bench.targets import Target
 
-_KINDS = "{rollout,decode,speculation,lossless,selector,train,startup}"
+_KINDS = "{rollout,decode,speculation,lossless,selector,train,export,startup}"
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -33,6 +33,7 @@ EXAMPLES = """\
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench train --ab speculation --policy runs/quickstart --steps 20
+  slipstream bench export --policy runs/llama
   slipstream bench startup
   slipstream bench lossless --json lossless.json
   slipstream bench selector --trace runs/mine/speculation.jsonl"""
@@ -64,11 +65,13 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     selector = kinds.add_parser(
         "selector", help="what choosing draft plans costs against the best ones in hindsight"
     )
+    export = kinds.add_parser("export", help="a trained draft head in vLLM: as good as here?")
     _add_rollout_flags(rollout)
     _add_decode_flags(decode)
     _add_train_flags(train)
     _add_speculation_flags(speculation)
     _add_lossless_flags(lossless)
+    _add_export_flags(export)
     selector.add_argument(
         "--trace",
         metavar="FILE",
@@ -93,10 +96,10 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         )
     for kind in (rollout, decode, speculation):
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
-    for kind in (rollout, decode, train, speculation, lossless):
+    for kind in (rollout, decode, train, speculation, lossless, export):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-    for kind in (rollout, decode, speculation, lossless, selector, train, startup):
+    for kind in (rollout, decode, speculation, lossless, selector, train, export, startup):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
@@ -257,6 +260,26 @@ def _add_lossless_flags(lossless: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_export_flags(export: argparse.ArgumentParser) -> None:
+    export.add_argument(
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="run folder of a policy of the Llama family and its draft head",
+    )
+    export.add_argument(
+        "--depth",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1, 3, 5],
+        help="drafts in a row (default: 1 3 5)",
+    )
+    export.add_argument("--prompts", metavar="N", type=positive, default=64, help="default: 64")
+    export.add_argument("--new-tokens", metavar="N", type=positive, default=64, help="default: 64")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
     benchmarks = {
@@ -266,6 +289,7 @@ def run(args: argparse.Namespace) -> int:
         "lossless": _lossless,
         "selector": _selector,
         "train": _train,
+        "export": _export,
         "startup": _startup,
     }
     rows = benchmarks[args.benchmark](args)
@@ -273,6 +297,8 @@ def run(args: argparse.Namespace) -> int:
         write_rows(args.json, rows, _summary(args, rows))
     if args.benchmark == "lossless":
         return 1 if _report_differences(rows) else 0
+    if args.benchmark == "export":
+        return 0 if _say_export(rows) else 1
     return 1 if _is_ab(args) and not _say_ab(rows) else 0
 
 
@@ -414,6 +440,36 @@ def _train_ab(args: argparse.Namespace) -> list[Row]:
     rows = ab.run(bench, partial(print, file=sys.stderr, flush=True))
     _print("RL with and without drafts", rows)
     return rows
+
+
+def _export(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import export
+
+    bench = export.ExportBench(
+        policy=args.policy,
+        dtype=_settle_torch(args),
+        depths=tuple(args.depth),
+        prompts=args.prompts,
+        new_tokens=args.new_tokens,
+    )
+    rows = export.run(bench, partial(print, file=sys.stderr, flush=True))
+    _print_heading("a draft head in vLLM, greedily", rows)
+    for row in rows:
+        print(f"  {row.case}")
+        _print_values(row.values)
+    return rows
+
+
+def _say_export(rows: Sequence[Row]) -> bool:
+    """Print how far vLLM's acceptance is from ours; whether that is little enough."""
+    from slipstream.bench.export import FLOOR, ratio_of
+
+    furthest = max(abs(ratio_of(row) - 1) for row in rows)
+    print(
+        f"  tokens per verification in vLLM are within {furthest:.1%} of ours at every depth "
+        f"(promised: {FLOOR:.0%})"
+    )
+    return furthest <= FLOOR
 
 
 def _startup(args: argparse.Namespace) -> list[Row]:

@@ -254,8 +254,17 @@ def _vllm(
 def vllm_contender(
     name: str, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """vLLM on the policy of a Hugging Face folder. Raises ConfigError where it is not installed."""
-    settings = (VLLM | SPECULATING)[name]
+    """vLLM, by the name of its settings, on the policy of a Hugging Face folder. Raises ConfigError
+    where it is not installed."""
+    with vllm_of(name, (VLLM | SPECULATING)[name], folder, max_positions, temperature) as peer:
+        yield peer
+
+
+@contextmanager
+def vllm_of(
+    name: str, settings: VllmSettings, folder: Path, max_positions: int, temperature: float
+) -> Iterator[Contender]:
+    """The same with any settings; `name` is what its process is called."""
     command = peer_command(
         ".venv-vllm",
         "bench/peers/vllm_peer.py",

@@ -252,6 +252,10 @@ class RolloutConfig:
     enforce_eager: bool = False
     """On a GPU, start every operation of a decode step by itself instead of replaying recorded
     steps (CUDA graphs): slower, with less memory."""
+    one_thread_below: NonNegativeInt = 0
+    """While so many responses or fewer are left, the embedded engine decodes on one thread of a
+    CPU: a small model is hardly slower so, and the other cores are free, for a draft model that
+    learns (`speculative.train.mode=opportunistic`). 0: never."""
     max_model_len: PositiveInt | None = None
     """Longest sequence, prompt and response; null: the sum of the two length limits of `data`."""
     over_sample_rate: NonNegativeFloat = 0.0

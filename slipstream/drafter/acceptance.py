@@ -8,6 +8,7 @@ follow, and as far as it agrees, each draft has been made after the same tokens 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -74,21 +75,33 @@ class Acceptance:
 
     def walk(self, drafts: int) -> Walk:
         """The responses decoded with `drafts` (at most `depth`) drafts a verification."""
-        verifications = accepted = tokens = 0
-        for row in self.lengths:
-            place = 0
-            while place < len(row):
-                gained = min(row[place], drafts, len(row) - place - 1) + 1
-                verifications += 1
-                accepted += gained - 1
-                tokens += gained
-                place += gained
+        verifications = sum(self.verifications(drafts))
+        tokens = sum(map(len, self.lengths))
         return Walk(
             verifications=verifications,
             drafted=drafts * verifications,
-            accepted=accepted,
+            accepted=tokens - verifications,
             tokens=tokens,
         )
+
+    def verifications(self, drafts: int) -> list[int]:
+        """How many each response takes so."""
+        found = []
+        for row in self.lengths:
+            place = count = 0
+            while place < len(row):
+                place += min(row[place], drafts, len(row) - place - 1) + 1
+                count += 1
+            found.append(count)
+        return found
+
+    def is_worse_than(self, other: Acceptance) -> bool:
+        """Whether the same responses, with as many drafts as were measured, take more verifications
+        than `other` needs, by more than chance would have it: by more than one standard error of
+        the sum of differences."""
+        pairs = zip(self.verifications(self.depth), other.verifications(self.depth), strict=True)
+        more = [mine - theirs for mine, theirs in pairs]
+        return sum(more) > math.sqrt(sum(d * d for d in more))
 
 
 @torch.no_grad()

@@ -54,7 +54,7 @@ class CoTraining:
     """The head that learns, and the one that is in use.
 
     `version` counts what was published; a slice whose head accepts less on the held-out responses
-    than the one in use is held back, and training goes on from it.
+    than the one in use, by more than chance, is held back, and training goes on from it.
     """
 
     def __init__(
@@ -96,7 +96,10 @@ class CoTraining:
             self.trainer.forget_moments()
         after = self._accepted(self.trainer.head, held_out, ends) if history else before
         adopted = bool(history) and after is not None and before is not None
-        adopted = adopted and _length(after) >= _length(before)
+        if adopted:
+            assert after is not None
+            assert before is not None
+            adopted = not after.is_worse_than(before)
         if adopted:
             self.used.load_state_dict(self.trainer.head.state_dict())
             self.version += 1
@@ -170,11 +173,6 @@ class CoTraining:
 
 def _tensors(head: DraftHead) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in head.named_parameters()}
-
-
-def _length(acceptance: Acceptance | None) -> float:
-    assert acceptance is not None
-    return acceptance.walk(acceptance.depth).tokens_per_verification
 
 
 def _of_training(history: Sequence[Metrics]) -> Metrics:

@@ -31,12 +31,14 @@ Metrics = dict[str, float]
 class DraftTrainSettings:
     """What one optimizer step does; see `eagle_loss` for the weights and depths.
 
-    `grad_clip` bounds the norm of the gradient, None leaves it. `feature_noise` is the width of
+    `compute_dtype` is what the run computes in. `grad_clip` bounds the norm of the gradient, None
+    leaves it. `feature_noise` is the width of
     the uniform noise on given features, a function of `seed` and the step (EAGLE's is 0.2 * 512 /
     length). Raises ConfigError for values that cannot be.
     """
 
     optim: OptimSettings
+    compute_dtype: torch.dtype = torch.float32
     grad_clip: float | None = 1.0
     value_weight: float = 1.0
     soft_weight: float = 0.1
@@ -70,7 +72,11 @@ class DraftTrainer:
 
     def forget_moments(self) -> None:
         """Go on with a new optimizer, at the same step of its schedule."""
-        self._optimizer = PolicyOptimizer(self.head.named_parameters(), self.settings.optim)
+        self._optimizer = PolicyOptimizer(
+            self.head.named_parameters(),
+            self.settings.optim,
+            dtype=self.settings.compute_dtype,
+        )
 
     def train(
         self,

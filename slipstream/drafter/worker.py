@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,8 @@ _CLOSING_SECONDS = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
     """What a worker begins with: the head in use (`weights`, of a policy of `config`) as `version`,
-    and how it is to learn."""
+    and how it is to learn. With `stands_still` it stops, once it has begun, until it is told to
+    `go_on`."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -54,6 +56,7 @@ class WorkerSetup:
     collector: CollectorSettings
     buffer: BufferSettings
     train: CoTrainSettings
+    stands_still: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,11 @@ class DraftWorker:
         TrainingError where the process has ended."""
         self._say(op="stop")
 
+    def go_on(self, wanted: bool) -> None:
+        """Let the process compute, or have it stand still where it is, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT if wanted else signal.SIGSTOP)
+
     def results(self) -> list[Learned]:
         """What has come since the last call. Raises TrainingError where the process has ended."""
         lines = list(self._lines.waiting())
@@ -125,6 +133,7 @@ class DraftWorker:
         """End the process, and remove its files."""
         with contextlib.suppress(OSError):
             self._in.close()
+        self.go_on(True)
         try:
             self._process.wait(_CLOSING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -222,7 +231,10 @@ def run_when_idle() -> None:
 
 def main(folder: Path, lines: _Lines, answer: int) -> None:
     """The worker: until the other side ends."""
-    training = _training(cast(WorkerSetup, _read(folder / _SETUP)))
+    setup = cast(WorkerSetup, _read(folder / _SETUP))
+    training = _training(setup)
+    if setup.stands_still:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while lines.ready(None) and not lines.ended:
         # Of several orders the newest one counts, and the rows of all that were not taken back.
         order: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +57,12 @@ class EmbeddedEngine(AsyncEngine):
     async def update_drafter(self, update: WeightUpdate) -> None:
         async with self._between_steps():
             await self._call(lambda: self._embedded.update_drafter(update))
+
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """`lent` is called with True when this engine decodes on one thread from now on, so that
+        other cores are free, and with False when no longer, on its compute thread: see
+        `EngineSettings.one_thread_below`."""
+        self._embedded.lent = lent
 
     async def speculate(self, on: bool) -> None:
         """Draft, or decode plainly until told otherwise: see `Engine`."""

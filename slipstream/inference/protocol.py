@@ -62,6 +62,7 @@ class EngineStats:
     decode_steps: int = 0
     decode_tokens: int = 0
     draft_tokens: int = 0
+    head_draft_tokens: int = 0
     accepted_tokens: int = 0
     verifications: int = 0
     draft_steps: int = 0
@@ -91,6 +92,11 @@ class EngineStats:
     def accept_length(self) -> float:
         """Tokens per verification, the bonus token included; 1 where nothing was verified."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else 1.0
+
+    @property
+    def head_fraction(self) -> float:
+        """Share of the drafted tokens that a draft model made; 0 where nothing was drafted."""
+        return self.head_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def on_fraction(self) -> float:

@@ -3,7 +3,8 @@
 The weights are computed anew from the logarithms of the denominators (Dao et al. 2022,
 FlashAttention), head by head, so that what belongs to a head stays in a cache; what lies in the
 future is left out. A head's five products run through `tile`. Every argument is an address or a
-size. B sequences of M tokens in all, of T in each, Q query heads, H key-value heads, K head width.
+size. Where everything may be rounded to bf16 the matrix unit does it (`attend_backward_amx`). B
+sequences of M tokens in all, of T in each, Q query heads, H key-value heads, K head width.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from slipstream.kernels.attend_backward_amx import ROWS as WIDTH_AMX
+from slipstream.kernels.attend_backward_amx import backward_amx_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, hold, ints_at
 from slipstream.kernels.numeric import ZERO, dots, exp
 from slipstream.kernels.product import pack_part
+from slipstream.kernels.product_amx import BY_MATRIX_UNIT
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tiles
 
@@ -157,6 +161,11 @@ def _backward_shared(p):
     _backward_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
 
 
+@for_team
+def _backward_amx_shared(p):
+    backward_amx_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
+
+
 def attend_backward(
     q: int,
     keys: int,
@@ -178,13 +187,18 @@ def attend_backward(
     K: int,
     *,
     work: int,
+    narrow: bool = False,
 ) -> None:
     """From the gradient (M, Q, K) of `out`, those of the queries `dq` (M, Q, K), the keys `dk`
     (M, H, K) and the values, whose rows of (H, K) lie `dv_step` bytes apart. Queries (M, Q, K) are
     scaled, keys and values (H, S, K), `logs` (M, Q) the logarithms of the denominators. `starts`
     (B + 1,) has the first row of each sequence and then M, `slots` (B,) its first key. Of T, up to
-    `longest`, 8 T T bytes are taken beside them for each thread; `work` is as in `team.run`."""
+    `longest`, 8 T T bytes are taken beside them for each thread; `work` is as in `team.run`.
+    With `narrow` all may be rounded to bf16."""
     arguments = (
         q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K
     )  # fmt: skip
-    run(_backward_part, _backward_shared, arguments, work)
+    if narrow and BY_MATRIX_UNIT and K % WIDTH_AMX == 0:
+        run(backward_amx_part, _backward_amx_shared, arguments, work)
+    else:
+        run(_backward_part, _backward_shared, arguments, work)

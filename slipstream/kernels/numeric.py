@@ -14,24 +14,26 @@ from slipstream.kernels.memory import floats_at, halves_at, number_of_bits, powe
 F = np.float32
 ZERO, HALF, ONE = F(0), F(0.5), F(1)
 
-_LOG2_E = F(1.4426950408889634)
+LOG2_E = F(1.4426950408889634)
 # log(2) in two parts: the first has few bits, so that its multiples are exact.
-_LN2_HIGH, _LN2_LOW = F(0.693359375), F(-2.12194440e-4)
+LN2_HIGH, LN2_LOW = F(0.693359375), F(-2.12194440e-4)
 # Minimax polynomial of (exp(r) - 1 - r) / r^2 for |r| <= log(2) / 2 (Cephes, expf).
 _C0, _C1, _C2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
 _C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
-_LOWEST, _HIGHEST = F(-87.0), F(88.0)
+EXP_TERMS = (_C0, _C1, _C2, _C3, _C4, _C5)
+LOWEST, HIGHEST = F(-87.0), F(88.0)
+"""What `exp` is computed between."""
 
 
 @kernel
 def exp(x: F) -> F:
     """e ** x to 2 units in the last place; below -87 as at -87 (1.6e-38), above 88 as at 88. NaN
     stays NaN."""
-    x = _LOWEST if x < _LOWEST else x
-    x = _HIGHEST if x > _HIGHEST else x
-    n: F = np.floor(x * _LOG2_E + HALF)
-    r = x - n * _LN2_HIGH
-    r = r - n * _LN2_LOW
+    x = LOWEST if x < LOWEST else x
+    x = HIGHEST if x > HIGHEST else x
+    n: F = np.floor(x * LOG2_E + HALF)
+    r = x - n * LN2_HIGH
+    r = r - n * LN2_LOW
     y = _C0
     y = y * r + _C1
     y = y * r + _C2

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -81,12 +82,27 @@ def for_team(function: Callable[..., None]) -> int | None:
     return address
 
 
+_by_itself = False
+
+
+@contextmanager
+def by_itself(wanted: bool) -> Iterator[None]:
+    """Kernels in the body run on the calling thread where that is `wanted`: the other cores are
+    free then. Of one thread at a time."""
+    global _by_itself
+    before, _by_itself = _by_itself, wanted
+    try:
+        yield
+    finally:
+        _by_itself = before
+
+
 def run(
     whole: Callable[..., None], shared: int | None, arguments: tuple[int, ...], work: int
 ) -> None:
     """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
     else `whole` here."""
-    if work >= SHARED_FROM and shared is not None and _gomp is not None:
+    if work >= SHARED_FROM and shared is not None and _gomp is not None and not _by_itself:
         threads = torch.get_num_threads()
         if threads > 1:
             packed = (ctypes.c_int64 * len(arguments))(*arguments)

@@ -377,6 +377,7 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         prefix_caching=rollout.enable_prefix_caching,
         enforce_eager=rollout.enforce_eager,
         free_cache_engine=free,
+        one_thread_below=rollout.one_thread_below,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
     )
 

@@ -16,6 +16,7 @@ from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
+from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.loops import build
 from slipstream.loops.build_draft import train_settings
 from slipstream.loops.build_speculation import first_head
@@ -59,11 +60,17 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
 def _check_opportunistic(config: Config) -> None:
     key = "speculative.train.mode=opportunistic"
     cores, threads = usable_cores(), torch.get_num_threads()
-    if threads >= cores:
+    few = config.actor_rollout_ref.rollout.one_thread_below
+    if cores < 2 or (threads >= cores and not few):
+        remedy = "give it more cores"
+        if cores > 1:
+            remedy = (
+                "let the last responses of a rollout decode on one thread "
+                "(actor_rollout_ref.rollout.one_thread_below=4), lower trainer.num_threads"
+            )
         raise ConfigError(
             f"{key} trains the draft model on cores that the run leaves idle, and it computes with "
-            f"{threads} threads on {cores} cores; lower trainer.num_threads, give it more cores, "
-            "or set speculative.train.mode=interval"
+            f"{threads} threads on {cores} cores; {remedy}, or set speculative.train.mode=interval"
         )
     if build.device_of(config).type != "cpu":
         raise ConfigError(
@@ -128,9 +135,18 @@ def make_cotraining(
             collector=collector,
             buffer=buffer,
             train=settings,
+            stands_still=usable_cores() <= torch.get_num_threads(),
         )
+        embedded = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
         return OpportunisticTraining(
-            setup, policy, engines, compute, dtype=dtype, notify=notify, stages=stages
+            setup,
+            policy,
+            engines,
+            compute,
+            dtype=dtype,
+            lenders=embedded if setup.stands_still else (),
+            notify=notify,
+            stages=stages,
         )
     return IntervalTraining(
         CoTraining(

@@ -154,6 +154,7 @@ def train_settings(
             min_lr_ratio=optim.min_lr_ratio or 0.0,
             total_steps=total_steps,
         ),
+        compute_dtype=build.rollout_dtype(config),
         grad_clip=train.grad_clip,
         value_weight=train.value_weight,
         soft_weight=train.soft_weight,

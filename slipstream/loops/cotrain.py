@@ -40,6 +40,14 @@ class DraftReceiver(Protocol):
     async def update_drafter(self, update: WeightUpdate) -> None: ...
 
 
+class CoreLender(Protocol):
+    """An engine that decodes the last responses on one thread."""
+
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """See `EmbeddedEngine`."""
+        ...
+
+
 class IntervalTraining:
     """`DrafterTraining` after every `interval`-th RL step, on the trainer's own compute thread."""
 
@@ -137,7 +145,9 @@ class OpportunisticTraining:
 
     It is given the rows of every step, trains until there is nothing left in them or the next
     update begins, and its heads are published after the step in which they arrive. When it ends by
-    itself or is killed, the run says so and starts another one from the head in use.
+    itself or is killed, the run says so and starts another one from the head in use. Where there
+    are lenders, for the run computes on all cores, it stands still (stopped by signal) but while
+    one lends a core.
     """
 
     def __init__(
@@ -148,11 +158,15 @@ class OpportunisticTraining:
         compute: ComputeThread,
         *,
         dtype: torch.dtype,
+        lenders: Sequence[CoreLender] = (),
         notify: Callable[[str], None],
         stages: Stages,
     ) -> None:
         """`policy` is the trainer's own, and computes in `dtype`."""
         self._setup = setup
+        self._lenders, self._lent_now = lenders, 0
+        for lender in lenders:
+            lender.lend_to(self._lent)
         self._policy = policy
         self._engines = engines
         self._compute = compute
@@ -232,6 +246,13 @@ class OpportunisticTraining:
             await _publish(self._engines, self.training.version, self.training.weights)
             self.training.fresh = False
         return metrics
+
+    def _lent(self, free: bool) -> None:
+        """An engine lends a core, or takes it back; called on its compute thread."""
+        self._lent_now += 1 if free else -1
+        worker = self._worker
+        if worker is not None:
+            worker.go_on(self._lent_now > 0)
 
     def _results(self) -> list[Learned]:
         if self._worker is None:

@@ -36,6 +36,7 @@ def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, floa
     if new.verifications:
         metrics["spec/accept_length"] = new.accept_length
     if new.draft_steps:
+        metrics["spec/head_fraction"] = new.head_fraction
         metrics["spec/plan"] = new.draft_depth / new.draft_steps
     for name, seconds, tokens in zip(BATCH_NAMES, new.batch_seconds, new.batch_tokens, strict=True):
         if seconds > 0:

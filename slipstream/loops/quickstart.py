@@ -1,10 +1,13 @@
 """The quickstart: a reasoning model from nothing, by SFT and then RL, on this machine, in minutes.
 
-    measure the CPU -> choose a recipe -> SFT -> evaluate -> draft head -> RL (GRPO) -> evaluate
-    -> the same responses with and without drafts, in turns -> a table
+    measure the CPU -> choose a recipe -> SFT -> evaluate -> draft head -> RL (GRPO), in which the
+    head goes on learning -> evaluate -> the same responses with and without drafts, in turns
+    -> a table
 
-With `sft_control` the SFT is also continued for as long as RL took, so that what RL adds is not
-what more SFT would have added. Everything here can be done with `slipstream train` and `eval`.
+With `cold_start` there is no draft head when RL begins: it learns from RL's own rollouts, which are
+drafted for from what was written before until it is better. With `sft_control` the SFT is also
+continued for as long as RL took, so that what RL adds is not what more SFT would have added.
+Everything here can be done with `slipstream train` and `eval`.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.checkpoint.files import write_json
-from slipstream.checkpoint.state import huggingface_folder
+from slipstream.checkpoint.state import draft_folder, huggingface_folder
 from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
@@ -52,14 +56,26 @@ from slipstream.models.numerics import cpu_has_bf16_units
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Sample
 
-SPECULATION = ["speculative.enable=true"]
+SPECULATION = ["speculative.enable=true", "speculative.train.enable_drafter_training=true"]
 """Settings of the rollouts' drafts."""
+
+COLD_START = [
+    "speculative.eagle.spec_model_path=null",
+    "speculative.spec_strategy=union",
+    # A new head has more to learn, and with larger steps.
+    "speculative.train.training_interval_steps=2",
+    "speculative.train.updates_per_training=8",
+    "speculative.train.optim.lr=1e-3",
+    "speculative.train.optim.muon_lr=0.02",
+]
+"""The same without a head to begin with."""
 
 PROBLEMS = 1024
 """Held-out problems of the final comparison."""
 
 COMPARED = 64
-"""Responses that are decoded plainly and with drafts, in turns."""
+"""Responses that are decoded plainly and with drafts, in turns; a quarter of them a few at a
+time."""
 
 FEW = 4
 """So many of them at a time, as at the end of a rollout."""
@@ -116,11 +132,15 @@ def main(
     sft_control: bool,
     bf16: bool,
     speculation: bool = True,
+    cold_start: bool = False,
 ) -> int:
     """Run the quickstart into `output`; the exit status (130 if interrupted).
 
-    Without `speculation` no draft head is trained, and the very same policy comes out.
+    Without `speculation` no draft head is trained, with `cold_start` none before RL, and the very
+    same policy comes out. Raises ConfigError for a cold start without speculation.
     """
+    if cold_start and not speculation:
+        raise ConfigError("--cold-start is of a draft head, and --no-speculation wants none")
     console = Console()
     compute = ComputeThread()
     begun = _begun(output) if recipe == "auto" else None
@@ -136,10 +156,9 @@ def main(
     ]
     if speculation:
         # The policy of SFT writes, the head learns from it, and RL's rollouts draft with it.
-        overrides += [
-            *SPECULATION,
-            f"speculative.eagle.spec_model_path={output / DRAFT}",
-        ]
+        overrides += [*SPECULATION, f"speculative.eagle.spec_model_path={output / DRAFT}"]
+        if cold_start:
+            overrides += COLD_START
     config = load_config(overrides, recipe=chosen)
     clock = Clock()
     with opened(config, compute) as run:
@@ -148,6 +167,7 @@ def main(
         again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
         again += "" if speculation else " --no-speculation"
+        again += " --cold-start" if cold_start else ""
         console.print(f"stopped; `{again}` goes on from here", highlight=False, soft_wrap=True)
         return INTERRUPTED
     rated, compared = done
@@ -211,7 +231,7 @@ async def _stages(
     clock.lap("sft")
     rated = [await rate(run, "after SFT", sft)]
     clock.lap("evaluate")
-    if speculation:
+    if run.config.speculative.eagle.spec_model_path is not None:
         if await train_head(run, sft) is None:
             return None
         clock.lap("draft")
@@ -234,7 +254,7 @@ async def _stages(
         clock.lap("evaluate")
     compared: list[SideBySide] = []
     if speculation:
-        compared = await compare_decoding(run, huggingface_folder(policy))
+        compared = await compare_decoding(run, policy)
         clock.lap("compare")
     return [*rated, after], compared
 
@@ -283,17 +303,23 @@ async def train_head(run: Run, policy: Path) -> Path | None:
     )
 
 
-async def compare_decoding(run: Run, policy: Path) -> list[SideBySide]:
-    """`COMPARED` responses of `policy` at once and some of them a few at a time, as at the end of a
-    rollout; each with drafts and without."""
-    config = run.config
+async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
+    """Responses of the policy of an RL checkpoint, as many at once as in a step of RL and a few at
+    a time, as at the end of a rollout; each plainly and with drafts by the head that RL ended
+    with."""
+    config = load_config(
+        [f"speculative.eagle.spec_model_path={draft_folder(checkpoint)}"],
+        file=run.folder / CONFIG_FILE,
+    )
+    at_once = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     prompts = build.validation_prompts(config, run.tokenizer, run.task, count=COMPARED)
     run.progress.note(
-        f"{COMPARED} responses at once, and some {FEW} at a time: plainly and with drafts, in turns"
+        f"{COMPARED} responses, {at_once} at a time, and some {FEW} at a time: plainly and with "
+        "drafts, in turns"
     )
 
     def make() -> InferenceEngine:
-        decoder, note = load_checkpoint(policy), run.progress.note
+        decoder, note = load_checkpoint(huggingface_folder(checkpoint)), run.progress.note
         return build.make_engine(config, decoder, run.tokenizer, run.compute, speculate=note)
 
     engine = run.compute.run(make)
@@ -301,8 +327,10 @@ async def compare_decoding(run: Run, policy: Path) -> list[SideBySide]:
     try:
         settings = build.eval_settings(config)
         return [
-            await side_by_side(engine, prompts[:count], run.rewards, settings, at_once=at_once)
-            for count, at_once in ((COMPARED, COMPARED), (COMPARED // 4, FEW))
+            await side_by_side(
+                engine, prompts[:count], run.rewards, settings, at_once=some, rounds=9, warm_up=3
+            )
+            for count, some in ((COMPARED, at_once), (COMPARED // 4, FEW))
         ]
     finally:
         close_parts(run.stages, engine)
@@ -390,6 +418,7 @@ def summarize(
             m["training/rollout_log_probs_differing"] for m in steps
         ),
         **(decoding_summary(compared) if compared else {}),
+        **(drafts_summary(history) if compared else {}),
         "versions": computed_with(),
     }
 
@@ -401,6 +430,30 @@ def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
         "tokens_identical": all(pair.identical for pair in compared),
         "accept_length": compared[0].accept_length,
         "rollout_comparison": [asdict(pair) for pair in compared],
+    }
+
+
+def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
+    """What became of the draft head during RL, as JSON values: tokens per verification in the first
+    tenth of the steps and in the last one, versions, what its training took, and from which step on
+    it made most of the drafts."""
+    steps = [(step, m) for step, m in history if "spec/on_fraction" in m]
+    if not steps:
+        return {}
+    few = max(1, len(steps) // 10)
+    lengths = [m.get("spec/accept_length", 1.0) for _, m in steps]
+    after = [step for step, m in steps if m.get("spec/head_fraction", 0.0) <= 0.5]
+    last = steps[-1][1]
+    return {
+        "drafts": {
+            "accept_length_first": float(np.mean(lengths[:few])),
+            "accept_length_last": float(np.mean(lengths[-few:])),
+            "head_from_step": max(after, default=0) + 1,
+            "versions": last.get("drafter/version", 0.0),
+            "hold_backs": last.get("drafter/hold_backs", 0.0),
+            "updates": last.get("drafter/updates", 0.0),
+            "seconds": sum(m.get("timing_s/drafter", 0.0) for _, m in steps),
+        }
     }
 
 
@@ -449,6 +502,8 @@ def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict
         f"{summary['tokens']['rl_sampled']:.0f} tokens",
         highlight=False,
     )
+    if "drafts" in summary:
+        console.print(_of_drafts(summary["drafts"], summary["steps"]["rl"]), highlight=False)
     if "rollout_speedup" in summary:
         for pair in summary["rollout_comparison"]:
             console.print(_compared(pair), highlight=False)
@@ -474,6 +529,20 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
     learned = [(b, a) for b, a in pairs if a.reward > 0 and b.reward == 0]
     failed = [(b, a) for b, a in pairs if a.reward == 0]
     return [*learned[:2], *failed[:1]]
+
+
+def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
+    """A line of what the head did during RL."""
+    began = drafts["head_from_step"]
+    who = "the head made most drafts"
+    if began > 1:
+        who += f" from step {began} on" if began <= steps else " at no step"
+    return (
+        f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification at first, "
+        f"{drafts['accept_length_last']:.2f} at last; {who}; it learned for "
+        f"{drafts['seconds']:.1f} s, {drafts['versions']:.0f} versions published, "
+        f"{drafts['hold_backs']:.0f} held back"
+    )
 
 
 def _compared(pair: Mapping[str, Any]) -> str:

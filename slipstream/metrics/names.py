@@ -277,6 +277,12 @@ SECTIONS: tuple[Section, ...] = (
                 wall_time=True,
             ),
             Metric(
+                "spec/head_fraction",
+                "share",
+                "share of the drafted tokens that the draft head made, and not history",
+                wall_time=True,
+            ),
+            Metric(
                 "spec/recess_fraction",
                 "share",
                 "share of decode steps in rollouts that nobody drafts for, since drafts had gained "

@@ -1,4 +1,4 @@
-"""The picture of a run: reward, held-out accuracy, response lengths and SFT loss.
+"""The picture of a run: reward, held-out accuracy, response lengths, what drafts gained, SFT loss.
 
 Draws from `metrics.jsonl` files and knows nothing of how they came about. Called by the loops at
 the end of a run and by the report command.
@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from slipstream.errors import DataError
 from slipstream.metrics.loggers import read_jsonl
@@ -25,6 +27,11 @@ _LENGTHS = {
     "90 %": ("response_length/p90", _ORANGE),
     "longest": ("response_length/max", _RED),
 }
+_DRAFTS = {
+    "in rollouts": ("spec/accept_length", _BLUE),
+    "held out, head in use": ("drafter/accept_length/before", _ORANGE),
+    "held out, trained": ("drafter/accept_length/after", _GREEN),
+}
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/mean@(?P<n>\d+)")
 
 Points = list[tuple[int, float]]
@@ -36,6 +43,7 @@ class _Run:
 
     reward: Points = field(default_factory=list)
     lengths: dict[str, Points] = field(default_factory=dict)
+    drafts: dict[str, Points] = field(default_factory=dict)
     sft_loss: Points = field(default_factory=list)
     accuracy: dict[str, list[tuple[int, float, float, float]]] = field(default_factory=dict)
 
@@ -60,6 +68,7 @@ def plot_run(
         panel
         for panel, data in (
             (_draw_reward, run.reward),
+            (_draw_drafts, run.drafts),
             (_draw_accuracy, run.accuracy),
             (_draw_lengths, run.lengths),
             (_draw_sft, run.sft_loss),
@@ -77,8 +86,8 @@ def plot_run(
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    # Three panels: the first one spans the row.
-    wide = len(panels) == 3
+    # Of an odd number the last one spans a row.
+    wide = len(panels) - 1 if columns == 2 and len(panels) % 2 else None
     head = 1.25 if summary else 0.95
     figure = Figure(
         figsize=(5.6 * columns + 0.3, 3.5 * rows + head - 0.25), dpi=150, facecolor="white"
@@ -90,10 +99,8 @@ def plot_run(
         bottom=0.6 / height, top=1 - head / height, hspace=0.48, wspace=0.2,
     )  # fmt: skip
     for i, draw in enumerate(panels):
-        if wide:
-            spot = grid[0, :] if i == 0 else grid[1, i - 1]
-        else:
-            spot = grid[i // columns, i % columns]
+        row = i // columns
+        spot = grid[row, :] if i == wide else grid[row, i % columns]
         axes = figure.add_subplot(spot)
         _style(axes)
         draw(axes, run)
@@ -124,9 +131,10 @@ def _read(paths: Sequence[Path]) -> _Run:
         for step, data in sorted(lines, key=lambda line: line[0]):
             if _REWARD in data:
                 run.reward.append((step, data[_REWARD]))
-                for name, (key, _) in _LENGTHS.items():
-                    if key in data:
-                        run.lengths.setdefault(name, []).append((step, data[key]))
+                for found, names in ((run.lengths, _LENGTHS), (run.drafts, _DRAFTS)):
+                    for name, (key, _) in names.items():
+                        if key in data:
+                            found.setdefault(name, []).append((step, data[key]))
             if _SFT in data:
                 run.sft_loss.append((step, data[_SFT]))
             if of_rl or not (has_rl and of_sft):
@@ -215,10 +223,27 @@ def _draw_accuracy(axes: Any, run: _Run) -> None:
 
 def _draw_lengths(axes: Any, run: _Run) -> None:
     _label(axes, "Response length", "tokens", "RL step")
-    for name, points in run.lengths.items():
-        steps, values = zip(*points, strict=True)
-        axes.plot(steps, values, color=_LENGTHS[name][1], linewidth=1.4, label=name)
+    _draw_lines(axes, run.lengths, _LENGTHS)
     axes.set_ylim(bottom=0)
+
+
+def _draw_drafts(axes: Any, run: _Run) -> None:
+    _label(axes, "Drafts", "tokens per verification", "RL step")
+    _draw_lines(axes, run.drafts, _DRAFTS)
+    axes.set_ylim(bottom=1)
+
+
+def _draw_lines(
+    axes: Any, lines: Mapping[str, Points], names: Mapping[str, tuple[str, str]]
+) -> None:
+    for name, points in lines.items():
+        steps, values = zip(*points, strict=True)
+        # What is measured every few steps shows where.
+        marker = "o" if max(np.diff(steps), default=1) > 1 else None
+        axes.plot(
+            steps, values, color=names[name][1], linewidth=1.4, label=name, marker=marker,
+            markersize=3.5,
+        )  # fmt: skip
     axes.legend(
         fontsize=8.5, frameon=False, labelcolor=_INK, ncols=3, loc="lower right",
         bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0,

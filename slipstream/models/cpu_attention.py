@@ -282,6 +282,7 @@ class CpuAttention:
             H,
             K,
             work=Q * K * sum(length * length for length in own.lengths) // 16,
+            narrow=self._dtype == torch.bfloat16,
         )
         dnorms = None if norms is None else qkv.new_zeros(torch.get_num_threads(), Q + H, K)
         cos, sin = self._table

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,24 +34,27 @@ COLLECTOR = CollectorSettings(
 
 
 @pytest.fixture
-def worker() -> Iterator[DraftWorker]:
+def setup() -> WorkerSetup:
     head = new_head(shared_decoder())
     torch.nn.init.zeros_(head.fc.weight)
-    made = DraftWorker(
-        WorkerSetup(
-            config=head.config,
-            weights={name: p.detach().clone() for name, p in head.named_parameters()},
-            version=4,
-            collector=COLLECTOR,
-            buffer=BufferSettings(max_uses=3),
-            train=CoTrainSettings(
-                train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
-                updates=4,
-                batch_size=8,
-                accept_depth=2,
-            ),
-        )
+    return WorkerSetup(
+        config=head.config,
+        weights={name: p.detach().clone() for name, p in head.named_parameters()},
+        version=4,
+        collector=COLLECTOR,
+        buffer=BufferSettings(max_uses=3),
+        train=CoTrainSettings(
+            train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
+            updates=4,
+            batch_size=8,
+            accept_depth=2,
+        ),
     )
+
+
+@pytest.fixture
+def worker(setup: WorkerSetup) -> Iterator[DraftWorker]:
+    made = DraftWorker(setup)
     yield made
     made.close()
 
@@ -122,6 +129,63 @@ def test_one_that_was_killed_is_noticed(worker: DraftWorker) -> None:
         until(worker, lambda _: False)
     with pytest.raises(TrainingError, match="ended with status -9"):
         worker.stop()
+
+
+def _state(pid: int) -> str:
+    """Of a process, as Linux calls it: T for one that stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def _wait_for(state: str, pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while _state(pid) != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
+    worker = DraftWorker(replace(setup, stands_still=True))
+    try:
+        worker.learn(rows(), ends_of(shared_decoder()), step=1)
+        _wait_for("T", worker.pid)
+        assert worker.results() == []
+        worker.go_on(True)
+        until(worker, lambda seen: bool(seen))
+        # Wherever it is, at once.
+        worker.go_on(False)
+        _wait_for("T", worker.pid)
+        worker.go_on(True)
+        until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
+        worker.go_on(False)
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+
+
+ORPHANED = """
+import os, pickle, signal, sys
+from slipstream.drafter.worker import DraftWorker
+worker = DraftWorker(pickle.loads(sys.stdin.buffer.read()))
+print(worker.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHANED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(pickle.dumps(replace(setup, stands_still=True)))
+        parent.stdin.close()
+        pid = int(parent.stdout.readline())
+        _wait_for("T", pid)
+        parent.kill()
+    deadline = time.monotonic() + PATIENCE
+    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
+        assert time.monotonic() < deadline, "it is left behind"
+        time.sleep(0.01)
 
 
 def test_it_ends_with_its_parent(worker: DraftWorker) -> None:

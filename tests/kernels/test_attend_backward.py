@@ -33,7 +33,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 
-def by_kernel(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def by_kernel(given: dict[str, Tensor], *, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as the kernel gives them: (B, T, Q, K), twice (B, T, H, K)."""
     (B, T, Q, K), H = given["q"].shape, given["k"].shape[1]
     out, logs = attention(given["q"], given["k"], given["v"])
@@ -68,6 +68,7 @@ def by_kernel(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         H,
         K,
         work=1 << 20,
+        narrow=narrow,
     )
     assert bool((dv[..., :3] == 7).all())
     return dq, dk, dv[..., 3:].reshape(B, T, H, K)
@@ -100,13 +101,40 @@ def test_gradients_are_those_of_autograd(B: int, T: int, Q: int, H: int, K: int)
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_are_the_same_for_any_number_of_threads() -> None:
+@pytest.mark.parametrize(
+    ("B", "T", "Q", "H", "K"),
+    [
+        (1, 1, 1, 1, 32),
+        (2, 31, 2, 2, 32),
+        (2, 32, 6, 2, 32),
+        (3, 47, 4, 2, 64),
+        (2, 145, 3, 1, 32),
+        (1, 130, 2, 1, 96),
+        # Heads that the matrix unit does not take.
+        (2, 20, 2, 2, 48),
+    ],
+)
+def test_gradients_of_what_may_be_rounded_to_bf16(B: int, T: int, Q: int, H: int, K: int) -> None:
+    given = {name: x.bfloat16().double() for name, x in sample(B, T, Q, H, K).items()}
+    inputs = [given[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    out, _ = attention(*inputs)
+    dq, dk, dv = torch.autograd.grad(out, inputs, given["grad"])
+    wanted = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
+    for found, exact in zip(by_kernel(given, narrow=True), wanted, strict=True):
+        error = (found.double() - exact).norm() / exact.norm().clamp(min=1e-9)
+        # A single token's queries and keys have none.
+        assert error < 2**-7 or exact.norm() < 1e-9
+        torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_gradients_are_the_same_for_any_number_of_threads(narrow: bool) -> None:
     given = sample(5, 130, 4, 2, 32)
     threads = torch.get_num_threads()
-    shared = by_kernel(given)
+    shared = by_kernel(given, narrow=narrow)
     torch.set_num_threads(1)
     try:
-        alone = by_kernel(given)
+        alone = by_kernel(given, narrow=narrow)
     finally:
         torch.set_num_threads(threads)
     for one, other in zip(shared, alone, strict=True):
@@ -128,8 +156,12 @@ def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
         rows["q"].data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
-        *(rows[n].data_ptr() for n in ("grad", "out", "logs")),
-        *(x.data_ptr() for x in (dq, dk, dv)),
+        rows["grad"].data_ptr(),
+        rows["out"].data_ptr(),
+        rows["logs"].data_ptr(),
+        dq.data_ptr(),
+        dk.data_ptr(),
+        dv.data_ptr(),
         H * K * 4,
         starts.data_ptr(),
         starts.data_ptr(),
@@ -146,23 +178,25 @@ def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
         assert torch.equal(found, alone)
 
 
-def test_what_comes_later_gets_and_gives_no_gradient() -> None:
-    given = sample(1, 60, 2, 1, 16)
+@pytest.mark.parametrize(("K", "narrow"), [(16, False), (32, True)])
+def test_what_comes_later_gets_and_gives_no_gradient(K: int, narrow: bool) -> None:
+    given = sample(1, 60, 2, 1, K)
     given["grad"][:, 20:] = 0
-    dq, dk, dv = by_kernel(given)
+    dq, dk, dv = by_kernel(given, narrow=narrow)
     assert not dq[:, 20:].any()
     assert not dk[:, 20:].any()
     assert not dv[:, 20:].any()
     given["k"][:, :, 20:] *= 3
     given["v"][:, :, 20:] += 1
-    for again, before in zip(by_kernel(given), (dq, dk, dv), strict=True):
+    for again, before in zip(by_kernel(given, narrow=narrow), (dq, dk, dv), strict=True):
         assert torch.equal(again, before)
 
 
-def test_nan_in_a_gradient_stays_in_sight() -> None:
-    given = sample(1, 20, 2, 1, 16)
+@pytest.mark.parametrize(("K", "narrow"), [(16, False), (32, True)])
+def test_nan_in_a_gradient_stays_in_sight(K: int, narrow: bool) -> None:
+    given = sample(1, 20, 2, 1, K)
     given["grad"][0, 10, 0, 3] = float("nan")
-    dq, dk, dv = by_kernel(given)
+    dq, dk, dv = by_kernel(given, narrow=narrow)
     assert dq[0, 10, 0].isnan().all()
     assert dk[0, :11].isnan().any()
     assert dv[0, :11, 0, 3].isnan().all()

@@ -18,6 +18,7 @@ from slipstream.checkpoint.state import draft_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
 from slipstream.drafter.worker import DraftWorker
+from slipstream.loops import build_cotrain
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.hf_io import read_tensors
@@ -110,6 +111,73 @@ def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: P
 
 OPPORTUNISTIC = f"{TRAIN}.mode=opportunistic"
 
+KILLED = """
+import os, signal, sys
+from slipstream.cli import main
+from slipstream.drafter.trainer import DraftTrainer
+from slipstream.drafter.worker import DraftWorker
+from slipstream.inference.embedded import EmbeddedEngine
+
+where, number, calls = sys.argv[1], int(sys.argv[2]), []
+train, publish = DraftTrainer._train_on, EmbeddedEngine.update_drafter
+learn = DraftWorker.learn
+
+def count(place):
+    if place == where:
+        calls.append(place)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def trained(self, *arguments):
+    count("in a slice")
+    return train(self, *arguments)
+
+async def published(self, update):
+    count("before the engine has it")
+    await publish(self, update)
+    count("when the engine has it")
+
+def learned(self, *arguments):
+    learn(self, *arguments)
+    count("when its process has the rows")
+
+DraftTrainer._train_on, EmbeddedEngine.update_drafter = trained, published
+DraftWorker.learn = learned
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "mode"),
+    [
+        # The second slice's second step: a checkpoint lies before it.
+        ("in a slice", 5, "interval"),
+        ("in a slice", 2, "interval"),
+        ("before the engine has it", 2, "interval"),
+        ("when the engine has it", 2, "interval"),
+        ("when its process has the rows", 3, "opportunistic"),
+    ],
+)
+def test_a_run_killed_while_its_head_learns_ends_as_the_uninterrupted_one(
+    learned: tuple[Path, Path], tmp_path: Path, where: str, number: int, mode: str
+) -> None:
+    folder, reward = learned
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, f"{TRAIN}.mode={mode}", reward=reward)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, where, str(number), *line], capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "run" / "global_step_4").exists()
+    assert main(line) == 0
+    if mode == "interval":
+        # The head's own numbers, too.
+        assert_same_result(result_of(tmp_path / "run"), result_of(folder))
+    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+
 
 def test_a_process_beside_the_run_changes_nothing_either(
     learned: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -140,6 +208,36 @@ def test_a_process_beside_the_run_changes_nothing_either(
     assert "its optimizer begins anew" in capsys.readouterr().out
     ours, theirs = policy(tmp_path / "run", 5), policy(tmp_path / "other", 5)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_on_all_cores_it_learns_while_an_engine_lends_one(
+    learned: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reward = learned
+    told: list[bool] = []
+    go_on = DraftWorker.go_on
+
+    def noted(self: DraftWorker, wanted: bool) -> None:
+        told.append(wanted)
+        go_on(self, wanted)
+
+    monkeypatch.setattr(DraftWorker, "go_on", noted)
+    monkeypatch.setattr(build_cotrain, "usable_cores", torch.get_num_threads)
+    more = [OPPORTUNISTIC, "actor_rollout_ref.rollout.one_thread_below=4"]
+    if torch.get_num_threads() == 1:
+        monkeypatch.setattr(build_cotrain, "usable_cores", lambda: 2)
+        more.append("trainer.num_threads=2")
+    assert main(rl_only(tmp_path / "run", *SETTINGS, *LEARN, *more, reward=reward)) == 0
+    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    # In every rollout after the first, at whose end it begins, and in the validation; and at last,
+    # to let it end.
+    assert told[::2] == [True] * len(told[::2])
+    assert told[1::2] == [False] * len(told[1::2])
+    assert len(told) >= 7
 
 
 def test_a_process_that_is_killed_is_started_again(

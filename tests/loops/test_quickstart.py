@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.checkpoint.state import huggingface_folder
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.loops import quickstart
 from slipstream.loops.folder import locked
 from slipstream.metrics.loggers import read_jsonl
@@ -35,7 +36,8 @@ def test_it_trains_compares_and_sums_up(
     assert summary["tokens_identical"] is True
     assert summary["accept_length"] >= 1
     together, few = summary["rollout_comparison"]
-    assert (together["responses"], together["at_once"]) == (64, 64)
+    # As many as in a step of RL.
+    assert (together["responses"], together["at_once"]) == (64, 4)
     assert (few["responses"], few["at_once"]) == (16, 4)
     assert 0 < few["tokens"] < together["tokens"]
     assert summary["rollout_speedup"] == together["speedup"]
@@ -45,7 +47,8 @@ def test_it_trains_compares_and_sums_up(
         assert min(pair["plain_seconds"], pair["speculative_seconds"]) > 0
     text = " ".join(shown.split())
     for part in (
-        "64 responses at once: plain",
+        "64 responses, 4 at a time: plain",
+        "drafts in RL:",
         "16 responses, 4 at a time: plain",
         "identical yes",
     ):
@@ -91,6 +94,50 @@ def test_speculation_changes_neither_rewards_nor_weights(
     assert results[0] == results[1]
     steps = [metrics for _, metrics in read_jsonl(tmp_path / "on" / "metrics.jsonl")]
     assert max(metrics.get("spec/on_fraction", 0.0) for metrics in steps) > 0
+
+
+def test_without_a_head_to_begin_with_it_learns_in_rl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "PROBLEMS", 4)
+    always = [*quickstart.COLD_START, "speculative.eagle.tune_algorithm=PREDEFINED"]
+    every = "speculative.train.training_interval_steps=1"
+    monkeypatch.setattr(quickstart, "COLD_START", [*always, every])
+    output = tmp_path / "run"
+    given: dict[str, Any] = {"seed": 2, "recipe": "tiny", "sft_control": False, "bf16": False}
+    assert quickstart.main(output, **given, cold_start=True) == 0
+    shown = capsys.readouterr().out
+    assert not (output / quickstart.DRAFT).exists()
+    summary = json.loads((output / quickstart.SUMMARY).read_text())
+    assert "draft" not in summary["seconds"]
+    drafts = summary["drafts"]
+    assert drafts["updates"] > 0
+    assert drafts["versions"] + drafts["hold_backs"] == 2
+    assert "drafts in RL:" in shown
+    assert f"{drafts['versions']:.0f} versions published" in " ".join(shown.split())
+    with pytest.raises(ConfigError, match="--no-speculation wants none"):
+        quickstart.main(output, **given, cold_start=True, speculation=False)
+
+
+def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
+    def step(accepted: float, by_head: float, **more: float) -> dict[str, float]:
+        names = ("spec/on_fraction", "spec/accept_length", "spec/head_fraction")
+        return dict(zip(names, (0.5, accepted, by_head), strict=True)) | more
+
+    history = [
+        (1, step(1.0, 0.0)),
+        (2, step(1.5, 0.4, **{"timing_s/drafter": 2.0})),
+        (3, step(2.0, 0.9)),
+        (4, {"spec/on_fraction": 0.0}),
+        (5, step(3.0, 0.8, **{"timing_s/drafter": 1.0, "drafter/version": 2})),
+        (6, {"val-core/countdown/acc/mean@1": 0.5}),
+    ]
+    found = quickstart.drafts_summary(history)["drafts"]
+    assert (found["accept_length_first"], found["accept_length_last"]) == (1.0, 3.0)
+    # A step without drafts has none of the head's.
+    assert found["head_from_step"] == 5
+    assert (found["versions"], found["seconds"]) == (2, 3.0)
+    assert quickstart.drafts_summary(history[-1:]) == {}
 
 
 def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -91,6 +91,33 @@ def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Any]) ->
     assert titles(figures[1]) == ["Reward"]
 
 
+def test_what_drafts_gain_is_drawn_beside_the_reward(tmp_path: Path, figures: list[Any]) -> None:
+    before, after = "drafter/accept_length/before", "drafter/accept_length/after"
+    lines = [
+        (step, {"critic/score/mean": 0.1, "spec/accept_length": 2.0 + step / 4})
+        for step in (1, 2, 3, 4)
+    ]
+    lines[1][1].update({before: 2.25, after: 2.5})
+    lines[3][1].update({before: 2.5, after: 3.0})
+    plot_run(write(tmp_path / "m.jsonl", *lines), tmp_path / "a.png")
+    (figure,) = figures
+    assert titles(figure) == ["Reward", "Drafts"]
+    rollouts, used, trained = figure.axes[1].lines
+    assert rollouts.get_ydata().tolist() == [2.25, 2.5, 2.75, 3.0]
+    assert used.get_xydata().tolist() == [[2, 2.25], [4, 2.5]]
+    assert trained.get_xydata().tolist() == [[2, 2.5], [4, 3.0]]
+    assert (rollouts.get_marker(), used.get_marker()) == ("None", "o")
+
+
+def test_an_odd_panel_spans_its_row(tmp_path: Path, figures: list[Any]) -> None:
+    sft = write(tmp_path / "sft.jsonl", (1, {"sft/loss": 2.0}))
+    rl = write(tmp_path / "m.jsonl", (1, {"critic/score/mean": 0.1, "response_length/max": 5.0}))
+    plot_run([sft, rl], tmp_path / "a.png")
+    widths = [axes.get_position().width for axes in figures[0].axes]
+    assert widths[0] == pytest.approx(widths[1])
+    assert widths[2] > 2 * widths[0]
+
+
 def test_long_series_get_a_smoothed_course(tmp_path: Path, figures: list[Any]) -> None:
     lines = [(i, {"critic/score/mean": float(i % 2)}) for i in range(48)]
     plot_run(write(tmp_path / "m.jsonl", *lines), tmp_path / "a.png")

@@ -56,7 +56,8 @@ def test_sequences_in_a_row_are_computed_as_each_by_itself(
 
     def found(final: Tensor) -> dict[str, Tensor]:
         decoder.zero_grad()
-        (final[0] * torch.cat(weights)).sum().backward(retain_graph=True)
+        loss = (final[0] * torch.cat(weights)).sum()
+        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
 
     with torch.set_grad_enabled(gradients):

@@ -31,6 +31,7 @@ from slipstream.inference.speculation.protocol import (
     Proposer,
 )
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
+from slipstream.kernels.team import by_itself
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import check_widths, round_up
 from slipstream.sampling.accept import accepted_path
@@ -105,6 +106,9 @@ class Engine:
         self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
         self._freed = FreedMemory()
+        self.lent: Callable[[bool], None] = lambda free: None
+        """Told when decoding goes on with one thread, and when no longer: see `EngineSettings`."""
+        self._lends = False
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
         self._counts: dict[str, float] = {}
@@ -171,7 +175,9 @@ class Engine:
         """Admit what fits, decode at least one token for everyone, return what ended."""
         with torch.inference_mode():
             self._admit()
-            self._decode()
+            self._lend()
+            with by_itself(self._lends):
+                self._decode()
             self._when_idle()
         ended, self._ended = self._ended, []
         return _ordinary(ended)
@@ -231,9 +237,19 @@ class Engine:
         if self._own_selector is not None:
             self._own_selector.changed()
 
+    def _lend(self) -> None:
+        """Leave all cores but one to others while few requests run, and take them back."""
+        running = len(self._scheduler.running)
+        few = 0 < running <= self.settings.one_thread_below and not self._scheduler.waiting
+        if few != self._lends:
+            self._lends = few
+            self.lent(few)
+
     def _when_idle(self) -> None:
         """Give memory back when nobody runs or waits; the next request begins a rollout then."""
         self._idle = self._scheduler.idle
+        if self._idle:
+            self._lend()
         if self._idle and self.settings.free_cache_engine:
             self._runner.forget_recordings()
             self._scheduler.store.release()
@@ -393,6 +409,7 @@ class Engine:
         if drafts:
             self._count(
                 draft_tokens=drafts,
+                head_draft_tokens=sum(len(tree) - 1 for tree in trees if tree.by_head),
                 verifications=sum(n > 0 for n in drafted),
                 draft_steps=1,
                 draft_depth=plan.steps,

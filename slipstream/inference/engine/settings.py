@@ -24,7 +24,9 @@ class EngineSettings:
     long as there are others to run beside them, so that one can be drafted for from what another
     has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. The memory
     of keys and values is given back when no request is left, unless `free_cache_engine` is off: to
-    get it again takes time. Raises ConfigError for limits that allow nothing.
+    get it again takes time. On a CPU the last `one_thread_below` requests or fewer decode on one
+    thread: a small model is hardly slower so, and the other cores are free. Raises ConfigError for
+    limits that allow nothing.
     """
 
     max_model_len: int
@@ -36,6 +38,7 @@ class EngineSettings:
     stagger_samples: bool = False
     enforce_eager: bool = False
     free_cache_engine: bool = True
+    one_thread_below: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:

@@ -182,7 +182,8 @@ class EagleProposer:
         for row, end in zip(rows, ends_N.tolist(), strict=True):
             row.cached, row.features_TD, row.tokens = end, None, ()
         self._waiting.clear()
-        return batch.chains(drafts.tolist())
+        pairs = zip(batch.last, drafts.tolist(), strict=True)
+        return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
 
     def _in_order(self, request_ids: Sequence[str]) -> list[Row]:
         if self._batch is None or request_ids is not self._names:

@@ -19,15 +19,17 @@ class DraftTree:
     """Proposed continuations of one request. Node 0 is its last known token.
 
     `parents[i]` < i is the node that node i follows; the root's is -1. A chain has i - 1 there.
+    `by_head`: drafted by a model, and not found in earlier texts.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
+    by_head: bool = False
 
     @classmethod
-    def chain(cls, last: int, drafts: Sequence[int]) -> DraftTree:
+    def chain(cls, last: int, drafts: Sequence[int], *, by_head: bool = False) -> DraftTree:
         """`drafts` one after the other."""
-        return cls([last, *drafts], range(-1, len(drafts)))
+        return cls([last, *drafts], range(-1, len(drafts)), by_head)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -56,15 +56,16 @@ class UnionProposer:
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
         trees = self._head.propose(batch, plan)
-        chosen = []
+        chosen = list[DraftTree]()
         for name, tree in zip(batch.request_ids, trees, strict=True):
             mine = list(tree.tokens[1:])
             past, agreement = self._history.suggest(name, plan.steps)
             kind = sum(agreement >= limit for limit in _AGREEMENTS)
             self._offers[name] = (mine, past, kind)
             hopes = self._curves[kind].expected(len(past))
-            chosen.append(past if hopes > self._head_curve.expected(len(mine)) else mine)
-        return batch.chains(chosen)
+            better = hopes > self._head_curve.expected(len(mine))
+            chosen.append(DraftTree.chain(tree.tokens[0], past) if better else tree)
+        return chosen
 
     def observe(
         self,

@@ -1,0 +1,164 @@
+"""A draft head in vLLM (`slipstream bench export`): is it as good there as it is here?
+
+The policy and its head go to vLLM as files, in the layout that they are always saved in, and both
+engines answer the same prompts greedily, with chains of the same depths. Both must write the same
+tokens where their sums agree, which the benchmark counts, and accept as many drafts. vLLM's class
+for EAGLE heads is one of the Llama family. Times are not compared: that is `rollout --policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from slipstream.bench.contenders import VllmSettings, Workload, vllm_of
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.trained import Trained, load_trained, make_engine
+from slipstream.errors import ConfigError, check_at_least_one
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.draft_io import save_draft_head
+from slipstream.models.hf_io import save_checkpoint
+from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+
+FLOOR = 0.10
+"""How far tokens per verification in vLLM may be from ours, as a share of ours."""
+
+_DRAFTED = "vllm:spec_decode_num_drafts"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportBench:
+    """Responses of `new_tokens` to `prompts` prompts of a policy of the Llama family, by chains of
+    each of `depths` drafts. Raises ConfigError for impossible values."""
+
+    policy: Path
+    dtype: torch.dtype = torch.float32
+    depths: tuple[int, ...] = (1, 3, 5)
+    prompts: int = 64
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "prompts", "new_tokens", where="bench export: ")
+        if not self.depths or min(self.depths) < 1:
+            raise ConfigError(f"bench export: depths {self.depths} must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """What an engine wrote, and how many tokens came of each verification."""
+
+    token_ids: Sequence[Sequence[int]]
+    per_verification: float
+
+
+def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
+    """A row for each depth. Raises ConfigError where the policy is of another family, has prompts
+    of too few different lengths to be asked at once, or vLLM is not installed."""
+    trained = load_trained(bench.policy)
+    family = trained.decoder.config.family
+    if family != "llama":
+        raise ConfigError(
+            f"{bench.policy} has a policy of the family {family}, and vLLM's class for EAGLE heads "
+            "is one of Llama's; train one with actor_rollout_ref.model.init.family=llama"
+        )
+    workload = _workload(trained, bench)
+    rows = []
+    with TemporaryDirectory() as parent:
+        policy, head = Path(parent) / "policy", Path(parent) / "head"
+        save_checkpoint(trained.decoder, policy)
+        head.mkdir()
+        save_draft_head(trained.head, head)
+        for depth in bench.depths:
+            say(f"{len(workload.prompts)} prompts, chains of {depth}: here, and in vLLM")
+            ours = _ours(trained, workload, bench.dtype, depth)
+            theirs, versions = _theirs(policy, head, workload, bench, depth)
+            rows.append(_row(bench, workload, depth, ours, theirs, versions))
+    return rows
+
+
+def ratio_of(row: Row) -> float:
+    """Tokens per verification in vLLM over ours."""
+    found = row.values["vllm_over_ours"]
+    assert isinstance(found, float)
+    return found
+
+
+def _workload(trained: Trained, bench: ExportBench) -> Workload:
+    """Prompts, and room for as many tokens as are asked for after the longest."""
+    prompts = tuple(tuple(prompt) for prompt in trained.prompts[: bench.prompts])
+    room = trained.max_model_len - max(map(len, prompts))
+    if bench.new_tokens > room:
+        raise ConfigError(
+            f"--new-tokens {bench.new_tokens}: the policy's run has room for {room} after a prompt"
+        )
+    return Workload(name="export", prompts=prompts, lengths=(bench.new_tokens,) * len(prompts))
+
+
+def _ours(trained: Trained, workload: Workload, dtype: torch.dtype, depth: int) -> Accepted:
+    proposer = EagleProposer(trained.head, dtype=dtype)
+    engine = make_engine(trained, dtype, proposer=proposer, plan=DraftPlan.chain(depth))
+    asked = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_ids=prompt,
+            params=SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
+            key=NoiseKey(seed=0, uid=str(i)),
+        )
+        for i, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
+    ]
+    done = engine.run(asked)
+    return Accepted(
+        token_ids=[list(generation.token_ids) for generation in done],
+        per_verification=engine.stats().accept_length,
+    )
+
+
+def _theirs(
+    policy: Path, head: Path, workload: Workload, bench: ExportBench, depth: int
+) -> tuple[Accepted, Mapping[str, str]]:
+    settings = VllmSettings(
+        dtype=str(bench.dtype).removeprefix("torch."),
+        eager=True,
+        speculative={"method": "eagle", "model": str(head), "num_speculative_tokens": depth},
+    )
+    positions = max(map(len, workload.prompts)) + max(workload.lengths)
+    with vllm_of(f"vllm-eagle-{depth}", settings, policy, positions, 0.0) as peer:
+        token_ids = peer.generate(workload)
+        counted = peer.answers[-1]["speculation"]
+        versions = dict(peer.versions or {})
+    verifications = counted[_DRAFTED]
+    per_verification = 1 + counted[_ACCEPTED] / max(verifications, 1)
+    return Accepted(token_ids=token_ids, per_verification=per_verification), versions
+
+
+def _row(
+    bench: ExportBench,
+    workload: Workload,
+    depth: int,
+    ours: Accepted,
+    theirs: Accepted,
+    versions: Mapping[str, str],
+) -> Row:
+    pairs = list(zip(ours.token_ids, theirs.token_ids, strict=True))
+    return Row(
+        benchmark="export",
+        case=f"chains of {depth}",
+        contender="vllm",
+        dtype=str(bench.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        seconds=Spread.of([0.0]),
+        machine=this_machine(versions),
+        values={
+            "tokens_per_verification": ours.per_verification,
+            "vllm_tokens_per_verification": theirs.per_verification,
+            "vllm_over_ours": theirs.per_verification / ours.per_verification,
+            "same_responses": sum(list(a) == list(b) for a, b in pairs) / len(pairs),
+        },
+        settings={"prompts": len(workload.prompts), "new_tokens": bench.new_tokens},
+    )
