@@ -31,7 +31,7 @@ from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
 PLAIN, FROZEN, COTRAINED = "plain", "speculation", "co-trained"
 
-PARTS = ("gen", "update_actor", "drafter", "sync", "testing")
+PARTS = ("gen", "update_actor", "drafter", "sync")
 """Parts of a step whose share is shown."""
 
 Metrics = Mapping[str, float]
