@@ -2,7 +2,8 @@
 
     plain         no drafts
     speculation   the draft head as it is
-    co-trained    the draft head learns beside the policy; from nothing where the policy has none
+    co-trained    the draft head learns beside the policy; from nothing where the policy has none,
+                  on cores that decoding leaves where the settings say so
 
 Each run is a process of its own with the settings of the policy's run, from the same weights and
 the same seed. All must write the same responses and end with the same weights, to the last bit;
@@ -104,9 +105,11 @@ def arms_of(head: Path | None) -> dict[str, list[str]]:
     """The settings of each way to run, with the `head` that there is."""
     given = f"speculative.eagle.spec_model_path={'null' if head is None else head}"
     off, on = "speculative.train.enable_drafter_training=false", "speculative.enable=true"
-    arms = {PLAIN: ["speculative.enable=false", "speculative.eagle.spec_model_path=null", off]}
+    # Where no head learns nobody takes a core that decoding leaves.
+    alone = [off, "actor_rollout_ref.rollout.one_thread_below=0"]
+    arms = {PLAIN: ["speculative.enable=false", "speculative.eagle.spec_model_path=null", *alone]}
     if head is not None:
-        arms[FROZEN] = [on, given, off]
+        arms[FROZEN] = [on, given, *alone]
     arms[COTRAINED] = [on, given, off.replace("false", "true")]
     return arms
 
@@ -183,6 +186,10 @@ def _row(
     }
     for part in PARTS:
         values[f"share_{part}"] = median(o.seconds(part) / o.seconds("step") for o in mine)
+    values["idle_core_seconds"] = median(sum(o.values("rollout/idle_core_seconds")) for o in mine)
+    used = [o.values("drafter/cpu_seconds")[-1:] for o in mine]
+    if all(used):
+        values["drafter_cpu_seconds"] = median(seconds for (seconds,) in used)
     for metric, shown in (
         ("spec/accept_length", "accept_length"),
         ("drafter/accept_length/before", "held_out_accept_length"),

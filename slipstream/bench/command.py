@@ -278,6 +278,9 @@ def _add_export_flags(export: argparse.ArgumentParser) -> None:
     )
     export.add_argument("--prompts", metavar="N", type=positive, default=64, help="default: 64")
     export.add_argument("--new-tokens", metavar="N", type=positive, default=64, help="default: 64")
+    export.add_argument(
+        "--at-once", metavar="N", type=positive, default=1, help="prompts for vLLM (default: 1)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -451,6 +454,7 @@ def _export(args: argparse.Namespace) -> list[Row]:
         depths=tuple(args.depth),
         prompts=args.prompts,
         new_tokens=args.new_tokens,
+        at_once=args.at_once,
     )
     rows = export.run(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("a draft head in vLLM, greedily", rows)

@@ -3,7 +3,9 @@
 The policy and its head go to vLLM as files, in the layout that they are always saved in, and both
 engines answer the same prompts greedily, with chains of the same depths. Both must write the same
 tokens where their sums agree, which the benchmark counts, and accept as many drafts. vLLM's class
-for EAGLE heads is one of the Llama family. Times are not compared: that is `rollout --policy`.
+for EAGLE heads is one of the Llama family. It is asked one prompt at a time: on a CPU, vLLM 0.32
+accepts fewer of the drafts after the first one the more requests run, whoever trained the head
+(docs/log.md). Times are not compared: that is `rollout --policy`.
 """
 
 from __future__ import annotations
@@ -35,16 +37,18 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportBench:
     """Responses of `new_tokens` to `prompts` prompts of a policy of the Llama family, by chains of
-    each of `depths` drafts. Raises ConfigError for impossible values."""
+    each of `depths` drafts; vLLM is given `at_once` prompts together. Raises ConfigError for
+    impossible values."""
 
     policy: Path
     dtype: torch.dtype = torch.float32
     depths: tuple[int, ...] = (1, 3, 5)
     prompts: int = 64
     new_tokens: int = 64
+    at_once: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "prompts", "new_tokens", where="bench export: ")
+        check_at_least_one(self, "prompts", "new_tokens", "at_once", where="bench export: ")
         if not self.depths or min(self.depths) < 1:
             raise ConfigError(f"bench export: depths {self.depths} must be at least 1")
 
@@ -58,8 +62,8 @@ class Accepted:
 
 
 def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
-    """A row for each depth. Raises ConfigError where the policy is of another family, has prompts
-    of too few different lengths to be asked at once, or vLLM is not installed."""
+    """A row for each depth. Raises ConfigError where the policy is of another family, has no room
+    for such responses, or vLLM is not installed."""
     trained = load_trained(bench.policy)
     family = trained.decoder.config.family
     if family != "llama":
@@ -129,11 +133,19 @@ def _theirs(
     )
     positions = max(map(len, workload.prompts)) + max(workload.lengths)
     with vllm_of(f"vllm-eagle-{depth}", settings, policy, positions, 0.0) as peer:
-        token_ids = peer.generate(workload)
-        counted = peer.answers[-1]["speculation"]
+        token_ids = list[list[int]]()
+        for start in range(0, len(workload.prompts), bench.at_once):
+            some = slice(start, start + bench.at_once)
+            token_ids += peer.generate(
+                Workload(
+                    name="export", prompts=workload.prompts[some], lengths=workload.lengths[some]
+                )
+            )
+        counted = [answer["speculation"] for answer in peer.answers]
         versions = dict(peer.versions or {})
-    verifications = counted[_DRAFTED]
-    per_verification = 1 + counted[_ACCEPTED] / max(verifications, 1)
+    verifications = sum(one[_DRAFTED] for one in counted)
+    accepted = sum(one[_ACCEPTED] for one in counted)
+    per_verification = 1 + accepted / max(verifications, 1)
     return Accepted(token_ids=token_ids, per_verification=per_verification), versions
 
 
@@ -160,5 +172,9 @@ def _row(
             "vllm_over_ours": theirs.per_verification / ours.per_verification,
             "same_responses": sum(list(a) == list(b) for a, b in pairs) / len(pairs),
         },
-        settings={"prompts": len(workload.prompts), "new_tokens": bench.new_tokens},
+        settings={
+            "prompts": len(workload.prompts),
+            "new_tokens": bench.new_tokens,
+            "at_once": bench.at_once,
+        },
     )

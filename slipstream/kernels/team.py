@@ -82,19 +82,19 @@ def for_team(function: Callable[..., None]) -> int | None:
     return address
 
 
-_by_itself = False
-
-
 @contextmanager
 def by_itself(wanted: bool) -> Iterator[None]:
-    """Kernels in the body run on the calling thread where that is `wanted`: the other cores are
-    free then. Of one thread at a time."""
-    global _by_itself
-    before, _by_itself = _by_itself, wanted
+    """Kernels in the body, and torch's operations, run on the calling thread where that is
+    `wanted`: the others sleep soon then, and their cores are free."""
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        _by_itself = before
+        torch.set_num_threads(before)
 
 
 def run(
@@ -102,7 +102,7 @@ def run(
 ) -> None:
     """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
     else `whole` here."""
-    if work >= SHARED_FROM and shared is not None and _gomp is not None and not _by_itself:
+    if work >= SHARED_FROM and shared is not None and _gomp is not None:
         threads = torch.get_num_threads()
         if threads > 1:
             packed = (ctypes.c_int64 * len(arguments))(*arguments)

@@ -39,6 +39,9 @@ def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
     assert list(arms) == [PLAIN, FROZEN, COTRAINED]
     assert "speculative.enable=false" in arms[PLAIN]
     assert "speculative.train.enable_drafter_training=false" in arms[FROZEN]
+    # Nobody is there to take a core that decoding would leave.
+    lending = "actor_rollout_ref.rollout.one_thread_below=0"
+    assert [lending in arms[name] for name in (PLAIN, FROZEN, COTRAINED)] == [True, True, False]
     assert "speculative.train.enable_drafter_training=true" in arms[COTRAINED]
     assert "speculative.eagle.spec_model_path=draft" in arms[COTRAINED]
 

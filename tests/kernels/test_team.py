@@ -42,3 +42,36 @@ def test_the_team_is_the_one_of_torch() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split()[-1] for line in maps if "libgomp" in line}
     assert len(loaded) == 1
+
+
+def test_by_itself_a_thread_computes_the_same_and_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder, before = make_decoder("qwen3"), torch.get_num_threads()
+    shared: list[int] = []
+    monkeypatch.setattr(team, "SHARED_FROM", 1)
+    assert team._gomp is not None
+    parallel = team._gomp.GOMP_parallel
+
+    class Counted:
+        @staticmethod
+        def GOMP_parallel(*arguments: object) -> object:  # noqa: N802
+            shared.append(torch.get_num_threads())
+            return parallel(*arguments)
+
+    monkeypatch.setattr(team, "_gomp", Counted)
+    torch.set_num_threads(2)
+    try:
+        expected = forward(decoder)
+        assert shared
+        assert set(shared) == {2}
+        shared.clear()
+        with team.by_itself(True):
+            assert torch.get_num_threads() == 1
+            assert torch.equal(forward(decoder), expected)
+        assert not shared
+        assert torch.get_num_threads() == 2
+        with team.by_itself(False):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -408,3 +408,21 @@ def test_stop_reasons_have_an_order() -> None:
     assert done is not None
     assert done.stop_reason is StopReason.STOP_STRING
     assert done.text == "i"
+
+
+def test_the_last_requests_decode_on_one_thread_to_the_same_tokens() -> None:
+    told: list[bool] = []
+    engine = make_engine(one_thread_below=2)
+    engine.lent = told.append
+    asked = [make_request(str(n), [1, 2, 3 + n], max_tokens=4 * n + 2) for n in range(5)]
+    assert [g.token_ids for g in engine.run(asked)] == [
+        g.token_ids for g in make_engine().run(asked)
+    ]
+    # Once for the two longest, and back when none was left.
+    assert told == [True, False]
+    engine.run(asked[:1])
+    assert told == [True, False] * 2
+    engine.add(asked[1])
+    engine.step()
+    engine.abort()
+    assert told == [True, False] * 3
