@@ -435,4 +435,8 @@ def test_co_training_beside_the_run_needs_a_core(
         "speculative.train.mode=opportunistic",
         reward=reward,
     )
-    refused(line, 2, capsys, "with 1 threads on 1 cores; lower trainer.num_threads", "=interval")
+    refused(line, 2, capsys, "with 1 threads on 1 cores; give it more cores", "=interval")
+    # Where there are some they can be left, or lent.
+    monkeypatch.setattr("slipstream.loops.build_cotrain.usable_cores", lambda: 2)
+    parts = ("with 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
+    refused([*line, "trainer.num_threads=2"], 2, capsys, *parts)

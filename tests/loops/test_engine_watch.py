@@ -17,6 +17,8 @@ def test_metrics_are_differences_of_counters() -> None:
         accepted_tokens=5,
         draft_steps=4,
         draft_depth=8,
+        draft_tokens=20,
+        head_draft_tokens=20,
         batch_tokens=(10, 0, 0, 0, 5),
         batch_seconds=(1.0, 0.0, 0.0, 0.0, 0.5),
     )
@@ -29,6 +31,8 @@ def test_metrics_are_differences_of_counters() -> None:
         accepted_tokens=35,
         draft_steps=8,
         draft_depth=22,
+        draft_tokens=60,
+        head_draft_tokens=30,
         batch_tokens=(30, 8, 0, 0, 5),
         batch_seconds=(2.0, 4.0, 0.0, 0.0, 0.5),
     )
@@ -38,6 +42,7 @@ def test_metrics_are_differences_of_counters() -> None:
             "spec/on_fraction": 0.25,
             "spec/recess_fraction": 0.4,
             "spec/accept_length": 2.5,
+            "spec/head_fraction": 0.25,
             "spec/plan": 3.5,
             "spec/tokens_per_second/bs_1": 20.0,
             "spec/tokens_per_second/bs_4": 2.0,
