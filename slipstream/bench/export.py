@@ -27,8 +27,11 @@ from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import save_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
-FLOOR = 0.10
+TOLERANCE = 0.10
 """How far tokens per verification in vLLM may be from ours, as a share of ours."""
+
+SAME = 0.9
+"""Share of responses that have to be the same: acceptance of different texts proves nothing."""
 
 _DRAFTED = "vllm:spec_decode_num_drafts"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -91,6 +94,14 @@ def ratio_of(row: Row) -> float:
     found = row.values["vllm_over_ours"]
     assert isinstance(found, float)
     return found
+
+
+def good(rows: Sequence[Row]) -> bool:
+    """Whether vLLM accepts as much, of the same responses."""
+    return all(
+        abs(ratio_of(row) - 1) <= TOLERANCE and row.values["same_responses"] >= SAME  # type: ignore[operator]
+        for row in rows
+    )
 
 
 def _workload(trained: Trained, bench: ExportBench) -> Workload:

@@ -92,7 +92,8 @@ class DrafterTrainConfig:
     """Train the draft model during RL."""
     mode: Literal["interval", "opportunistic"] = "interval"
     """When the draft model learns: `interval`, between two RL steps, in their time and to the same
-    bits in every run; or `opportunistic`, in a process of its own, whenever a core is idle."""
+    bits in every run; or `opportunistic`, in a process of its own, whenever a core is idle, or lent
+    by decoding (`actor_rollout_ref.rollout.one_thread_below`)."""
     training_interval_steps: PositiveInt = 10
     """RL steps between two trainings where `mode` is interval."""
     updates_per_training: PositiveInt = 8

@@ -22,6 +22,9 @@ from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
 from slipstream.types import NoiseKey, SamplingParams
 
+_MUCH_WORSE = 0.1
+"""Share of verifications more with which a head is worse in any case."""
+
 ROWS_AT_ONCE = 1024
 """Slots whose logits are in memory together."""
 
@@ -98,10 +101,10 @@ class Acceptance:
     def is_worse_than(self, other: Acceptance) -> bool:
         """Whether the same responses, with as many drafts as were measured, take more verifications
         than `other` needs, by more than chance would have it: by more than one standard error of
-        the sum of differences."""
-        pairs = zip(self.verifications(self.depth), other.verifications(self.depth), strict=True)
-        more = [mine - theirs for mine, theirs in pairs]
-        return sum(more) > math.sqrt(sum(d * d for d in more))
+        the sum of differences, or by a tenth, whatever that is of few responses."""
+        theirs = other.verifications(self.depth)
+        more = [a - b for a, b in zip(self.verifications(self.depth), theirs, strict=True)]
+        return sum(more) > min(math.sqrt(sum(d * d for d in more)), _MUCH_WORSE * sum(theirs))
 
 
 @torch.no_grad()

@@ -54,12 +54,14 @@ def rows_to_keep(batch: TrainBatch, settings: CollectorSettings) -> set[int]:
 def kept_of(features: Features, step: int, settings: CollectorSettings) -> Kept:
     """What stays of the features of such a row."""
     assert features.key is not None, "one of `rows_to_keep`"
-    length = settings.max_length
+    length, hidden = settings.max_length, features.hidden
+    if len(hidden) > length:
+        # A part of them would keep the memory of the whole.
+        hidden = hidden[:length].clone()
     return Kept(
         sequence=DraftSequence(
             tokens=features.tokens[:length],
-            # A part of them would keep the memory of the whole.
-            features_TD=features.hidden[:length].clone(),
+            features_TD=hidden,
             loss_mask=features.loss_mask[:length],
         ),
         key=features.key,

@@ -41,6 +41,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
 
 _SETUP = "setup.pickle"
+_READY = "ready"
 _CLOSING_SECONDS = 5.0
 
 
@@ -83,14 +84,20 @@ class DraftWorker:
         self._lookback = setup.buffer.lookback_steps
         self._unread: dict[Path, list[Kept]] = {}
         _write(self._path / _SETUP, setup)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # A Ctrl-C is the parent's to handle. Not a session of its own: Linux shares cores out
-            # among sessions first (autogroup), whatever the classes of their threads.
-            process_group=0,
-        )
+        # Blocked in the child from the beginning: one that comes while it begins is kept for it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # A Ctrl-C is the parent's to handle. Not a session of its own: Linux shares cores
+                # out among sessions first (autogroup), whatever the classes of their threads.
+                process_group=0,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.set_blocking(self._in.fileno(), False)
         self._lines = _Lines(self._out.fileno())
 
     @property
@@ -114,8 +121,7 @@ class DraftWorker:
 
     def go_on(self, wanted: bool) -> None:
         """Let the process compute, or have it stand still where it is, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGCONT if wanted else signal.SIGSTOP)
+        self._process.send_signal(signal.SIGCONT if wanted else signal.SIGSTOP)
 
     def results(self) -> list[Learned]:
         """What has come since the last call. Raises TrainingError where the process has ended."""
@@ -165,8 +171,10 @@ class DraftWorker:
 
     def _say(self, **words: object) -> None:
         try:
-            self._in.write(json.dumps(words).encode() + b"\n")
-            self._in.flush()
+            os.write(self._in.fileno(), json.dumps(words).encode() + b"\n")
+        except BlockingIOError:
+            # Full of orders that it has had no time to read; rows are taken back with the next one.
+            return
         except OSError as error:
             raise self._gone() from error
 
@@ -189,6 +197,12 @@ class _Lines:
         """Whether there is something to read, or the other side has ended, within `seconds` (None:
         however long it takes)."""
         return self.ended or bool(select.select([self._fd], [], [], seconds)[0])
+
+    def ended_meanwhile(self) -> bool:
+        """Whether the other side has ended, though nothing that it said has been read."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLHUP)
+        return bool(poll.poll(0))
 
     def waiting(self) -> Iterator[dict[str, Any]]:
         """The whole lines that are there."""
@@ -234,7 +248,11 @@ def main(folder: Path, lines: _Lines, answer: int) -> None:
     setup = cast(WorkerSetup, _read(folder / _SETUP))
     training = _training(setup)
     if setup.stands_still:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        (folder / _READY).touch()
+        # Not by stopping itself, for which nobody would be there if the parent has ended since.
+        while signal.sigtimedwait({signal.SIGCONT}, 1.0) is None:
+            if lines.ended_meanwhile():
+                return
     while lines.ready(None) and not lines.ended:
         # Of several orders the newest one counts, and the rows of all that were not taken back.
         order: dict[str, Any] | None = None

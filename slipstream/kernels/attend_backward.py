@@ -192,9 +192,9 @@ def attend_backward(
     """From the gradient (M, Q, K) of `out`, those of the queries `dq` (M, Q, K), the keys `dk`
     (M, H, K) and the values, whose rows of (H, K) lie `dv_step` bytes apart. Queries (M, Q, K) are
     scaled, keys and values (H, S, K), `logs` (M, Q) the logarithms of the denominators. `starts`
-    (B + 1,) has the first row of each sequence and then M, `slots` (B,) its first key. Of T, up to
-    `longest`, 8 T T bytes are taken beside them for each thread; `work` is as in `team.run`.
-    With `narrow` all may be rounded to bf16."""
+    (B + 1,) has the first row of each sequence and then M, `slots` (B,) its first key, of S in all.
+    Of T, up to `longest`, 8 T T bytes are taken beside them for each thread, or by the matrix unit
+    22 T K + 400 T; `work` is as in `team.run`. With `narrow` all may be rounded to bf16."""
     arguments = (
         q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K
     )  # fmt: skip

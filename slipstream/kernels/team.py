@@ -87,14 +87,16 @@ def by_itself(wanted: bool) -> Iterator[None]:
     """Kernels in the body, and torch's operations, run on the calling thread where that is
     `wanted`: the others sleep soon then, and their cores are free."""
     before = torch.get_num_threads()
-    if not wanted or before == 1:
+    if not wanted or before == 1 or _gomp is None:
         yield
         return
-    torch.set_num_threads(1)
+    # Of this thread alone. torch's own way also makes the threads of another pool anew, which wait
+    # in a loop, and this is done at every step.
+    _gomp.omp_set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _gomp.omp_set_num_threads(before)
 
 
 def run(

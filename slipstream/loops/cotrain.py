@@ -33,6 +33,9 @@ from slipstream.models.draft_io import save_draft_head
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, UpdateKind, WeightUpdate
 
+_PATIENT = 10
+"""RL steps after which it is said that no core has been lent."""
+
 
 class DraftReceiver(Protocol):
     """What co-training needs of an engine."""
@@ -98,7 +101,9 @@ class IntervalTraining:
         elif done.held_back and not self._said:
             self._said = True
             measured = "drafter/acceptance_rate" in done.metrics
-            why = "it accepts less on held-out responses" if measured else "none were held out yet"
+            why = "none were held out yet"
+            if measured:
+                why = "it accepts less on held-out responses, by more than chance"
             self._notify(
                 f"step {step}: the trained draft head is held back, {why}; the one in use stays. "
                 "Said once, drafter/hold_backs counts"
@@ -164,7 +169,7 @@ class OpportunisticTraining:
     ) -> None:
         """`policy` is the trainer's own, and computes in `dtype`."""
         self._setup = setup
-        self._lenders, self._lent_now = lenders, 0
+        self._lenders, self._lent_now, self._times_lent, self._said = lenders, 0, 0, False
         for lender in lenders:
             lender.lend_to(self._lent)
         self._policy = policy
@@ -196,6 +201,14 @@ class OpportunisticTraining:
     async def after_step(self, step: int) -> dict[str, float]:
         """See `DrafterTraining`."""
         metrics = await self._receive()
+        if self._lenders and not self._times_lent and step >= _PATIENT and not self._said:
+            self._said = True
+            self._notify(
+                f"step {step}: the draft head has had no time to learn yet: no rollout has ended "
+                "with so few responses that a core was free; raise "
+                "actor_rollout_ref.rollout.one_thread_below, or set "
+                "speculative.train.mode=interval"
+            )
         ends = await self._compute.submit(lambda: PolicyEnds.of(self._policy, self._dtype))
         kept = self._forwarder.take()
         async with self._stages.stage("draft head", "handing rows to the process that trains it"):
@@ -225,9 +238,9 @@ class OpportunisticTraining:
 
     def close(self) -> None:
         """End the process."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     async def _receive(self) -> dict[str, float]:
         """Publish what was learned since; the metrics of the last slice that learned anything."""
@@ -250,6 +263,7 @@ class OpportunisticTraining:
     def _lent(self, free: bool) -> None:
         """An engine lends a core, or takes it back; called on its compute thread."""
         self._lent_now += 1 if free else -1
+        self._times_lent += free
         worker = self._worker
         if worker is not None:
             worker.go_on(self._lent_now > 0)
@@ -272,8 +286,9 @@ class OpportunisticTraining:
             self._lost(self._worker, error)
 
     def _lost(self, worker: DraftWorker, error: TrainingError) -> None:
-        worker.close()
+        # First: engines lend and take back from another thread.
         self._worker = None
+        worker.close()
         self._restarts += 1
         self._notify(f"{error}; another one begins from the head in use, and the run goes on")
 

@@ -308,7 +308,11 @@ async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
     a time, as at the end of a rollout; each plainly and with drafts by the head that RL ended
     with."""
     config = load_config(
-        [f"speculative.eagle.spec_model_path={draft_folder(checkpoint)}"],
+        [
+            f"speculative.eagle.spec_model_path={draft_folder(checkpoint)}",
+            # History would know by heart what was answered in the turn before.
+            "speculative.spec_strategy=eagle",
+        ],
         file=run.folder / CONFIG_FILE,
     )
     at_once = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
@@ -442,7 +446,8 @@ def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
         return {}
     few = max(1, len(steps) // 10)
     lengths = [m.get("spec/accept_length", 1.0) for _, m in steps]
-    after = [step for step, m in steps if m.get("spec/head_fraction", 0.0) <= 0.5]
+    # Steps without any draft say nothing of who makes them.
+    after = [step for step, m in steps if m.get("spec/head_fraction", 1.0) <= 0.5]
     last = steps[-1][1]
     return {
         "drafts": {

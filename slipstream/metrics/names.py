@@ -356,7 +356,8 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "drafter/hold_backs",
                 "heads",
-                "trained heads that accepted less than the one in use, or could not be measured",
+                "trained heads that accepted less than the one in use, by more than chance, or "
+                "could not be measured",
             ),
             Metric("drafter/restarts", "processes", "that trained the head, ended and began anew"),
             Metric(

@@ -225,12 +225,17 @@ def _draw_lengths(axes: Any, run: _Run) -> None:
     _label(axes, "Response length", "tokens", "RL step")
     _draw_lines(axes, run.lengths, _LENGTHS)
     axes.set_ylim(bottom=0)
+    axes.legend(
+        fontsize=8.5, frameon=False, labelcolor=_INK, ncols=3, loc="lower right",
+        bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0,
+    )  # fmt: skip
 
 
 def _draw_drafts(axes: Any, run: _Run) -> None:
     _label(axes, "Drafts", "tokens per verification", "RL step")
     _draw_lines(axes, run.drafts, _DRAFTS)
     axes.set_ylim(bottom=1)
+    axes.legend(fontsize=8.5, frameon=False, labelcolor=_INK, loc="lower right")
 
 
 def _draw_lines(
@@ -244,10 +249,6 @@ def _draw_lines(
             steps, values, color=names[name][1], linewidth=1.4, label=name, marker=marker,
             markersize=3.5,
         )  # fmt: skip
-    axes.legend(
-        fontsize=8.5, frameon=False, labelcolor=_INK, ncols=3, loc="lower right",
-        bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0,
-    )  # fmt: skip
 
 
 def _cycle(items: Mapping[str, object]) -> list[str]:

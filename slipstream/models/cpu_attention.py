@@ -144,7 +144,10 @@ class CpuAttention:
         self._positions_M = positions_BT.reshape(-1).contiguous()
         self._cached = places
         B, T = positions_BT.shape
-        self._own = OwnKeys([T] * B if lengths is None else lengths, dtype)
+        # A decode step has no use for it.
+        self._given = (
+            OwnKeys([T] * B if lengths is None else lengths, dtype) if places is None else None
+        )
         self._alone: KeyPlaces | None = None
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
@@ -157,6 +160,11 @@ class CpuAttention:
             attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
             return attended
         return self.over(qkv, norms, self.own_room(), logs=0)[0]
+
+    @property
+    def _own(self) -> OwnKeys:
+        assert self._given is not None, "keys are in a cache"
+        return self._given
 
     def own_room(self) -> Tensor:
         """For this pass's keys and values."""

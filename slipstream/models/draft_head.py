@@ -114,6 +114,8 @@ class PackedDraftHead:
         B, T = next_ids_BT.shape
         dtype, device = self.fc.weight.dtype, features_BTD.device
         by_kernels = takes_sequences_in_a_row(self.config, dtype, device)
+        if lengths is not None and (B != 1 or sum(lengths) != T or min(lengths) < 1):
+            raise ValueError(f"sequences of {list(lengths)} tokens in a row are not {B} x {T}")
         chains: Attention
         if by_kernels and (steps == 1 or not torch.is_grad_enabled()):
             given = [T] * B if lengths is None else lengths
@@ -145,7 +147,9 @@ class _KernelChains:
         self, config: ModelConfig, eps: Tensor, lengths: Sequence[int], dtype: torch.dtype
     ) -> None:
         self._c, self._eps = config, eps
-        self._positions = torch.cat([torch.arange(length) for length in lengths])
+        places = torch.cat([torch.arange(length) for length in lengths])
+        # Of padding: kernels read tables by address.
+        self._positions = places.clamp(max=config.max_position_embeddings - 1)
         self._true = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
         self._room: Tensor | None = None
         # Of each later step so far: (M, H, 1, K).

@@ -7,7 +7,6 @@ refused: they run code when they are opened.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -136,11 +135,11 @@ def tensor_problems(
         elif tensor.dtype not in _DTYPES:
             problems.append(f"tensor {name} has dtype {tensor.dtype}, expected a float type")
         elif tensor.numel():
-            # One pass over them: whatever is not finite is in the largest of them.
-            largest = torch.linalg.vector_norm(tensor.detach(), math.inf)
-            if not torch.isfinite(largest):
+            # One pass over them: what is not finite is the least or the largest, or makes them so.
+            ends = torch.stack(torch.aminmax(tensor.detach()))
+            if not torch.isfinite(ends).all():
                 problems.append(f"tensor {name} has NaN or infinite values")
-            elif not torch.isfinite(largest.to(dtype)):
+            elif not torch.isfinite(ends.to(dtype)).all():
                 short = str(dtype).removeprefix("torch.")
                 problems.append(f"tensor {name} has values beyond the range of {short}")
     return problems

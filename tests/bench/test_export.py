@@ -11,6 +11,7 @@ import pytest
 from slipstream.bench import export
 from slipstream.bench.contenders import Contender, VllmSettings, Workload
 from slipstream.bench.export import ExportBench, ratio_of
+from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.trained import Trained
 from slipstream.errors import ConfigError
 from slipstream.models.draft_head import DraftHead
@@ -73,6 +74,26 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
         assert ratio_of(row) == pytest.approx(1.5 / ours)
         # The stand-in writes zeros.
         assert values["same_responses"] == 0
+    assert not export.good(rows)
+
+
+@pytest.mark.parametrize(
+    ("over", "same", "good"), [(0.91, 1.0, True), (1.11, 1.0, False), (1.0, 0.5, False)]
+)
+def test_as_much_has_to_be_accepted_of_the_same_responses(
+    over: float, same: float, good: bool
+) -> None:
+    row = Row(
+        benchmark="export",
+        case="chains of 1",
+        contender="vllm",
+        dtype="float32",
+        threads=1,
+        seconds=Spread.of([0.0]),
+        machine=this_machine(),
+        values={"vllm_over_ours": over, "same_responses": same},
+    )
+    assert export.good([row]) == good
 
 
 def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,26 @@ def test_a_depth_that_is_not_there_counts_nothing() -> None:
     measured = Acceptance(depth=2, lengths=[[]])
     assert measured.at_depth(1) == 0.0
     assert measured.walk(2).tokens_per_verification == 0.0
+
+
+def test_a_head_is_worse_only_beyond_chance() -> None:
+    def needs(*verifications: int) -> Acceptance:
+        """As many for each response, of twelve tokens."""
+        rows = []
+        for count in verifications:
+            row = [0] * 12
+            row[0] = 12 - count
+            rows.append(row)
+        return Acceptance(depth=12, lengths=rows)
+
+    used = needs(6, 6, 6, 6)
+    assert used.verifications(12) == [6, 6, 6, 6]
+    assert not used.is_worse_than(used)
+    assert not needs(5, 6, 7, 6).is_worse_than(used)
+    # One more for one response is chance, for each of four it is not.
+    assert not needs(6, 6, 7, 6).is_worse_than(used)
+    assert needs(7, 7, 7, 7).is_worse_than(used)
+    assert not used.is_worse_than(needs(7, 7, 7, 7))
+    # Much worse is worse, however few responses say so.
+    assert needs(12, 6, 6, 6).is_worse_than(used)
+    assert needs(12, 5, 5, 5).is_worse_than(used)

@@ -137,8 +137,12 @@ def _state(pid: int) -> str:
 
 
 def _wait_for(state: str, pid: int) -> None:
+    _wait(lambda: _state(pid) == state)
+
+
+def _wait(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
-    while _state(pid) != state:
+    while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -147,8 +151,9 @@ def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
     worker = DraftWorker(replace(setup, stands_still=True))
     try:
         worker.learn(rows(), ends_of(shared_decoder()), step=1)
-        _wait_for("T", worker.pid)
+        _wait(lambda: (worker._path / "ready").exists())
         assert worker.results() == []
+        assert list(worker._path.glob("rows-*"))
         worker.go_on(True)
         until(worker, lambda seen: bool(seen))
         # Wherever it is, at once.
@@ -162,25 +167,57 @@ def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
     assert worker._process.returncode == 0
 
 
+def test_a_word_to_go_on_that_comes_too_early_is_kept(setup: WorkerSetup) -> None:
+    worker = DraftWorker(replace(setup, stands_still=True))
+    try:
+        worker.go_on(True)
+        worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+        until(worker, lambda seen: bool(seen))
+    finally:
+        worker.close()
+
+
+def test_orders_that_it_has_no_time_to_read_do_not_hold_the_run_up(worker: DraftWorker) -> None:
+    worker.go_on(False)
+    # More than a pipe holds.
+    for _ in range(10_000):
+        worker.stop()
+    worker.go_on(True)
+    # Orders that find no room are lost; a later one has their rows.
+    deadline, step = time.monotonic() + PATIENCE, 1
+    while not any("drafter/loss" in one.metrics for one in worker.results()):
+        assert time.monotonic() < deadline
+        worker.learn(rows(8), ends_of(shared_decoder()), step=step)
+        time.sleep(0.2)
+        step += 1
+
+
 ORPHANED = """
-import os, pickle, signal, sys
+import pickle, signal, sys, time
 from slipstream.drafter.worker import DraftWorker
 worker = DraftWorker(pickle.loads(sys.stdin.buffer.read()))
+while sys.argv[1] == "T" and not (worker._path / "ready").exists():
+    time.sleep(0.01)
+if sys.argv[1] == "T":
+    worker.go_on(False)
 print(worker.pid, flush=True)
 signal.pause()
 """
 
 
-def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup) -> None:
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup, state: str) -> None:
+    """Neither stopped nor waiting to go on, the parent having ended while it began."""
     with subprocess.Popen(
-        [sys.executable, "-c", ORPHANED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", ORPHANED, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
         parent.stdin.write(pickle.dumps(replace(setup, stands_still=True)))
         parent.stdin.close()
         pid = int(parent.stdout.readline())
-        _wait_for("T", pid)
+        if state == "T":
+            _wait_for("T", pid)
         parent.kill()
     deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":

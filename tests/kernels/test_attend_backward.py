@@ -141,8 +141,11 @@ def test_gradients_are_the_same_for_any_number_of_threads(narrow: bool) -> None:
         assert torch.equal(one, other)
 
 
-def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
-    lengths, Q, H, K = [3, 90, 17], 4, 2, 32
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("lengths", [[3, 90, 17], [90, 3, 33, 32, 1]])
+def test_lengths_differ_and_each_sequence_is_as_by_itself(lengths: list[int], narrow: bool) -> None:
+    """Long before short: what is left of the one must not get into the other."""
+    Q, H, K, M = 4, 2, 32, sum(lengths)
     each = [sample(1, length, Q, H, K) for length in lengths]
     floats = []
     for given in each:
@@ -150,8 +153,8 @@ def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
         floats.append({n: x.float() for n, x in (*given.items(), ("out", out), ("logs", logs))})
     rows = {n: torch.cat([f[n][0] for f in floats]) for n in ("q", "grad", "out", "logs")}
     keys, values = (torch.cat([f[n][0] for f in floats], 1).contiguous() for n in ("k", "v"))
-    starts = torch.tensor([0, 3, 93, 110])
-    dq, dk, dv = torch.empty(110, Q, K), torch.empty(110, H, K), torch.empty(110, H, K)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    dq, dk, dv = torch.empty(M, Q, K), torch.empty(M, H, K), torch.empty(M, H, K)
     attend_backward(
         rows["q"].data_ptr(),
         keys.data_ptr(),
@@ -165,15 +168,17 @@ def test_lengths_differ_and_each_sequence_is_as_by_itself() -> None:
         H * K * 4,
         starts.data_ptr(),
         starts.data_ptr(),
-        3,
-        110,
-        90,
+        len(lengths),
+        M,
+        max(lengths),
         Q,
         H,
         K,
         work=1 << 20,
+        narrow=narrow,
     )
-    wanted = [torch.cat(parts, 1)[0] for parts in zip(*map(by_kernel, each), strict=True)]
+    alone_of = [by_kernel(given, narrow=narrow) for given in each]
+    wanted = [torch.cat(parts, 1)[0] for parts in zip(*alone_of, strict=True)]
     for found, alone in zip((dq, dk, dv), wanted, strict=True):
         assert torch.equal(found, alone)
 

@@ -50,10 +50,13 @@ def test_by_itself_a_thread_computes_the_same_and_leaves_the_others_alone(
     decoder, before = make_decoder("qwen3"), torch.get_num_threads()
     shared: list[int] = []
     monkeypatch.setattr(team, "SHARED_FROM", 1)
-    assert team._gomp is not None
-    parallel = team._gomp.GOMP_parallel
+    library = team._gomp
+    assert library is not None
+    parallel = library.GOMP_parallel
 
     class Counted:
+        omp_set_num_threads = library.omp_set_num_threads
+
         @staticmethod
         def GOMP_parallel(*arguments: object) -> object:  # noqa: N802
             shared.append(torch.get_num_threads())

@@ -60,6 +60,9 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
                 torch.testing.assert_close(
                     together[k][:, own][:, :meant], alone[k][:, :meant], rtol=0, atol=close
                 )
+    for wrong in ([5, 40, 17], [5, 40, 18, 0]):
+        with pytest.raises(ValueError, match="in a row are not 1 x 63"):
+            list(packed.unroll(ids, features, embedding, 1, lengths=wrong))
     with pytest.raises(ValueError, match="with padding only"):
         list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
 

@@ -174,6 +174,8 @@ class Engine:
     def step(self) -> list[Generation]:
         """Admit what fits, decode at least one token for everyone, return what ended."""
         with torch.inference_mode():
+            # Back before a prefill, which takes all of them.
+            self._lend()
             self._admit()
             self._lend()
             with by_itself(self._lends):
