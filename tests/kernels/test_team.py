@@ -52,10 +52,10 @@ def test_by_itself_a_thread_computes_the_same_and_leaves_the_others_alone(
     monkeypatch.setattr(team, "SHARED_FROM", 1)
     library = team._gomp
     assert library is not None
-    parallel = library.GOMP_parallel
+    parallel, set_threads = library.GOMP_parallel, library.omp_set_num_threads
 
     class Counted:
-        omp_set_num_threads = library.omp_set_num_threads
+        omp_set_num_threads = set_threads
 
         @staticmethod
         def GOMP_parallel(*arguments: object) -> object:  # noqa: N802
