@@ -10,6 +10,7 @@ accepts fewer of the drafts after the first one the more requests run, whoever t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from slipstream.bench.contenders import VllmSettings, Workload, vllm_of
+from slipstream.bench.contenders import VllmSettings, Workload, requests, vllm_of
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.trained import Trained, load_trained, make_engine
 from slipstream.errors import ConfigError, check_at_least_one
@@ -25,7 +26,6 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import save_checkpoint
-from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 TOLERANCE = 0.10
 """How far tokens per verification in vLLM may be from ours, as a share of ours."""
@@ -58,10 +58,11 @@ class ExportBench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What an engine wrote, and how many tokens came of each verification."""
+    """What an engine wrote in so many seconds, and how many tokens came of each verification."""
 
     token_ids: Sequence[Sequence[int]]
     per_verification: float
+    seconds: float
 
 
 def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
@@ -118,19 +119,13 @@ def _workload(trained: Trained, bench: ExportBench) -> Workload:
 def _ours(trained: Trained, workload: Workload, dtype: torch.dtype, depth: int) -> Accepted:
     proposer = EagleProposer(trained.head, dtype=dtype)
     engine = make_engine(trained, dtype, proposer=proposer, plan=DraftPlan.chain(depth))
-    asked = [
-        GenerateRequest(
-            request_id=str(i),
-            prompt_ids=prompt,
-            params=SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True),
-            key=NoiseKey(seed=0, uid=str(i)),
-        )
-        for i, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True))
-    ]
-    done = engine.run(asked)
+    started = time.perf_counter()
+    done = engine.run(requests(workload, 0.0))
+    seconds = time.perf_counter() - started
     return Accepted(
         token_ids=[list(generation.token_ids) for generation in done],
         per_verification=engine.stats().accept_length,
+        seconds=seconds,
     )
 
 
@@ -156,8 +151,12 @@ def _theirs(
         versions = dict(peer.versions or {})
     verifications = sum(one[_DRAFTED] for one in counted)
     accepted = sum(one[_ACCEPTED] for one in counted)
-    per_verification = 1 + accepted / max(verifications, 1)
-    return Accepted(token_ids=token_ids, per_verification=per_verification), versions
+    theirs = Accepted(
+        token_ids=token_ids,
+        per_verification=1 + accepted / max(verifications, 1),
+        seconds=sum(answer["seconds"] for answer in peer.answers),
+    )
+    return theirs, versions
 
 
 def _row(
@@ -175,7 +174,7 @@ def _row(
         contender="vllm",
         dtype=str(bench.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
-        seconds=Spread.of([0.0]),
+        seconds=Spread.of([theirs.seconds]),
         machine=this_machine(versions),
         values={
             "tokens_per_verification": ours.per_verification,

@@ -40,6 +40,7 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.kv_cache_bytes",
         "actor_rollout_ref.rollout.max_num_batched_tokens",
         "actor_rollout_ref.rollout.max_num_seqs",
+        "actor_rollout_ref.rollout.one_thread_below",
         "actor_rollout_ref.rollout.timeout_s",
         "reward_model.num_workers",
         "trainer.num_threads",

@@ -95,10 +95,8 @@ class CoTraining:
             self.trainer.head.load_state_dict(self.used.state_dict())
             self.trainer.forget_moments()
         after = self._accepted(self.trainer.head, held_out, ends) if history else before
-        adopted = bool(history) and after is not None and before is not None
-        if adopted:
-            assert after is not None
-            assert before is not None
+        adopted = False
+        if history and before is not None and after is not None:
             adopted = not after.is_worse_than(before)
         if adopted:
             self.used.load_state_dict(self.trainer.head.state_dict())

@@ -41,7 +41,7 @@ from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.snapshot import policy_folder
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_checkpoint, load_config
 from slipstream.models.numerics import WIDTH_MULTIPLE, check_widths, dtype_from_name, round_up
 from slipstream.rewards.protocol import RewardManager
@@ -294,6 +294,13 @@ def check_engine(config: Config, model: ModelConfig) -> None:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
             "embedded or hf"
+        )
+    kernels = takes_sequences_in_a_row(model, rollout_dtype(config), device_of(config))
+    if rollout.one_thread_below and not (rollout.name == "embedded" and kernels):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} is of the "
+            "embedded engine's compiled kernels on a CPU, which do not run here; set "
+            "actor_rollout_ref.rollout.one_thread_below=0"
         )
     if rollout.name == "embedded":
         check_widths(

@@ -74,21 +74,13 @@ class KeyPlaces:
     @classmethod
     def alone(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
         """Of sequences by themselves, in the room of `own`: every layer writes over it."""
-        width, lengths = kv.shape[-1], torch.tensor(own.lengths)
-        first_M = own.slots.repeat_interleave(lengths) * width
+        begin_M = own.slots.repeat_interleave(torch.tensor(own.lengths))
         slots_M = torch.cat([torch.arange(length) for length in own.lengths])
-        size = kv.nbytes // 2
-        return cls(
-            first_M=first_M,
-            own_M=first_M + slots_M * width,
-            seen_M=slots_M + 1,
-            head_stride=kv.shape[-2] * width,
-            longest=max(own.lengths),
-            keys=kv.data_ptr(),
-            values=kv.data_ptr() + size,
-            layer_step=0,
-            data=kv,
+        # One row of slots, of which each sequence sees its own.
+        row = cls.of(
+            kv[None, :, None], torch.zeros_like(slots_M), begin_M + slots_M, max(own.lengths)
         )
+        return replace(row, first_M=begin_M * kv.shape[-1], seen_M=slots_M + 1, layer_step=0)
 
     def columns(self, part: slice) -> KeyPlaces:
         """Of places (N, C), those of some columns."""

@@ -47,10 +47,11 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
             asked.append((depth, name, workload))
             contender.answers.append(
                 {
+                    "seconds": 0.5,
                     "speculation": {
                         "vllm:spec_decode_num_drafts": 10.0,
                         "vllm:spec_decode_num_accepted_tokens": 5.0,
-                    }
+                    },
                 }
             )
             return [[0] * length for length in workload.lengths]
@@ -68,6 +69,7 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     for row in rows:
         values = row.values
         assert values["vllm_tokens_per_verification"] == 1.5
+        assert row.seconds.median == 1.0
         ours = values["tokens_per_verification"]
         assert isinstance(ours, float)
         assert 1 <= ours <= 3

@@ -440,3 +440,11 @@ def test_co_training_beside_the_run_needs_a_core(
     monkeypatch.setattr("slipstream.loops.build_cotrain.usable_cores", lambda: 2)
     parts = ("with 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
     refused([*line, "trainer.num_threads=2"], 2, capsys, *parts)
+
+
+def test_a_core_can_be_lent_by_compiled_kernels_alone(
+    tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = "actor_rollout_ref.rollout.one_thread_below"
+    line = rl_only(tmp_path / "run", "actor_rollout_ref.rollout.name=hf", f"{few}=4", reward=reward)
+    refused(line, 2, capsys, f"{few}=4 is of the embedded engine's compiled kernels", f"{few}=0")
