@@ -12,9 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
@@ -27,16 +25,8 @@ from slipstream.kernels.memory import (
     ints_at,
     words_at,
 )
-from slipstream.kernels.numeric import (
-    EXP_TERMS,
-    HIGHEST,
-    LN2_HIGH,
-    LN2_LOW,
-    LOG2_E,
-    LOWEST,
-    ZERO,
-    dots,
-)
+from slipstream.kernels.numeric import ZERO, dots
+from slipstream.kernels.sixteen import exp, keep_narrow, load
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,
@@ -46,7 +36,6 @@ from slipstream.kernels.tile_amx import (
     round_in_sixteens,
     two_panels_amx,
 )
-from slipstream.kernels.tile_bf16 import BFloat
 
 ROWS = MOST_ROWS
 """Rows of a block; widths of heads are multiples of it."""
@@ -136,52 +125,13 @@ def _weigh_sixteen(
     typingctx: Any, scores: Any, dweights: Any, mass: Any, less: Any, weights: Any, narrow: Any
 ) -> Any:
     """Sixteen weights exp(scores - mass) and gradients weight * (dweights - less), to bf16; of six
-    addresses. Sums are fused multiply-adds, unlike those of `numeric.exp`."""
+    addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        real, whole = ir.VectorType(ir.FloatType(), PANEL), ir.VectorType(ir.IntType(32), PANEL)
-        bits = ir.VectorType(ir.IntType(16), PANEL)
-
-        def all_of(kind: Any, value: float) -> Any:
-            return ir.Constant(kind, [value] * PANEL)
-
-        def call(name: str, result: Any, *given: Any) -> Any:
-            kind = ir.FunctionType(result, [one.type for one in given])
-            function = cgutils.get_or_insert_function(builder.module, kind, name)
-            return builder.call(function, given)
-
-        def fused(a: Any, b: Any, c: Any) -> Any:
-            return call("llvm.fma.v16f32", real, a, b, c)
-
-        def load(address: Any) -> Any:
-            return builder.load(builder.inttoptr(address, real.as_pointer()), align=4)
-
-        def keep(value: Any, address: Any) -> None:
-            rounded = call(
-                "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFloat(), PANEL), value
-            )
-            place = builder.inttoptr(address, bits.as_pointer())
-            builder.store(builder.bitcast(rounded, bits), place, align=2)
-
-        x = builder.fsub(load(args[0]), load(args[2]))
-        # NaN stays: no comparison holds.
-        for limit, beyond in ((LOWEST, "<"), (HIGHEST, ">")):
-            bound = all_of(real, float(limit))
-            x = builder.select(builder.fcmp_ordered(beyond, x, bound), bound, x)
-        n = call(
-            "llvm.floor.v16f32", real, fused(x, all_of(real, float(LOG2_E)), all_of(real, 0.5))
-        )
-        r = fused(n, all_of(real, -float(LN2_HIGH)), x)
-        r = fused(n, all_of(real, -float(LN2_LOW)), r)
-        y = all_of(real, float(EXP_TERMS[0]))
-        for term in EXP_TERMS[1:]:
-            y = fused(y, r, all_of(real, float(term)))
-        y = builder.fadd(fused(y, builder.fmul(r, r), r), all_of(real, 1.0))
-        biased = builder.add(builder.fptosi(n, whole), all_of(whole, 127))
-        power = builder.bitcast(builder.shl(biased, all_of(whole, 23)), real)
-        weight = builder.fmul(y, power)
-        keep(weight, args[4])
-        keep(builder.fmul(weight, builder.fsub(load(args[1]), load(args[3]))), args[5])
+        scores, dweights, mass, less = (load(builder, address) for address in args[:4])
+        weight = exp(builder, builder.fsub(scores, mass))
+        keep_narrow(builder, weight, args[4])
+        keep_narrow(builder, builder.fmul(weight, builder.fsub(dweights, less)), args[5])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate

@@ -24,13 +24,20 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at
+from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT
+from slipstream.kernels.sixteen import softmax_row, turn_row
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
-from slipstream.kernels.tile_amx import PAIRS, configure, release, two_panels_amx
+from slipstream.kernels.tile_amx import (
+    PAIRS,
+    configure,
+    release,
+    round_in_sixteens,
+    two_panels_amx,
+)
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 BLOCK = 2 * PANEL
@@ -40,44 +47,57 @@ _MOST_ROWS = MOST_ROWS_AMX if BY_MATRIX_UNIT else MOST_ROWS
 
 
 @kernel
+def _turn(x, norm, eps, cos, sin, times, wide, out, K):
+    """`attend.turn` to bf16, by way of `wide`."""
+    if BY_MATRIX_UNIT and K % (2 * PANEL) == 0:
+        turn_row(x, norm, eps, cos, sin, times, out, K // 2)
+    else:
+        turn(x, norm, carray(floats_at(eps), (1,))[0], cos, sin, times, wide, K)
+        round_to_bf16(wide, out, K)
+
+
+@kernel
+def _narrow(x, out, K):
+    if BY_MATRIX_UNIT:
+        round_in_sixteens(x, out, K)
+    else:
+        round_to_bf16(x, out, K)
+
+
+@kernel
 def place_bf16_part(
     qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
 ):
     at = carray(ints_at(positions), (M,))
     place = carray(ints_at(own), (M,))
-    tiny = carray(floats_at(eps), (1,))[0]
-    half, G = K // 2, Q // H
+    G = Q // H
     root = ONE / np.sqrt(F(K))
     turned, narrow = np.empty(K, np.float32), np.empty(K, np.uint16)
     wide_at, narrow_at = turned.ctypes.data, narrow.ctypes.data
+    halves, words = carray(halves_at(narrow_at), (K,)), carray(words_at(narrow_at), (K // 2,))
     for m in range(M * part // parts, M * (part + 1) // parts):
         c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
-        kept = place[m] >= 0
+        for h in range(Q):
+            norm = norms + h * K * 4 if norms else 0
+            out = q + 2 * K * ((h // G * M + m) * G + h % G)
+            _turn(row + h * K * 4, norm, eps, c, s, root, wide_at, out, K)
+        if place[m] < 0:
+            continue
         slot = place[m] % head_stride // K
         begin = place[m] - slot * K
-        for h in range(Q + H):
-            if h >= Q and not kept:
-                break
-            norm = norms + h * K * 4 if norms else 0
-            times = root if h < Q else ONE
-            turn(row + h * K * 4, norm, tiny, c, s, times, wide_at, K)
-            if h < Q:
-                round_to_bf16(wide_at, q + 2 * K * ((h // G * M + m) * G + h % G), K)
-                continue
-            round_to_bf16(wide_at, narrow_at, K)
-            block = begin + (h - Q) * head_stride + slot // PANEL * PANEL * K
-            out = carray(halves_at(keys + 2 * block), (half, PANEL, 2))
-            for i in range(half):
-                out[i, slot % PANEL, 0] = narrow[2 * i]
-                out[i, slot % PANEL, 1] = narrow[2 * i + 1]
-        if kept:
-            for h in range(H):
-                round_to_bf16(row + (Q + H + h) * K * 4, narrow_at, K)
-                pair = begin + h * head_stride + slot // 2 * 2 * K
-                out2 = carray(halves_at(values + 2 * pair), (K, 2))
-                for i in range(K):
-                    out2[i, slot % 2] = narrow[i]
+        for h in range(H):
+            head = begin + h * head_stride
+            norm = norms + (Q + h) * K * 4 if norms else 0
+            _turn(row + (Q + h) * K * 4, norm, eps, c, s, ONE, wide_at, narrow_at, K)
+            block = keys + 2 * (head + slot // PANEL * PANEL * K) + 4 * (slot % PANEL)
+            pairs = carray(words_at(block), (K // 2 * PANEL,))
+            for i in range(K // 2):
+                pairs[i * PANEL] = words[i]
+            _narrow(row + (Q + H + h) * K * 4, narrow_at, K)
+            out2 = carray(halves_at(values + 2 * (head + slot // 2 * 2 * K)), (K, 2))
+            for i in range(K):
+                out2[i, slot % 2] = halves[i]
     hold(turned)
     hold(narrow)
 
@@ -104,6 +124,8 @@ def _copy(halves, out, count):
 def _weigh(scores, weights, sees, pairs, wide):
     """What values are multiplied with, from the scores of a row that sees so many slots: bf16, to
     `weights` or, if `wide`, as fp32 in the place of the scores. The largest score and the sum."""
+    if BY_MATRIX_UNIT:
+        return softmax_row(scores, weights, sees, 2 * pairs)
     s = carray(floats_at(scores), (2 * pairs,))
     top = largest(scores, sees)
     for j in range(sees):

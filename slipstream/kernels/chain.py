@@ -2,7 +2,8 @@
 feature, both are fed back, and so on.
 
 Of the tokens that it catches up with only keys and values are computed, but for the last of each
-sequence. The parts of the other files in a row, as in `layers`.
+sequence. The parts of the other files in a row, as in `layers`: with several sequences each thread
+drafts for its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 _BLOCK = 512
 """Tokens that are taken in at once: what they leave behind stays in the cache."""
 
+_ROWS_FROM = 64
+"""Threads take sequences of their own from one sequence to so many numbers of a feature on."""
+
 
 @kernel
 def _join(embedding, ids, features, both, M, D, part, parts):
@@ -37,18 +41,17 @@ def _join(embedding, ids, features, both, M, D, part, parts):
 
 @kernel
 def _take_in(
-    spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
+    spots, E, begin, end, most, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
     head_stride, keys, values, D, Q, H, K, size, part, parts,
 ):  # fmt: skip
-    """Keys and values of E tokens whose own predictions nobody asks for: the rest of the layer is
-    left out."""
+    """Keys and values of some of E tokens whose own predictions nobody asks for, `most` at a time:
+    the rest of the layer is left out."""
     table = carray(ints_at(weights), (WEIGHTS,))
     panels, start, norms = table[1] + size * Q * K * D, table[2] + 4 * Q * K, table[3]
     if norms:
         norms += 4 * Q * K
-    begin = 0
-    while begin < E:
-        rows, at = min(_BLOCK, E - begin), spots + 8 * begin
+    while begin < end:
+        rows, at = min(most, end - begin), spots + 8 * begin
         _join(embedding, at + 8 * E, at, both, rows, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, rows, D, 2 * D, size, part, parts)
@@ -92,6 +95,16 @@ def _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
 
 
 @kernel
+def _early(given, first):
+    """Of the new tokens, how many that are not the last of their sequence come before one."""
+    counts = carray(ints_at(given), (first,))
+    found = 0
+    for n in range(first):
+        found += counts[n] - 1
+    return found
+
+
+@kernel
 def _chain(
     given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
     keys_N2, temperatures, tokens, steps,
@@ -101,48 +114,63 @@ def _chain(
     if part == 0:
         _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
     wait(parts)
+    # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
+    first, n, early, earlies, most, m = 0, N, 0, E, _BLOCK, 0
+    if parts > 1 and N > 1 and N * _ROWS_FROM >= D:
+        most = max(_BLOCK // parts, 1)
+        for p in range(part + 1):
+            m += max(n, min(earlies - early, most)) if p else 0
+            first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
+            early, earlies = _early(given, first), _early(given, first + n)
+        part, parts = 0, 1
+    both, x, spare, delta = both + 8 * D * m, x + 4 * D * m, spare + 4 * D * m, delta + 4 * D * m
+    qkv, q = qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m
+    mixed, gates, gated = mixed + 4 * Q * K * m, gates + 8 * W * m, gated + size * W * m
+    normed, logits = normed + 4 * D * first, logits + 4 * padded * first
+    keys_N2, tokens = keys_N2 + 8 * first, tokens + 8 * first
+    temperatures += 4 * first
     _take_in(
-        spots, E, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
-        head_stride, keys, values, D, Q, H, K, size, part, parts,
+        spots, E, early, earlies, most, embedding, fc, fc_start, weights, eps, both, x, qkv, cos,
+        sin, head_stride, keys, values, D, Q, H, K, size, part, parts,
     )  # fmt: skip
-    begin, end = N * part // parts, N * (part + 1) // parts
-    heat = carray(floats_at(temperatures), (N,))
+    begin, end = n * part // parts, n * (part + 1) // parts
+    heat = carray(floats_at(temperatures), (n,))
     # Of the last tokens, then of those that are drafted: feature, place, own, first, seen, and the
     # token or the position that it is drawn for.
-    now = spots + 32 * E
+    now = spots + 32 * E + 8 * first
     words, later = now + 40 * N, now + 48 * N
     positions = later + 40 * N
-    places, slots = carray(ints_at(later + 8 * N), (N,)), carray(ints_at(later + 16 * N), (N,))
-    counts, at = carray(ints_at(later + 32 * N), (N,)), carray(ints_at(positions), (N,))
+    places, slots = carray(ints_at(later + 8 * N), (n,)), carray(ints_at(later + 16 * N), (n,))
+    counts, at = carray(ints_at(later + 32 * N), (n,)), carray(ints_at(positions), (n,))
     for step in range(steps):
-        _join(embedding, words, now, both, N, D, part, parts)
+        _join(embedding, words, now, both, n, D, part, parts)
         wait(parts)
-        product_part(both, fc, fc_start, x, N, D, 2 * D, size, part, parts)
+        product_part(both, fc, fc_start, x, n, D, 2 * D, size, part, parts)
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
             now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N,
-            head_stride, longest, keys, values, 0, N, D, Q, H, K, W, size, part, parts,
+            head_stride, longest, keys, values, 0, n, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         now, words = later, tokens + step * N * 8
-        product_part(normed, lm_head, lm_start, logits, N, padded, D, size, part, parts)
+        product_part(normed, lm_head, lm_start, logits, n, padded, D, size, part, parts)
         wait(parts)
-        for n in range(begin, end):
-            t = heat[n]
+        for i in range(begin, end):
+            t = heat[i]
             if t != ZERO:
-                row = carray(floats_at(logits + n * padded * 4), (V,))
+                row = carray(floats_at(logits + i * padded * 4), (V,))
                 for j in range(V):
                     row[j] = row[j] / t
         draw_part(
-            logits, padded, keys_N2, positions, temperatures, 0, words, N, V, part, parts
+            logits, padded, keys_N2, positions, temperatures, 0, words, n, V, part, parts
         )  # fmt: skip
-        for n in range(begin, end):
-            at[n] += 1
+        for i in range(begin, end):
+            at[i] += 1
             if step:
-                places[n] = min(places[n] + 1, limit)
-                slots[n] += K
-                counts[n] += 1
+                places[i] = min(places[i] + 1, limit)
+                slots[i] += K
+                counts[i] += 1
         wait(parts)
 
 
@@ -176,8 +204,8 @@ def chain(*arguments: int, work: int) -> None:
 
 
 def most_rows(sequences: int, early: int) -> int:
-    """Rows that `chain` computes at once."""
-    return max(sequences, min(early, _BLOCK))
+    """Rows that `chain` computes at once, by all threads together."""
+    return sequences + min(early, _BLOCK)
 
 
 def chain_numbers(sequences: int, early: int) -> int:

@@ -1,7 +1,9 @@
 """All layers of a forward pass in one call: what a step of few rows would otherwise spend on calls.
 
-The parts of the other files in a row; threads wait for each other between them. The same numbers
-come out as one by one.
+The parts of the other files in a row. Either every thread has its share of each product's outputs,
+and threads wait for each other in between; or each takes some of the sequences through all layers
+by itself, which reads all weights once a thread, but moves no rows from one core to another. The
+same numbers come out as one by one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ WEIGHTS = 10
 """Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
 begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
 packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
+
+_ROWS_FROM = 8
+"""Threads take sequences of their own from one row to so many numbers of a row on: what moves from
+core to core grows with rows times width, and weights with its square (docs/log.md)."""
 
 
 @kernel
@@ -96,9 +102,57 @@ def layers_part(
         add_part(now, added, normed, M, D, part, parts)
 
 
+@kernel
+def _cut(first, M, part, parts):
+    """The row at which a part begins: the one nearest to an even share that is the first of a
+    sequence."""
+    begin = carray(ints_at(first), (M,))
+    up = down = M * part // parts
+    while 0 < up < M and begin[up] == begin[up - 1]:
+        up += 1
+    while 0 < down < M and begin[down] == begin[down - 1]:
+        down -= 1
+    even = M * part // parts
+    return up if up - even < even - down else down
+
+
+@kernel
+def _by_sequences(first, M, D, size, parts):
+    """Whether threads do better with sequences of their own: rows are next to free beside reading
+    the weights, and shares are even."""
+    if size != BF16 or not BY_MATRIX_UNIT or parts == 1 or M * _ROWS_FROM < D:
+        return False
+    for part in range(parts):
+        share = _cut(first, M, part + 1, parts) - _cut(first, M, part, parts)
+        if share * parts * 4 > M * 5:
+            return False
+    return True
+
+
+@kernel
+def _layers(
+    weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+    cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
+    M, D, Q, H, K, W, size, part, parts,
+):  # fmt: skip
+    m, rows = 0, M
+    if _by_sequences(first, M, D, size, parts):
+        m = _cut(first, M, part, parts)
+        rows = _cut(first, M, part + 1, parts) - m
+        part, parts = 0, 1
+    d = 4 * D * m
+    layers_part(
+        weights, layers, final_norm, eps, x + d, spare + d, delta + d, normed + d,
+        qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m, mixed + 4 * Q * K * m,
+        gates + 8 * W * m, gated + size * W * m, cos, sin, positions + 8 * m, own + 8 * m,
+        first + 8 * m, seen + 8 * m, head_stride, longest, keys, values, layer_step,
+        rows, D, Q, H, K, W, size, part, parts,
+    )  # fmt: skip
+
+
 @for_team
 def _layers_shared(p):
-    layers_part(*to_fixed_tuple(carray(p, (31,)), 31), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (31,)), 31), part_number(), part_count())
 
 
 def layers(*arguments: int, work: int) -> None:

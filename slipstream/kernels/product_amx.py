@@ -12,12 +12,11 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, hold
 from slipstream.kernels.numeric import round_to_bf16
 from slipstream.kernels.processor import has_matrix_unit
-from slipstream.kernels.rows import gate_in_place
+from slipstream.kernels.sixteen import gate_panel
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,
     add_rows,
-    add_to_rows,
     configure,
     release,
     round_in_sixteens,
@@ -130,12 +129,8 @@ def gated_product_part(x, panels, bias, out, M, W, K, part, parts):
                     some, xs + m * 2 * K, 2 * K, w, line, beside, K // 2, gates, line, ups - gates,
                     ahead,
                 )  # fmt: skip
-                add_to_rows(gates, b, some)
-                add_to_rows(ups, b + bias_beside, some)
-                gate_in_place(gates, ups, some * PANEL)
                 o = out + 2 * ((block + m) * W + PANEL * p)
-                for i in range(some):
-                    round_in_sixteens(gates + line * i, o + 2 * W * i, PANEL)
+                gate_panel(gates, ups, b, b + bias_beside, o, 2 * W, some)
                 m, ahead = m + some, 0
         block += rows
     release()

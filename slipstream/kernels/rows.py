@@ -12,7 +12,12 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at
 from slipstream.kernels.numeric import ONE, ZERO, F, exp, squares, triple
+from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.sixteen import gate_row
 from slipstream.kernels.team import for_team, part_count, part_number, run
+from slipstream.kernels.tile import PANEL
+
+_IN_SIXTEENS = has_matrix_unit()
 
 
 @kernel
@@ -106,19 +111,14 @@ def _gated(gate, up):
 @kernel
 def gate_part(both, out, M, W, part, parts):
     for m in range(M * part // parts, M * (part + 1) // parts):
+        if _IN_SIXTEENS and W % PANEL == 0:
+            gate_row(both + m * W * 8, both + m * W * 8 + W * 4, out + m * W * 4, W)
+            continue
         g = carray(floats_at(both + m * W * 8), (W,))
         u = carray(floats_at(both + m * W * 8 + W * 4), (W,))
         o = carray(floats_at(out + m * W * 4), (W,))
         for i in range(W):
             o[i] = _gated(g[i], u[i])
-
-
-@kernel
-def gate_in_place(gates, others, count):
-    """The same for numbers one after another, in the place of the gates."""
-    g, u = carray(floats_at(gates), (count,)), carray(floats_at(others), (count,))
-    for i in range(count):
-        g[i] = _gated(g[i], u[i])
 
 
 @for_team

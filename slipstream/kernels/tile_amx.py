@@ -165,14 +165,6 @@ def add_rows(sums, start, rows, panels, out, out_step):
 
 
 @kernel
-def add_to_rows(sums, start, rows):
-    """The same in place, for sums of one panel whose rows lie one after another."""
-    for _ in range(rows):
-        _add_sixteen(sums, start, sums)
-        sums += _TILE_LINE
-
-
-@kernel
 def round_in_sixteens(x, out, count):
     """fp32 to the nearest bf16, for a multiple of sixteen numbers: what is too small for full
     precision becomes zero, which tiles take it for anyway."""
