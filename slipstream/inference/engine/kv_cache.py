@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -348,8 +348,12 @@ class DecodeView:
         return self._contexts[layer]
 
     def places(self) -> KeyPlaces:
-        n, width = self._slots_NW.shape
-        rows_M = torch.arange(n * width)
-        if width > 1:
-            rows_M //= width
+        rows_M = _repeated_rows(*self._slots_NW.shape)
         return KeyPlaces.of(self._store.data, rows_M, self._slots_NW.flatten(), self._length)
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def _repeated_rows(rows: int, times: int) -> Tensor:
+    """0 .. rows - 1, each so many times one after another: the same few of them step by step."""
+    return torch.arange(rows).repeat_interleave(times)

@@ -120,6 +120,9 @@ class WaitingFeatures:
         sources += [step.features_NWD for step in self._steps]
         if not sources:
             return None
+        # After one step of the same batch, as mostly, all is in order.
+        if not begun and len(self._steps) == 1 and self._steps[0].rows is rows:
+            return _all_of(self._steps[0])
         # Pieces: what a request began with, what a step brought to a row.
         size = [1] * len(begun) + [len(step.rows) for step in self._steps]
         width = [1] * len(begun) + [step.features_NWD.shape[1] for step in self._steps]
@@ -134,11 +137,6 @@ class WaitingFeatures:
         source_T = source_P.repeat(counts_P)
         brought = chain((row.tokens for row in begun), (step.tokens for step in self._steps))
         tokens_T = _ints(chain.from_iterable(brought), len(line_T))
-        # After one step of the same batch, as mostly, all is in order.
-        if not begun and len(self._steps) == 1 and self._steps[0].rows is rows:
-            if not counts_P.all():
-                return None
-            return Waiting(counts_P, tokens_T, sources, source_T, line_T)
         owners = chain(begun, chain.from_iterable(step.rows for step in self._steps))
         owner_P = _ints((row.index for row in owners), len(counts_P))
         owner_T = owner_P.repeat(counts_P)
@@ -149,6 +147,18 @@ class WaitingFeatures:
         if not counts_N.all():
             return None
         return Waiting(counts_N, tokens_T[order], sources, source_T[order], line_T[order])
+
+
+def _all_of(step: _Step) -> Waiting | None:
+    """What one step brought to all of its rows."""
+    if 0 in step.counts:
+        return None
+    width = step.features_NWD.shape[1]
+    lines = [n * width + i for n, count in enumerate(step.counts) for i in range(count)]
+    tokens_T, line_T = np.array(step.tokens), np.array(lines)
+    return Waiting(
+        np.array(step.counts), tokens_T, [step.features_NWD], np.zeros_like(line_T), line_T
+    )
 
 
 def _ints(numbers: Iterable[int], count: int) -> Ints:
