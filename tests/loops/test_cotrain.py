@@ -195,7 +195,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     assert steps[4]["rollout/idle_core_seconds"] >= 0
     # A checkpoint has the head in use: a process goes on from it, and so does the other mode.
     state = load_tree(cotraining_file(tmp_path / "run" / "global_step_4"))
-    assert state.keys() == {"used", "version"}
+    assert state.keys() == {"used", "version", "trained_to"}
     more = "trainer.total_training_steps=5"
     assert main([*line, more]) == 0
     capsys.readouterr()
