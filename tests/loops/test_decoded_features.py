@@ -165,3 +165,13 @@ def test_also_of_responses_that_are_carried_over(
     assert decoded == {}
     # Surplus and carried groups have members that ended in a step before: those are the trainer's.
     assert 24 < len(compared) <= 48
+
+
+def test_they_are_asked_for_in_steps_that_are_trained_on_alone(tmp_path: Path) -> None:
+    rare = (f"{TRAIN}.training_interval_steps=3", f"{TRAIN}.lookback_steps=1")
+    line = rl_only(
+        tmp_path / "run", *SETTINGS, *LEARN, *rare, DECODED, reward=write_reward(tmp_path)
+    )
+    assert main(line) == 0
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert [steps[n]["drafter/decoded_samples"] for n in range(1, 5)] == [0, 0, 12, 0]
