@@ -349,7 +349,8 @@ class Generation:
     """What an engine returns for one request; per-token lists have the length of `token_ids`.
 
     `hidden_states` (only on request): (len(token_ids), D), row i the final hidden state that
-    predicted token i. `spans` index `token_ids`.
+    predicted token i; `context_hidden_states` (C - 1, D) are those before, of all tokens of the
+    context of C but the last. Each is of the weights that computed it. `spans` index `token_ids`.
     """
 
     request_id: str
@@ -360,6 +361,7 @@ class Generation:
     stop_reason: StopReason
     text: str = ""
     hidden_states: Tensor | None = None
+    context_hidden_states: Tensor | None = None
     error: str | None = None
 
 
@@ -442,4 +444,16 @@ class FeatureSink(Protocol):
 
     def receive(self, features: Features) -> None:
         """Keep the features of one selected row; the tensors are detached."""
+        ...
+
+
+class GenerationSink(Protocol):
+    """A subscriber to the hidden states that an engine computes while it decodes."""
+
+    def wants(self, request: GenerateRequest) -> bool:
+        """Whether those of this request are wanted. Asked before it runs."""
+        ...
+
+    def receive(self, request: GenerateRequest, generation: Generation) -> None:
+        """Keep those of a response that were wanted and that has ended by itself."""
         ...

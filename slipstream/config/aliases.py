@@ -49,6 +49,9 @@ RENAMED: dict[str, str] = {
     "data.chat_template": f"{_MODEL}.custom_chat_template",
     "data.apply_chat_template_kwargs.chat_template": f"{_MODEL}.custom_chat_template",
     "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
+    "speculative.train.collect_hidden_states_from_sgl": (
+        "speculative.train.collect_hidden_states_from_engine"
+    ),
     "speculative.train.optim.warmup_style": "speculative.train.optim.lr_scheduler_type",
 }
 """Another spelling -> ours. A trailing number is an index into a list."""

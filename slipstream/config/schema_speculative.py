@@ -120,8 +120,9 @@ class DrafterTrainConfig:
     """Folder of draft checkpoints."""
     min_workers_for_training: PositiveInt = 1
     """Idle workers needed before training starts."""
-    collect_hidden_states_from_sgl: bool = False
-    """Take features from the engine's decoding instead of the trainer's forward pass."""
+    collect_hidden_states_from_engine: bool = False
+    """Take features from the engine's decoding; of responses that it has none of, or of more than
+    one policy version, from the trainer's forward pass."""
     value_weight: NonNegativeFloat = 1.0
     """Weight of the distance between predicted and true features (smooth L1)."""
     soft_weight: NonNegativeFloat = 0.5

@@ -450,6 +450,15 @@ def _drafter(config: Config) -> Iterator[str]:
             "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "
             "model nothing to learn; set speculative.train.value_weight=1"
         )
+    engine, states = config.actor_rollout_ref.rollout.name, "collect_hidden_states_from_engine"
+    # Where it is to draft as well, that is what is said of it.
+    drafts = config.speculative.enable
+    if train.collect_hidden_states_from_engine and engine != "embedded" and not drafts:
+        yield (
+            f"speculative.train.{states}=true: {_ROLLOUT}.name={engine} hands over no hidden "
+            f"states; set {_ROLLOUT}.name=embedded, or speculative.train.{states}=false for those "
+            "of the trainer's own pass"
+        )
 
 
 def _cotraining(config: Config) -> Iterator[str]:
@@ -465,11 +474,6 @@ def _cotraining(config: Config) -> Iterator[str]:
         yield (
             f"{key}.min_workers_for_training={train.min_workers_for_training}: this version has "
             f"one worker; set {key}.min_workers_for_training=1"
-        )
-    if train.collect_hidden_states_from_sgl:
-        yield (
-            f"{key}.collect_hidden_states_from_sgl=true: features are the trainer's own in this "
-            f"version; set {key}.collect_hidden_states_from_sgl=false"
         )
     if train.checkpoint_path is not None:
         yield (

@@ -6,24 +6,31 @@ them the trainer's. Shapes: T tokens, D hidden width.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from slipstream.drafter.sequences import DraftSequence, length_buckets
 from slipstream.errors import ConfigError, check_at_least_one
-from slipstream.types import NoiseKey
+from slipstream.types import NoiseKey, PolicyVersion
 
 
 @dataclass(slots=True, kw_only=True)
 class Kept:
-    """A response of RL step `step`, sampled with the noise of `key`; `uses` is how often it has
-    been trained on."""
+    """A response of RL step `step`, whose newest policy was `version`, sampled with the noise of
+    `key`; `uses` is how often it has been trained on."""
 
     sequence: DraftSequence
     key: NoiseKey
     step: int
+    version: PolicyVersion = 0
     uses: int = 0
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Its place among others, whenever they come in."""
+        return self.step, astuple(self.key)
 
     @property
     def nbytes(self) -> int:
@@ -63,12 +70,15 @@ class BufferCounts:
 
 
 class DraftBuffer:
-    """The responses, oldest first."""
+    """The responses, oldest first, and those of one step in an order of their own: a head should
+    not depend on who came in first."""
 
     def __init__(self, settings: BufferSettings) -> None:
         self.settings = settings
         self.counts = BufferCounts()
         self.nbytes = 0
+        self.newest_used: PolicyVersion | None = None
+        """Newest policy version of what has been trained on; None before anything was."""
         self._kept: list[Kept] = []
 
     def __len__(self) -> int:
@@ -85,7 +95,7 @@ class DraftBuffer:
                 f"response of {len(kept.sequence.tokens)} tokens ({kept.nbytes} bytes); raise it, "
                 "or lower speculative.train.max_seq_len"
             )
-        self._kept.append(kept)
+        insort(self._kept, kept, key=_place)
         self.nbytes += kept.nbytes
         self.counts.received += 1
         if self.nbytes > self.settings.max_bytes:
@@ -117,6 +127,8 @@ class DraftBuffer:
                 chosen = [part[place] for place in places]
                 for kept in chosen:
                     kept.uses += 1
+                newest = max(kept.version for kept in chosen)
+                self.newest_used = max(newest, self.newest_used or 0)
                 yield [kept.sequence for kept in chosen]
             number += 1
 
@@ -124,13 +136,15 @@ class DraftBuffer:
         """Everything, as a tree with tensors."""
         return {
             "counts": asdict(self.counts),
+            "newest_used": self.newest_used,
             "kept": [to_tree(kept) for kept in self._kept],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; what is beyond the settings' limits is given up."""
         self.counts = BufferCounts(**state["counts"])
-        self._replace([from_tree(tree) for tree in state["kept"]])
+        self.newest_used = state["newest_used"]
+        self._replace(sorted(map(from_tree, state["kept"]), key=_place))
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
@@ -160,6 +174,10 @@ class DraftBuffer:
         return found
 
 
+def _place(kept: Kept) -> tuple[object, ...]:
+    return kept.place
+
+
 def to_tree(kept: Kept) -> dict[str, Any]:
     """As `checkpoint.tree` takes it."""
     sequence = kept.sequence
@@ -169,6 +187,7 @@ def to_tree(kept: Kept) -> dict[str, Any]:
         "loss_mask": list(sequence.loss_mask),
         "key": list(astuple(kept.key)),
         "step": kept.step,
+        "version": kept.version,
         "uses": kept.uses,
     }
 
@@ -181,5 +200,6 @@ def from_tree(tree: Mapping[str, Any]) -> Kept:
         ),
         key=NoiseKey(*tree["key"]),
         step=tree["step"],
+        version=tree["version"],
         uses=tree["uses"],
     )

@@ -1,22 +1,27 @@
-"""What the trainer's forward pass computes anyway, kept for the draft head.
+"""Rows of an RL step with their features, kept for the draft head.
 
-A `FeatureSink`: rows are chosen before the forward pass, and their final hidden states come with
-the tokens they belong to. Works on the trainer's compute thread.
+A `FeatureSink`: rows are chosen before the trainer's forward pass, which computes the features
+anyway, and their final hidden states come with the tokens they belong to; those that an engine has
+handed over while it decoded (`decoded`) are not asked for again. Works on the trainer's compute
+thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.buffer import DraftBuffer, Kept, from_tree, to_tree
+from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import ConfigError
-from slipstream.types import Features, NoiseKey, SamplingParams, TrainBatch
+from slipstream.types import Features, NoiseKey, PolicyVersion, SamplingParams, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,54 +47,83 @@ class CollectorSettings:
                 )
 
 
-def rows_to_keep(batch: TrainBatch, settings: CollectorSettings) -> set[int]:
-    """The rows with something to draft whose noise is known."""
-    return {
-        index
-        for index, row in enumerate(batch.rows)
-        if row.key is not None and any(row.loss_mask[2 : settings.max_length])
-    }
+class RowCollector:
+    """`FeatureSink` that makes `Kept` of the rows of a step, whoever computed their features.
 
-
-def kept_of(features: Features, step: int, settings: CollectorSettings) -> Kept:
-    """What stays of the features of such a row."""
-    assert features.key is not None, "one of `rows_to_keep`"
-    length, hidden = settings.max_length, features.hidden
-    if len(hidden) > length:
-        # A part of them would keep the memory of the whole.
-        hidden = hidden[:length].clone()
-    return Kept(
-        sequence=DraftSequence(
-            tokens=features.tokens[:length],
-            features_TD=hidden,
-            loss_mask=features.loss_mask[:length],
-        ),
-        key=features.key,
-        step=step,
-    )
-
-
-class FeatureForwarder:
-    """`FeatureSink` for who trains elsewhere: the rows of a step, to be taken away."""
+    Features are those of all tokens but the last, which nothing is predicted from: an engine that
+    stops there does not compute them.
+    """
 
     tap_layers: tuple[int, ...] = ()
 
-    def __init__(self, settings: CollectorSettings) -> None:
+    def __init__(
+        self,
+        settings: CollectorSettings,
+        keep: Callable[[Kept], None],
+        decoded: DecodedFeatures | None = None,
+    ) -> None:
+        """Every row goes to `keep`; `decoded` has what came from an engine."""
         self._settings = settings
-        self._step = 0
-        self._kept: list[Kept] = []
+        self._keep = keep
+        self._decoded = decoded
+        self._wanted, self._step, self._version = False, 0, 0
 
-    def begin_step(self, step: int) -> None:
-        """RL step `step` is about to be trained on."""
-        self._step = step
+    def begin_step(self, step: int, version: PolicyVersion, *, wanted: bool = True) -> None:
+        """RL step `step` is about to be trained on, whose responses were written under policy
+        `version` at the latest; its rows are kept where that is `wanted`."""
+        self._wanted, self._step, self._version = wanted, step, version
 
     def select(self, batch: TrainBatch) -> set[int]:
-        """See `FeatureSink`."""
-        return rows_to_keep(batch, self._settings)
+        """See `FeatureSink`: the rows with something to draft whose noise is known. Those that the
+        engine has handed over are kept here and now."""
+        if not self._wanted:
+            return set()
+        wanted = {
+            index
+            for index, row in enumerate(batch.rows)
+            if row.key is not None and any(row.loss_mask[2 : self._settings.max_length])
+        }
+        if self._decoded is None:
+            return wanted
+        for index in sorted(wanted):
+            row = batch.rows[index]
+            hidden = self._decoded.take(row)
+            if hidden is not None:
+                wanted.remove(index)
+                self._add(row.tokens, row.loss_mask, hidden, row.key)
+        return wanted
 
     def receive(self, features: Features) -> None:
         """See `FeatureSink`."""
-        self._kept.append(kept_of(features, self._step, self._settings))
+        self._add(features.tokens, features.loss_mask, features.hidden, features.key)
+
+    def _add(
+        self, tokens: list[int], loss_mask: list[float], hidden: Tensor, key: NoiseKey | None
+    ) -> None:
+        assert key is not None, "selected"
+        length = self._settings.max_length
+        rows = min(len(tokens) - 1, length)
+        if len(hidden) > rows:
+            # A part of them would keep the memory of the whole.
+            hidden = hidden[:rows].clone()
+        self._keep(
+            Kept(
+                sequence=DraftSequence(
+                    tokens=tokens[:length], features_TD=hidden, loss_mask=loss_mask[:length]
+                ),
+                key=key,
+                step=self._step,
+                version=self._version,
+            )
+        )
+
+
+class FeatureForwarder(RowCollector):
+    """For who trains elsewhere: the rows of a step, to be taken away."""
+
+    def __init__(self, settings: CollectorSettings, decoded: DecodedFeatures | None = None) -> None:
+        self._kept: list[Kept] = []
+        super().__init__(settings, lambda kept: self._kept.append(kept), decoded)
 
     def take(self) -> list[Kept]:
         """What has come since the last call."""
@@ -97,16 +131,19 @@ class FeatureForwarder:
         return taken
 
 
-class FeatureCollector:
-    """`FeatureSink` into a buffer, and beside it into a few responses that are only measured on."""
+class FeatureCollector(RowCollector):
+    """Into a buffer, and beside it into a few responses that are only measured on."""
 
-    tap_layers: tuple[int, ...] = ()
-
-    def __init__(self, buffer: DraftBuffer, settings: CollectorSettings) -> None:
+    def __init__(
+        self,
+        buffer: DraftBuffer,
+        settings: CollectorSettings,
+        decoded: DecodedFeatures | None = None,
+    ) -> None:
+        super().__init__(settings, self.keep, decoded)
         self.buffer = buffer
         self.settings = settings
-        self._step: int | None = None
-        self._held_out: deque[Kept] = deque(maxlen=settings.held_out)
+        self._held_out: list[Kept] = []
 
     @property
     def held_out(self) -> list[HeldOut]:
@@ -114,26 +151,18 @@ class FeatureCollector:
         params = self.settings.params
         return [HeldOut(sequence=k.sequence, key=k.key, params=params) for k in self._held_out]
 
-    def begin_step(self, step: int, *, wanted: bool) -> None:
-        """RL step `step` is about to be trained on; its rows are kept where that is `wanted`."""
-        self._step = step if wanted else None
+    def begin_step(self, step: int, version: PolicyVersion, *, wanted: bool = True) -> None:
+        """See `RowCollector`. What is too old then is given up."""
+        super().begin_step(step, version, wanted=wanted)
         self.buffer.forget_before(step)
-
-    def select(self, batch: TrainBatch) -> set[int]:
-        """See `FeatureSink`."""
-        return set() if self._step is None else rows_to_keep(batch, self.settings)
-
-    def receive(self, features: Features) -> None:
-        """See `FeatureSink`."""
-        assert self._step is not None, "selected"
-        self.keep(kept_of(features, self._step, self.settings))
 
     def keep(self, kept: Kept) -> None:
         """Take a response in: to train on, or to measure on."""
-        if self._is_held_out(kept.key):
-            self._held_out.append(kept)
-        else:
+        if not self._is_held_out(kept.key):
             self.buffer.add(kept)
+            return
+        insort(self._held_out, kept, key=lambda one: one.place)
+        del self._held_out[: -self.settings.held_out]
 
     def state_dict(self) -> dict[str, Any]:
         """Buffer and held-out responses, as a tree with tensors."""
@@ -145,8 +174,7 @@ class FeatureCollector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`."""
         self.buffer.load_state_dict(state["buffer"])
-        self._held_out.clear()
-        self._held_out.extend(from_tree(tree) for tree in state["held_out"])
+        self._held_out = [from_tree(tree) for tree in state["held_out"]][-self.settings.held_out :]
 
     def _is_held_out(self, key: NoiseKey) -> bool:
         """By all samples of a prompt at once: siblings are alike."""

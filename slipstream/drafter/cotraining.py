@@ -22,6 +22,7 @@ from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import TrainingError, check_at_least_one
 from slipstream.models.draft_head import DraftHead
+from slipstream.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,9 @@ class CoTraining:
         self.settings = settings
         self.trainer = DraftTrainer(head, settings.train)
         self.version = self.hold_backs = self.failures = self.tokens_seen = 0
+        self.trained_to: PolicyVersion | None = None
+        """The newest policy whose responses the head in use was trained on; None: of none that is
+        known."""
         self.used = DraftHead(head.config).to(head.fc.weight.device)
         self.used.load_state_dict(head.state_dict())
 
@@ -101,6 +105,7 @@ class CoTraining:
         if adopted:
             self.used.load_state_dict(self.trainer.head.state_dict())
             self.version += 1
+            self.trained_to = self.collector.buffer.newest_used
         held_back = bool(history) and not adopted
         self.hold_backs += held_back
         metrics = _of_training(history) | _of_acceptance(before, "before") | self.counts()
@@ -133,6 +138,7 @@ class CoTraining:
             "hold_backs": self.hold_backs,
             "failures": self.failures,
             "tokens_seen": self.tokens_seen,
+            "trained_to": self.trained_to,
             "collector": self.collector.state_dict(),
         }
 
@@ -143,14 +149,17 @@ class CoTraining:
         self.used.load_state_dict(state["used"])
         for name in ("version", "hold_backs", "failures", "tokens_seen"):
             setattr(self, name, int(state[name]))
+        self.trained_to = state["trained_to"]
         self.collector.load_state_dict(state["collector"])
 
-    def begin_with(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def begin_with(
+        self, weights: Mapping[str, Tensor], version: int, trained_to: PolicyVersion | None
+    ) -> None:
         """Go on from a head in use, of which nothing else is known."""
         self.trainer.head.load_state_dict(weights)
         self.used.load_state_dict(weights)
         self.trainer.forget_moments()
-        self.version = version
+        self.version, self.trained_to = version, trained_to
 
     def _counted(self, batches: Iterator[list[DraftSequence]]) -> Iterator[list[DraftSequence]]:
         for batch in batches:

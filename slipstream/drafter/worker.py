@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from slipstream.drafter.trainer import Metrics
 from slipstream.errors import TrainingError
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
+from slipstream.types import PolicyVersion
 
 _SETUP = "setup.pickle"
 _READY = "ready"
@@ -48,8 +50,8 @@ _CLOSING_SECONDS = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
     """What a worker begins with: the head in use (`weights`, of a policy of `config`) as `version`,
-    and how it is to learn. With `stands_still` it stops, once it has begun, until it is told to
-    `go_on`."""
+    `trained_to` a version of the policy (see `CoTraining`), and how it is to learn. With
+    `stands_still` it stops, once it has begun, until it is told to `go_on`."""
 
     config: ModelConfig
     weights: Mapping[str, Tensor]
@@ -57,17 +59,20 @@ class WorkerSetup:
     collector: CollectorSettings
     buffer: BufferSettings
     train: CoTrainSettings
+    trained_to: PolicyVersion | None = None
     stands_still: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """What a slice came to (`cotraining.Slice`): `weights` of a head to publish as `version`, None
-    where it is held back or nothing was learned; `cpu_seconds` that the slice took."""
+    where it is held back or nothing was learned; `trained_to` as in `WorkerSetup`; `cpu_seconds`
+    that the slice took."""
 
     step: int
     metrics: Metrics
     version: int
+    trained_to: PolicyVersion | None
     weights: Mapping[str, Tensor] | None
     held_back: bool
     failure: str | None
@@ -103,6 +108,15 @@ class DraftWorker:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What the process has computed so far; 0 where it has ended."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends
@@ -279,7 +293,7 @@ def _training(setup: WorkerSetup) -> CoTraining:
     head = DraftHead(setup.config)
     collector = FeatureCollector(DraftBuffer(setup.buffer), setup.collector)
     training = CoTraining(head, collector, setup.train)
-    training.begin_with(setup.weights, setup.version)
+    training.begin_with(setup.weights, setup.version, setup.trained_to)
     return training
 
 
@@ -290,6 +304,7 @@ def _slice(training: CoTraining, ends: PolicyEnds, step: int, lines: _Lines) -> 
         step=step,
         metrics=done.metrics,
         version=training.version,
+        trained_to=training.trained_to,
         weights=dict(training.published()) if done.adopted else None,
         held_back=done.held_back,
         failure=done.failure,

@@ -50,7 +50,7 @@ from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
-from slipstream.types import SamplingParams
+from slipstream.types import GenerationSink, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -460,8 +460,10 @@ def make_rollouts(
     engine: InferenceEngine,
     data_buffer: DataBuffer,
     rewards: RewardManager,
+    *,
+    sink: GenerationSink | None = None,
 ) -> AsyncRolloutManager:
-    """The rollout manager over one engine."""
+    """The rollout manager over one engine; `sink` may take hidden states from its decoding."""
     r = config.actor_rollout_ref.rollout
     settings = RolloutSettings(
         batch_size=config.data.train_batch_size,
@@ -472,7 +474,7 @@ def make_rollouts(
         partial_rollout=r.partial_rollout,
         timeout_s=r.timeout_s or config.trainer.stage_timeout_s,
     )
-    return AsyncRolloutManager([engine], data_buffer, rewards, settings)
+    return AsyncRolloutManager([engine], data_buffer, rewards, settings, sink=sink)
 
 
 def make_kl_in_reward(config: Config) -> KLInReward | None:

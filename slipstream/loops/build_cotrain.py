@@ -14,13 +14,15 @@ from slipstream.config.schema import Config
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.loops import build
 from slipstream.loops.build_draft import train_settings
 from slipstream.loops.build_speculation import first_head
-from slipstream.loops.cotrain import DraftReceiver, IntervalTraining, OpportunisticTraining
+from slipstream.loops.cotrain import DraftReceiver, IntervalTraining
+from slipstream.loops.opportunistic import OpportunisticTraining
 from slipstream.loops.stages import Stages
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
@@ -125,6 +127,9 @@ def make_cotraining(
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,
     )
+    decoded = None
+    if train.collect_hidden_states_from_engine:
+        decoded = DecodedFeatures(train.buffer_bytes)
     head, _ = first_head(config, policy.config)
     dtype = build.rollout_dtype(config)
     if train.mode == "opportunistic":
@@ -147,11 +152,12 @@ def make_cotraining(
             lenders=embedded if setup.stands_still else (),
             notify=notify,
             stages=stages,
+            decoded=decoded,
         )
     return IntervalTraining(
         CoTraining(
             head.to(build.device_of(config)),
-            FeatureCollector(DraftBuffer(buffer), collector),
+            FeatureCollector(DraftBuffer(buffer), collector, decoded),
             settings,
         ),
         policy,
@@ -161,4 +167,5 @@ def make_cotraining(
         dtype=dtype,
         notify=notify,
         stages=stages,
+        decoded=decoded,
     )

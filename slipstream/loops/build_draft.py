@@ -93,12 +93,9 @@ def make_parts(
     decoder = build.make_decoder(config, tokenizer, policy)
     build.check_engine(config, decoder.config)
     engine_settings = build.engine_settings(config, decoder.config)
-    with torch.no_grad():
-        packed = decoder.pack(engine_settings.dtype)
     decode = build.decode_with(tokenizer)
     responder = Responder(
         engine=Engine(decoder, engine_settings, decode=decode),
-        policy=packed,
         params=build.sampling_params(config),
         seed=config.trainer.seed,
     )
@@ -110,6 +107,8 @@ def make_parts(
             responder, data, samples=draft.samples_per_round, max_length=train.max_seq_len
         )
     else:
+        with torch.no_grad():
+            packed = decoder.pack(engine_settings.dtype)
         source = RecordedResponses(
             packed,
             read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size),

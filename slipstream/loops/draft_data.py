@@ -60,11 +60,9 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Responder:
-    """A policy that answers: an engine with its weights, and the same weights for the features of
-    prompts, which the engine does not hand over."""
+    """A policy that answers."""
 
     engine: Engine
-    policy: PackedDecoder
     params: SamplingParams
     seed: int
 
@@ -95,17 +93,16 @@ class Responder:
                 self.engine.abort()
                 return None
             done.update((g.request_id, g) for g in self.engine.step())
-        before = policy_features(self.policy, [prompt.ids for prompt in prompts])
         answers = []
-        for request, features in zip(requests, before, strict=True):
+        for request in requests:
             answer = done[request.request_id]
-            if answer.stop_reason is StopReason.ERROR or answer.hidden_states is None:
+            before, after = answer.context_hidden_states, answer.hidden_states
+            if answer.stop_reason is StopReason.ERROR or before is None or after is None:
                 raise EngineError(f"a response to train the draft head on failed: {answer.error}")
-            # Row i of the engine's predicted token i, so its first one is that of the prompt's end.
             prompt_length = len(request.prompt_ids)
             sequence = DraftSequence(
                 tokens=[*request.prompt_ids, *answer.token_ids],
-                features_TD=torch.cat([features[:-1], answer.hidden_states]),
+                features_TD=torch.cat([before, after]),
                 loss_mask=[0.0] * prompt_length + [1.0] * len(answer.token_ids),
             )
             answers.append(HeldOut(sequence=sequence, key=request.key, params=self.params))

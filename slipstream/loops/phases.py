@@ -158,7 +158,13 @@ class _RLPhase:
             stages=run.stages,
         )
         self._watch = EngineWatch(self._engine) if config.speculative.enable else None
-        self._rollouts = build.make_rollouts(config, self._engine, self._data, run.rewards)
+        self._rollouts = build.make_rollouts(
+            config,
+            self._engine,
+            self._data,
+            run.rewards,
+            sink=None if self._drafter is None else self._drafter.decoded,
+        )
         self._kl = build.make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
 

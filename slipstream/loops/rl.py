@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,12 +43,12 @@ from slipstream.loops.steps import checkpoint_due
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
-from slipstream.metrics.timers import IdleCores, Timers, timing_per_token
+from slipstream.metrics.timers import IdleCores, Timers, step_split, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.training.losses import LossFn, policy_loss_fn
 from slipstream.training.protocol import TrainingBackend
-from slipstream.types import FeatureSink, Group, TrainBatch, WeightUpdate
+from slipstream.types import FeatureSink, Group, PolicyVersion, TrainBatch, WeightUpdate
 
 AfterStep = Callable[[int, Sequence[Group], dict[str, float], Timers], Awaitable[bool]]
 """Called after each step, before its metrics are logged; may add to them. True ends the loop."""
@@ -95,12 +96,18 @@ class DrafterTraining(Protocol):
         """Takes the features of the update pass."""
         ...
 
-    def begin_step(self, step: int) -> None:
-        """The update of RL step `step` is about to begin."""
+    def rollout(self, step: int) -> AbstractAsyncContextManager[None]:
+        """The responses of RL step `step` are generated in the body."""
         ...
 
-    async def after_step(self, step: int) -> dict[str, float]:
-        """The new policy has been published; its time is the step's. Returns metrics."""
+    def begin_step(self, step: int, version: PolicyVersion) -> None:
+        """The update of RL step `step` is about to begin, of the policy `version` that the engines
+        have generated with."""
+        ...
+
+    async def after_step(self, step: int, version: PolicyVersion) -> dict[str, float]:
+        """The engines have the new policy, as `version`; the time is the step's. Returns
+        metrics."""
         ...
 
 
@@ -180,27 +187,30 @@ async def run_rl_training(
                 idle.watched(),
                 stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
             ):
-                groups = await rollout_manager.generate_batch()
+                async with nullcontext() if drafter is None else drafter.rollout(step):
+                    groups = await rollout_manager.generate_batch()
+            timers.move(rollout_manager.counts.scoring_seconds, "gen", "reward")
             metrics = rollout_metrics(
                 groups,
                 max_prompt_length=config.max_prompt_length,
                 max_response_length=config.max_response_length,
             )
             if drafter is not None:
-                drafter.begin_step(step)
+                drafter.begin_step(step, backend.weight_version)
             metrics |= await learner.learn(step, groups, timers, notify)
             if step % config.sync_every == 0:
                 with timers.span("sync"):
                     await learner.publish(inference_engines)
             if drafter is not None:
                 with timers.span("drafter"):
-                    metrics |= await drafter.after_step(step)
+                    metrics |= await drafter.after_step(step, backend.weight_version)
         metrics |= {
             "training/global_step": step,
             "training/epoch": data_buffer.epoch_id,
             "training/policy_version": backend.weight_version,
             "rollout/num_dropped_groups": sum(rollout_manager.counts.dropped.values()),
             "rollout/num_carried_over": rollout_manager.counts.carried_over,
+            "rollout/tail_seconds": rollout_manager.counts.tail_seconds,
             "rollout/idle_core_seconds": idle.seconds,
         }
         failures.see(step, groups)
@@ -354,7 +364,7 @@ def speed_metrics(
     groups: Sequence[Group], metrics: dict[str, float], timers: Timers
 ) -> dict[str, float]:
     """Where the time of a step went, and tokens per second."""
-    timings = timers.collect()
+    timings = step_split(timers.collect())
     seconds, tokens = timings["timing_s/step"], int(metrics["perf/total_num_tokens"])
     generated = sum(s.response_length for group in groups for s in group.samples)
     return {

@@ -136,9 +136,22 @@ SECTIONS: tuple[Section, ...] = (
                 headline="tok/s",
             ),
             Metric(
+                "rollout/tail_seconds",
+                "s",
+                "of generation, while fewer than half as many responses were under way as there "
+                "had been at once",
+                wall_time=True,
+            ),
+            Metric(
                 "rollout/idle_core_seconds",
                 "s",
                 "cores of this machine that the run left unused while it generated, times seconds",
+                wall_time=True,
+            ),
+            Metric(
+                "rollout/used_idle_core_seconds",
+                "s",
+                "of these, what a process beside the run computed in (opportunistic co-training)",
                 wall_time=True,
             ),
             Metric("rollout/num_dropped_groups", "groups", "groups that a filter left out"),
@@ -354,6 +367,24 @@ SECTIONS: tuple[Section, ...] = (
             Metric("drafter/version", "", "version of the head in use"),
             Metric("drafter/publishes", "heads", "trained heads that went to the engines so far"),
             Metric(
+                "drafter/publishes_in_rollouts",
+                "heads",
+                "of these, those that came from a process beside the run while responses were "
+                "generated, and were drafted with at once",
+                wall_time=True,
+            ),
+            Metric(
+                "drafter/staleness_versions",
+                "versions",
+                "policy versions between the newest responses that the head in use has learned "
+                "from and the policy that decodes from now on; left out before it has learned",
+            ),
+            Metric(
+                "drafter/decoded_samples",
+                "samples",
+                "responses of the step whose features came from the engine's decoding",
+            ),
+            Metric(
                 "drafter/hold_backs",
                 "heads",
                 "trained heads that accepted less than the one in use, by more than chance, or "
@@ -391,22 +422,36 @@ SECTIONS: tuple[Section, ...] = (
         "Wall time: these differ between runs that compute the same.",
         (
             Metric(
-                "timing_s/{gen,reward,old_log_prob,ref,adv,update_actor,testing,sync,drafter,"
-                "dump_rollout_generations}",
+                "timing_s/{gen,reward,adv,old_log_prob,ref,update_actor,sync,drafter}",
                 "s",
-                "duration of one stage of the step",
+                "one stage of the step: generation, the wait for rewards when all responses had "
+                "ended, advantages, log-probs of the policy and of the reference, update, weights "
+                "to the engines, training of the draft head; no two overlap",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/other",
+                "s",
+                "rest of the step: the stages and it add up to timing_s/step",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/{testing,dump_rollout_generations}",
+                "s",
+                "duration of what comes after the step, and is no part of it",
                 wall_time=True,
             ),
             Metric(
                 "timing_s/save_checkpoint",
                 "s",
-                "duration of the last save: a step is logged before it is saved",
+                "duration of the last save, after the step before, no part of a step: a step is "
+                "logged before it is saved",
                 wall_time=True,
             ),
             Metric(
                 "timing_s/step",
                 "s",
-                "duration of generation, update and weight update",
+                "duration of a step: rollout, update, weights to the engines, draft head",
                 wall_time=True,
                 headline="s/step",
             ),

@@ -33,6 +33,11 @@ class Timers:
         """Add seconds that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count as `target` what was measured as part of `source`."""
+        self.add(source, -seconds)
+        self.add(target, seconds)
+
     def collect(self) -> dict[str, float]:
         """`timing_s/<name>` in seconds since the last call, which starts them anew."""
         out = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
@@ -51,6 +56,25 @@ def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[
         for name, count in tokens.items()
         if count > 0 and f"timing_s/{name}" in timings
     }
+
+
+STEP_PARTS = (
+    "gen",
+    "reward",
+    "adv",
+    "old_log_prob",
+    "ref",
+    "update_actor",
+    "sync",
+    "drafter",
+)
+"""Stages of which no two overlap, and which lie in an RL step."""
+
+
+def step_split(timings: dict[str, float]) -> dict[str, float]:
+    """`timings`, which has `timing_s/step`, and `timing_s/other`: what no stage of it took."""
+    parts = sum(timings.get(f"timing_s/{name}", 0.0) for name in STEP_PARTS)
+    return {**timings, "timing_s/other": timings["timing_s/step"] - parts}
 
 
 class IdleCores:

@@ -13,6 +13,7 @@ given up. Knows engines by protocol only, and nothing about training.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn, Protocol
@@ -29,9 +30,11 @@ from slipstream.errors import (
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.rewards.protocol import RewardManager, apply_score
 from slipstream.rollout.filters import GroupFilter, run_filter
+from slipstream.rollout.occupancy import Occupancy
 from slipstream.types import (
     GenerateRequest,
     Generation,
+    GenerationSink,
     Group,
     Prompt,
     Sample,
@@ -91,11 +94,15 @@ class RolloutCounts:
     """What happened while one batch was made.
 
     `dropped` counts groups by reason: a filter's word, or `surplus`. `carried_over` counts
-    unfinished samples that the next batch goes on with.
+    unfinished samples that the next batch goes on with. `tail_seconds`, in which fewer than half as
+    many responses were under way as there had been, and `scoring_seconds`, in which none was and
+    rewards were waited for, are wall time.
     """
 
     dropped: dict[str, int] = field(default_factory=dict)
     carried_over: int = 0
+    tail_seconds: float = 0.0
+    scoring_seconds: float = 0.0
 
     def drop(self, reason: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -112,7 +119,11 @@ class AsyncRolloutManager:
         settings: RolloutSettings,
         *,
         group_filter: GroupFilter | None = None,
+        sink: GenerationSink | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`sink` is given the hidden states of the responses that it wants, from an engine that
+        hands them over; `clock` gives the seconds of `counts`."""
         if not engines:
             raise EngineError("a rollout manager needs at least one engine, got none")
         self.settings = settings
@@ -121,6 +132,8 @@ class AsyncRolloutManager:
         self._data = data_buffer
         self._reward = reward_manager
         self._filter = group_filter
+        self._sink = sink
+        self._clock = clock
         self._next_group = 0
         self._carried: list[Group] = []
 
@@ -138,7 +151,7 @@ class AsyncRolloutManager:
         usable, since groups under way are lost.
         """
         self.counts = RolloutCounts()
-        batch = _Batch(want=self.settings.batch_size)
+        batch = _Batch(want=self.settings.batch_size, occupancy=Occupancy(self._clock))
         # 100 * 1.1 is a little more than 110 in binary, and means 110.
         start = math.ceil(batch.want * (1 + self.settings.over_sampling) - 1e-9)
         groups, self._carried = self._carried[:start], self._carried[start:]
@@ -149,6 +162,9 @@ class AsyncRolloutManager:
             await self._run_batch(groups, batch)
         if scope.cancelled_caught:
             raise StageTimeoutError(self._late(batch))
+        batch.occupancy.finish()
+        self.counts.tail_seconds = batch.occupancy.tail_seconds
+        self.counts.scoring_seconds = batch.occupancy.empty_seconds
         self._keep_unfinished(batch)
         return sorted(batch.done, key=lambda group: group.index)
 
@@ -228,8 +244,14 @@ class AsyncRolloutManager:
     async def _run_sample(self, sample: Sample, engine: InferenceEngine, batch: _Batch) -> None:
         if batch.stopping:
             return
-        generation = await engine.generate(self._request(sample))
+        request = self._request(sample)
+        with batch.occupancy.one():
+            generation = await engine.generate(request)
         if extend_sample(sample, generation):
+            if self._sink is not None and request.return_hidden_states:
+                self._sink.receive(request, generation)
+            # Scoring may take long, and hidden states much memory.
+            del generation
             # Stays pending until it is scored, so that nobody takes it for finished.
             status, sample.status = sample.status, Status.PENDING
             score = await self._reward.score_sample(sample)
@@ -239,7 +261,7 @@ class AsyncRolloutManager:
     def _request(self, sample: Sample) -> GenerateRequest:
         prior = sample.response_ids
         params = self.settings.params
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=_request_id(self.settings.namespace, sample),
             prompt_ids=tuple(sample.prompt_ids),
             prior_ids=tuple(prior),
@@ -247,6 +269,8 @@ class AsyncRolloutManager:
             key=sample.noise_key(self.settings.seed, self.settings.namespace),
             group=f"{self.settings.namespace}/{sample.group_index}",
         )
+        wanted = self._sink is not None and self._sink.wants(request)
+        return replace(request, return_hidden_states=True) if wanted else request
 
     async def _stop(self, batch: _Batch) -> None:
         """Enough groups are done: stop the samples of all others."""
@@ -294,6 +318,7 @@ class _Batch:
     """The groups of one call of `generate_batch`."""
 
     want: int
+    occupancy: Occupancy
     running: dict[int, Group] = field(default_factory=dict)
     done: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)

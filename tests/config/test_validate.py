@@ -235,10 +235,10 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.train.min_workers_for_training=1",
         ),
         (
-            "speculative.enable=true speculative.train.enable_drafter_training=true "
-            "speculative.train.collect_hidden_states_from_sgl=true",
-            "features are the trainer's own",
-            "speculative.train.collect_hidden_states_from_sgl=false",
+            "speculative.train.collect_hidden_states_from_sgl=true "
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.name=hf hands over no hidden states",
+            "speculative.train.collect_hidden_states_from_engine=false",
         ),
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "

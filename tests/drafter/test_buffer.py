@@ -40,21 +40,50 @@ def test_beyond_its_bytes_the_oldest_are_given_up_but_not_the_longest() -> None:
     held = buffer(max_bytes=16 * 30, long_share=0.5)
     held.add(kept("long", 12))
     for name in "abcd":
-        held.add(kept(name, 6))
+        held.add(kept(name, 6, 2))
     assert names(held) == ["long", "b", "c", "d"]
     assert held.nbytes == 16 * 30
     assert (held.counts.received, held.counts.evicted) == (5, 1)
     # Two long ones are more than half.
-    held.add(kept("longer", 14))
+    held.add(kept("longer", 14, 3))
     assert names(held) == ["c", "d", "longer"]
     assert held.counts.evicted == 3
 
 
 def test_without_a_share_for_the_longest_the_oldest_go() -> None:
     held = buffer(max_bytes=16 * 20, long_share=0.0)
-    for name, tokens in (("long", 12), ("a", 6), ("b", 6)):
-        held.add(kept(name, tokens))
+    for step, (name, tokens) in enumerate((("long", 12), ("a", 6), ("b", 6))):
+        held.add(kept(name, tokens, step))
     assert names(held) == ["a", "b"]
+
+
+def test_who_came_in_first_does_not_matter() -> None:
+    orders = []
+    for order in itertools.permutations("abcd"):
+        held = buffer(max_bytes=16 * 20, long_share=0.5)
+        for name in order:
+            held.add(kept(name, 4 + 6 * (name == "b"), 1 + (name == "c")))
+        taken = [s.tokens for batch in held.batches(2, "k") for s in batch]
+        orders.append((names(held), taken))
+        assert held.nbytes == 16 * 18
+    assert orders[0][0] == ["b", "d", "c"]
+    assert all(one == orders[0] for one in orders)
+
+
+def test_the_newest_policy_whose_responses_were_trained_on() -> None:
+    held = buffer(max_uses=1, lookback_steps=9)
+    known = [held.newest_used]
+    for step, version in ((1, 3), (2, 5)):
+        one = kept(f"s{step}", 3, step)
+        one.version = version
+        held.add(one)
+        next(held.batches(1, "k"))
+        known.append(held.newest_used)
+    assert known == [None, 3, 5]
+    other = buffer(lookback_steps=9)
+    other.load_state_dict(held.state_dict())
+    assert other.newest_used == 5
+    assert [one["version"] for one in other.state_dict()["kept"]] == [3, 5]
 
 
 def test_a_response_larger_than_the_buffer_is_refused() -> None:

@@ -51,7 +51,7 @@ def collected(sink: FeatureCollector, batch: TrainBatch) -> None:
 def test_they_are_what_the_engine_hands_over() -> None:
     decoder = shared_decoder()
     sink = collector()
-    sink.begin_step(3, wanted=True)
+    sink.begin_step(3, 0, wanted=True)
     collected(sink, batch_of(decoder, 12))
     theirs = {r.key: r.sequence for r in responses(decoder, requests(12)) if r.sequence.slots}
     found = sink.buffer.state_dict()["kept"]
@@ -70,15 +70,15 @@ def test_nothing_is_kept_of_steps_that_are_not_wanted() -> None:
     sink = collector()
     batch = batch_of(shared_decoder(), 6)
     assert sink.select(batch) == set()
-    sink.begin_step(1, wanted=False)
+    sink.begin_step(1, 0, wanted=False)
     assert sink.select(batch) == set()
-    sink.begin_step(2, wanted=True)
+    sink.begin_step(2, 0, wanted=True)
     assert sink.select(batch)
 
 
 def test_rows_without_noise_or_without_a_token_to_draft_are_left_out() -> None:
     sink = collector(max_length=8)
-    sink.begin_step(1, wanted=True)
+    sink.begin_step(1, 0, wanted=True)
     key = requests(1)[0].key
     rows = [
         TrainRow(tokens=[1, 2, 3, 4], loss_mask=[0.0, 0.0, 1.0, 1.0], key=key),
@@ -91,7 +91,7 @@ def test_rows_without_noise_or_without_a_token_to_draft_are_left_out() -> None:
 
 def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
     sink = collector(held_out_every=3, held_out=5, max_length=6)
-    sink.begin_step(1, wanted=True)
+    sink.begin_step(1, 0, wanted=True)
     batch = batch_of(shared_decoder(), 24)
     collected(sink, batch)
     assert len(sink.held_out) == 5

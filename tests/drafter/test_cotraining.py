@@ -33,7 +33,7 @@ def cotraining(*, held_out: int = 24, count: int = 64, seed: int = 1) -> CoTrain
     for number, one in enumerate(
         r for r in responses(decoder, requests(count)) if r.sequence.slots
     ):
-        kept = Kept(sequence=one.sequence, key=one.key, step=1)
+        kept = Kept(sequence=one.sequence, key=one.key, step=1, version=6)
         if number < held_out:
             collector._held_out.append(kept)
         else:
@@ -60,9 +60,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_a_head_that_accepts_more_is_passed_on_as_the_next_version() -> None:
     made, ends = cotraining(), ends_of(shared_decoder())
     before = tensors(made)
+    trained_to = [made.trained_to]
     first = made.slice(ends, step=1)
     assert first.adopted
     assert (made.version, made.hold_backs) == (1, 0)
+    assert [*trained_to, made.trained_to] == [None, 6]
     assert not same(before, tensors(made))
     assert same(tensors(made), dict(made.trainer.head.named_parameters()))
     metrics = first.metrics

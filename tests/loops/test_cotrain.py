@@ -73,6 +73,11 @@ def test_what_it_did_is_logged(learned: tuple[Path, Path]) -> None:
     ]
     assert steps[2].keys() >= {"drafter/loss", "drafter/accept_length/after", "timing_s/drafter"}
     assert "drafter/loss" not in steps[3]
+    # The head of step 2 has learned from responses of policy 1; the engines have policy 2 then.
+    if steps[2]["drafter/publishes"]:
+        assert [steps[n].get("drafter/staleness_versions") for n in (1, 2, 3)] == [None, 1, 2]
+        again = steps[4]["drafter/publishes"] > 1
+        assert steps[4]["drafter/staleness_versions"] == (1 if again else 3)
     assert steps[1]["drafter/buffer_samples"] > 0
 
 
@@ -195,7 +200,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     assert steps[4]["rollout/idle_core_seconds"] >= 0
     # A checkpoint has the head in use: a process goes on from it, and so does the other mode.
     state = load_tree(cotraining_file(tmp_path / "run" / "global_step_4"))
-    assert state.keys() == {"used", "version"}
+    assert state.keys() == {"used", "version", "trained_to"}
     more = "trainer.total_training_steps=5"
     assert main([*line, more]) == 0
     capsys.readouterr()

@@ -18,7 +18,7 @@ from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
 from slipstream.loops.stages import Stages
 from slipstream.metrics.names import check_names
-from slipstream.metrics.timers import Timers
+from slipstream.metrics.timers import STEP_PARTS, Timers
 from slipstream.rewards.protocol import Score
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.protocol import TrainFuture
@@ -134,7 +134,22 @@ def test_three_steps_train_publish_and_log_known_names() -> None:
         assert metrics["timing_s/step"] >= metrics["timing_s/gen"] > 0
         assert metrics["timing_s/update_actor"] > 0
         assert metrics["timing_per_token_ms/gen"] > 0
+        parts = [metrics.get(f"timing_s/{name}", 0.0) for name in (*STEP_PARTS, "other")]
+        assert sum(parts) == pytest.approx(metrics["timing_s/step"])
+        assert min(parts) >= 0.0
+        assert 0.0 <= metrics["rollout/tail_seconds"] <= metrics["timing_s/gen"]
     assert [m["training/epoch"] for m in history] == [0, 0, 1]
+
+
+def test_the_wait_for_rewards_is_no_generation() -> None:
+    class Slow(Scorer):
+        async def score_sample(self, sample: Sample) -> Score:
+            await anyio.sleep(0.02)
+            return await super().score_sample(sample)
+
+    (metrics,), _, _ = train(tiny_backend(), config(num_steps=1), Slow())
+    assert metrics["timing_s/reward"] >= 0.02
+    assert 0 < metrics["timing_s/gen"] <= metrics["timing_s/step"] - metrics["timing_s/reward"]
 
 
 def test_a_baseline_stands_in_for_the_estimator_and_saving_may_be_rare() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.metrics.timers import IdleCores, Timers, timing_per_token
+from slipstream.metrics.timers import IdleCores, Timers, step_split, timing_per_token
 
 
 class Clock:
@@ -39,6 +39,24 @@ def test_a_span_that_raises_still_counts() -> None:
     with pytest.raises(ZeroDivisionError), timers.span("gen"):
         fail()
     assert timers.collect() == {"timing_s/gen": 2.0}
+
+
+def test_the_stages_of_a_step_and_the_rest_add_up_to_it() -> None:
+    timers = Timers(lambda: 0.0)
+    seconds = {"step": 10.0, "gen": 6.0, "update_actor": 1.5, "drafter": 0.5, "testing": 30.0}
+    for name, value in seconds.items():
+        timers.add(name, value)
+    timers.move(2.0, "gen", "reward")
+    split = step_split(timers.collect())
+    assert split.pop("timing_s/other") == 2.0
+    assert split == {
+        "timing_s/step": 10.0,
+        "timing_s/gen": 4.0,
+        "timing_s/reward": 2.0,
+        "timing_s/update_actor": 1.5,
+        "timing_s/drafter": 0.5,
+        "timing_s/testing": 30.0,
+    }
 
 
 def test_milliseconds_per_token() -> None:

@@ -107,6 +107,19 @@ def batch(rollouts: AsyncRolloutManager) -> list[Group]:
     return anyio.run(rollouts.generate_batch)
 
 
+def test_seconds_of_scoring_alone_are_counted() -> None:
+    now = 0.0
+
+    async def wait(sample: Sample) -> None:
+        nonlocal now
+        now += 5.0
+
+    rollouts = manager(scorer=Scorer(wait=wait), batch_size=1, n=1)
+    rollouts._clock = lambda: now
+    batch(rollouts)
+    assert (rollouts.counts.scoring_seconds, rollouts.counts.tail_seconds) == (5.0, 0.0)
+
+
 def test_groups_come_in_order_complete_and_scored() -> None:
     rollouts = manager(scorer=Scorer(lambda sample: float(sample.response_length)))
     first, second = batch(rollouts), batch(rollouts)

@@ -329,8 +329,9 @@ class Engine:
             choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
             for request in fresh:
                 request.kv_weights = {self._weights}
-                if self._proposer is not None and len(request.request.prompt_ids) >= BLOCK:
-                    request.keep_prompt_features(features[request.request_id])
+                drafts = self._proposer is not None and len(request.request.prompt_ids) >= BLOCK
+                if drafts or request.wants_context:
+                    request.keep_features(features[request.request_id], for_drafts=drafts)
             self._count(
                 prompt_tokens=done.computed,
                 shared_prompt_tokens=done.shared,
@@ -523,4 +524,6 @@ def _ordinary(generations: list[Generation]) -> list[Generation]:
     for generation in generations:
         if generation.hidden_states is not None:
             generation.hidden_states = generation.hidden_states.clone()
+        if generation.context_hidden_states is not None:
+            generation.context_hidden_states = generation.context_hidden_states.clone()
     return generations

@@ -39,6 +39,8 @@ class Running:
     versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)
     """Each policy version that sampled, with the index of its first token."""
     hidden: list[Tensor] = field(default_factory=list)
+    context_hidden: Tensor | None = None
+    """Hidden states of the context that it began with, less the last one, where they are wanted."""
     kv_weights: set[int] = field(default_factory=set)
     """Which of the engine's weights, counted by loads, computed its keys and values."""
     prompt_features: list[Tensor] = field(default_factory=list)
@@ -57,12 +59,24 @@ class Running:
         """Tokens of context; the last one's keys and values are not cached yet."""
         return len(self.context)
 
-    def keep_prompt_features(self, features_TD: Tensor) -> None:
-        """Of the hidden states of the last tokens of its context, those of its prompt's last."""
-        after = self.length - len(self.request.prompt_ids)
-        of_prompt = features_TD[: max(0, len(features_TD) - after)]
+    @property
+    def wants_context(self) -> bool:
+        """Whether the hidden states of its whole context are wanted, once it begins."""
+        return self.request.return_hidden_states and not self.token_ids
+
+    def keep_features(self, features_TD: Tensor, *, for_drafts: bool) -> None:
+        """Of the hidden states of the last tokens of its context: all but the last one, where they
+        are wanted, which must be of the whole context then; and `for_drafts`, or for siblings of
+        which they are wanted, too, those of its prompt."""
         # Copied: they would hold on to the states of all contexts of the prefill.
-        self.prompt_features = [of_prompt[-PROMPT_FEATURES:].clone()] if len(of_prompt) else []
+        wanted, after = self.wants_context, self.length - len(self.request.prompt_ids)
+        if wanted:
+            features_TD = features_TD.clone()
+            self.context_hidden = features_TD[:-1]
+        of_prompt = features_TD[: max(0, len(features_TD) - after)]
+        if not wanted:
+            of_prompt = of_prompt[-PROMPT_FEATURES:].clone()
+        self.prompt_features = [of_prompt] if len(of_prompt) and (wanted or for_drafts) else []
 
     def push(
         self,
@@ -152,5 +166,6 @@ class Running:
             stop_reason=self.stop_reason,
             text=text,
             hidden_states=torch.stack(self.hidden) if self.hidden else None,
+            context_hidden_states=self.context_hidden,
             error=self.error,
         )

@@ -35,6 +35,10 @@ class Head:
     def length(self) -> int:
         return self.kv.length
 
+    @property
+    def has_all_features(self) -> bool:
+        return sum(map(len, self.features)) == self.length
+
     def first(self, count: int) -> Head:
         """Of all but the last tokens."""
         less = self.length - count
@@ -138,6 +142,10 @@ class Scheduler:
             if not self.store.fits(len(self.running) + 1, needed):
                 break
             saved, context = candidate.request_id in self._saved, tuple(candidate.context)
+            if not saved and candidate.wants_context:
+                shared = done.heads.get(context)
+                if shared is not None and not shared.has_all_features:
+                    break  # It cannot share this prefill, which lacks what it wants.
             if not saved and context not in done.heads:
                 head = self._head(candidate, settled, weights)
                 rest = candidate.length - (0 if head is None else head.length)
@@ -162,8 +170,11 @@ class Scheduler:
     def _head(self, request: Running, settled: Sequence[Running], weights: int) -> Head | None:
         if self.partial is not None and self.partial.request is request:
             return self.partial.head()
-        kv = None if self.prefixes is None else self.prefixes.find(request.context)
         prompt = self._prompt_of(request, settled, weights)
+        if request.wants_context:
+            # Keys and values alone do not tell the hidden states that they were made from.
+            return prompt if prompt is not None and prompt.has_all_features else None
+        kv = None if self.prefixes is None else self.prefixes.find(request.context)
         if prompt is not None and (kv is None or prompt.length >= kv.length):
             return prompt
         return None if kv is None else Head(kv, [], kv.length)

@@ -1,0 +1,41 @@
+"""Seconds of a batch's tail, and of the wait after it, on a clock of our own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from slipstream.rollout.occupancy import Occupancy
+
+
+def test_the_tail_is_where_fewer_than_half_of_the_most_are_left() -> None:
+    now = 100.0
+    occupancy = Occupancy(lambda: now)
+    responses = [ExitStack() for _ in range(5)]
+    for response in responses:
+        response.enter_context(occupancy.one())
+        now += 1.0
+    # Five, four, three, two, one, none.
+    for seconds, response in zip((2.0, 4.0, 8.0, 16.0, 32.0), responses, strict=True):
+        now += seconds
+        response.close()
+    now += 64.0
+    occupancy.finish()
+    assert occupancy.tail_seconds == 16.0 + 32.0
+    assert occupancy.empty_seconds == 64.0
+
+
+def test_of_two_half_is_no_tail_and_another_one_may_begin_late() -> None:
+    now = 0.0
+    occupancy = Occupancy(lambda: now)
+    now += 7.0  # nothing has begun
+    for seconds in (1.0, 2.0):
+        with occupancy.one():
+            now += seconds
+        now += 10.0
+    with occupancy.one():
+        with occupancy.one():
+            now += 1.0
+        now += 5.0
+    occupancy.finish()
+    assert occupancy.tail_seconds == 0.0
+    assert occupancy.empty_seconds == 20.0
