@@ -126,6 +126,9 @@ class DrafterTrainConfig:
     """Weight of the distance between predicted and true features (smooth L1)."""
     soft_weight: NonNegativeFloat = 0.5
     """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
+    acceptance_weight: NonNegativeFloat = 0.0
+    """Weight of -log sum min(p, q), the probability that a draft sampled from the head's q is
+    accepted under the policy's p (LK loss, Samarin et al. 2026)."""
     depth: PositiveInt = 1
     """Drafts in a row that a step trains: from the second on the head is given its own
     predictions."""

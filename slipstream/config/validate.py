@@ -445,10 +445,11 @@ def _drafter(config: Config) -> Iterator[str]:
         if (one.min_lr_ratio or 0) > 1:
             key = f"speculative.{name}.optim"
             yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
-    if not train.value_weight and not train.soft_weight:
+    if not (train.value_weight or train.soft_weight or train.acceptance_weight):
         yield (
-            "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "
-            "model nothing to learn; set speculative.train.value_weight=1"
+            "speculative.train.value_weight=0, soft_weight=0 and acceptance_weight=0 leave a draft "
+            "model nothing to learn; set speculative.train.value_weight=1, or "
+            "speculative.train.acceptance_weight=1"
         )
 
 

@@ -158,6 +158,7 @@ def train_settings(
         grad_clip=train.grad_clip,
         value_weight=train.value_weight,
         soft_weight=train.soft_weight,
+        acceptance_weight=train.acceptance_weight,
         depth=train.depth,
         depth_decay=train.depth_decay,
         feature_noise=train.feature_noise,
