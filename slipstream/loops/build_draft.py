@@ -147,7 +147,7 @@ def train_settings(
             lr=optim.lr,
             optimizer=optim.optimizer,
             muon_lr=optim.muon_lr if optim.optimizer == "Muon" else None,
-            betas=(0.9, 0.95),
+            betas=optim.betas,
             weight_decay=optim.weight_decay,
             warmup_steps=optim.lr_warmup_steps,
             schedule=optim.lr_scheduler_type,

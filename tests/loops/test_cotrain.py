@@ -109,7 +109,8 @@ def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: P
     assert_same_result(result_of(again), result_of(folder))
 
 
-OPPORTUNISTIC = f"{TRAIN}.mode=opportunistic"
+OPPORTUNISTIC = (f"{TRAIN}.mode=opportunistic", f"{TRAIN}.training_interval_steps=10")
+"""After `LEARN`: whenever a core is idle, whatever the step."""
 
 KILLED = """
 import os, signal, sys
@@ -162,7 +163,8 @@ def test_a_run_killed_while_its_head_learns_ends_as_the_uninterrupted_one(
     learned: tuple[Path, Path], tmp_path: Path, where: str, number: int, mode: str
 ) -> None:
     folder, reward = learned
-    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, f"{TRAIN}.mode={mode}", reward=reward)
+    more = OPPORTUNISTIC if mode == "opportunistic" else ()
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, *more, reward=reward)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, where, str(number), *line], capture_output=True, check=False
     )
@@ -183,7 +185,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     learned: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, reward = learned
-    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, *OPPORTUNISTIC, reward=reward)
     assert main(line) == 0
     ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -223,7 +225,7 @@ def test_on_all_cores_it_learns_while_an_engine_lends_one(
 
     monkeypatch.setattr(DraftWorker, "go_on", noted)
     monkeypatch.setattr(build_cotrain, "usable_cores", torch.get_num_threads)
-    more = [OPPORTUNISTIC, "actor_rollout_ref.rollout.one_thread_below=4"]
+    more = [*OPPORTUNISTIC, "actor_rollout_ref.rollout.one_thread_below=4"]
     if torch.get_num_threads() == 1:
         monkeypatch.setattr(build_cotrain, "usable_cores", lambda: 2)
         more.append("trainer.num_threads=2")
@@ -253,7 +255,7 @@ def test_a_process_that_is_killed_is_started_again(
 
     monkeypatch.setattr(DraftWorker, "learn", learn_and_die)
     reward = write_reward(tmp_path)
-    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, *OPPORTUNISTIC, reward=reward)
     assert main(line) == 0
     assert "ended with status -9; another one begins from the head in use" in (
         capsys.readouterr().out
