@@ -28,6 +28,9 @@ from slipstream.config.load import CONFIG_FILE, to_yaml
 from slipstream.config.mode import resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
 
+DRAFT_LAYOUTS = ("vllm", "sglang")
+"""Keys of `models.draft_layouts.LAYOUTS`, which would import torch."""
+
 _SETTINGS = "[--recipe NAME | --config FILE] [key=value ...]"
 
 
@@ -154,10 +157,21 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--checkpoint", metavar="DIR", type=Path, required=True, help="a checkpoint of a run"
+        "--checkpoint",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="a run, a checkpoint of one, or a folder that holds just what is exported",
     )
     command.add_argument(
         "--output", metavar="DIR", type=Path, required=True, help="folder to write, new or empty"
+    )
+    command.add_argument(
+        "--draft",
+        metavar="ENGINE",
+        choices=DRAFT_LAYOUTS,
+        help="write the draft head instead of the model, as this engine loads EAGLE heads: vllm "
+        "(of Llama's family) or sglang (of Llama's and Qwen2's)",
     )
     command.add_argument(
         "--dtype",
@@ -172,7 +186,7 @@ def _run_export(args: argparse.Namespace, _: list[str]) -> int:
     checkpoint = _existing_checkpoint(args.checkpoint)
     from slipstream.loops.run import export
 
-    return export(checkpoint, args.output, args.dtype)
+    return export(checkpoint, args.output, args.dtype, args.draft)
 
 
 def _quickstart_flags(command: argparse.ArgumentParser) -> None:
@@ -307,11 +321,12 @@ COMMANDS = (
     ),
     Command(
         name="export",
-        summary="write a checkpoint's model as a Hugging Face folder",
-        usage="slipstream export --checkpoint DIR --output DIR [--dtype TYPE]",
+        summary="write a checkpoint's model, or its draft head, as other programs load it",
+        usage="slipstream export --checkpoint DIR --output DIR [--draft ENGINE] [--dtype TYPE]",
         examples="""\
   slipstream export --checkpoint checkpoints/slipstream/run/global_step_50 --output model
-  slipstream export --checkpoint global_step_50 --output model --dtype bfloat16""",
+  slipstream export --checkpoint global_step_50 --output model --dtype bfloat16
+  slipstream export --checkpoint runs/mine --output head --draft sglang""",
         flags=_export_flags,
         run=_run_export,
         takes_settings=False,

@@ -164,6 +164,7 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         ["train", "--recipy", "tiny"],
         ["export", "--checkpoint", ".", "--output", "x", "trainer.seed=1"],
         ["export", "--output", "x"],
+        ["export", "--checkpoint", ".", "--output", "x", "--draft", "trtllm"],
         ["eval", "--checkpoint", ".", "--problems", "0"],
         ["quickstart", "--recipe", "large"],
     ],
@@ -229,12 +230,14 @@ def test_draft_takes_a_policy_from_the_settings_too(calls: Calls) -> None:
 def test_export_and_quickstart_pass_their_flags_on(calls: Calls, tmp_path: Path) -> None:
     line = ["export", "--checkpoint", str(tmp_path), "--output", "model", "--dtype", "bfloat16"]
     assert cli.main(line) == 0
+    assert cli.main([*line, "--draft", "sglang"]) == 0
     assert cli.main(["quickstart"]) == 0
     line = ["quickstart", "--output", "o", "--seed", "4", "--recipe", "quickstart_small"]
     assert cli.main([*line, "--sft-control", "--no-bf16", "--no-speculation"]) == 0
     assert cli.main([*line, "--cold-start"]) == 0
     assert calls == [
-        ("export", tmp_path, Path("model"), "bfloat16"),
+        ("export", tmp_path, Path("model"), "bfloat16", None),
+        ("export", tmp_path, Path("model"), "bfloat16", "sglang"),
         ("quickstart", Path("runs/quickstart"), 1, "auto", False, True, True, False),
         ("quickstart", Path("o"), 4, "quickstart_small", True, False, False, False),
         ("quickstart", Path("o"), 4, "quickstart_small", False, True, True, True),

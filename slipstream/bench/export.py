@@ -1,6 +1,6 @@
 """A draft head in vLLM (`slipstream bench export`): is it as good there as it is here?
 
-The policy and its head go to vLLM as files, in the layout that they are always saved in, and both
+The policy and its head go to vLLM as files, as `slipstream export` writes them, and both
 engines answer the same prompts greedily, with chains of the same depths. Both must write the same
 tokens where their sums agree, which the benchmark counts, and accept as many drafts. vLLM's class
 for EAGLE heads is one of the Llama family. It is asked one prompt at a time: on a CPU, vLLM 0.32
@@ -24,7 +24,7 @@ from slipstream.bench.trained import Trained, load_trained, make_engine
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.models.draft_io import save_draft_head
+from slipstream.models.draft_layouts import export_draft_head
 from slipstream.models.hf_io import save_checkpoint
 
 TOLERANCE = 0.10
@@ -80,8 +80,7 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
     with TemporaryDirectory() as parent:
         policy, head = Path(parent) / "policy", Path(parent) / "head"
         save_checkpoint(trained.decoder, policy)
-        head.mkdir()
-        save_draft_head(trained.head, head)
+        export_draft_head(trained.head, head, "vllm")
         for depth in bench.depths:
             say(f"{len(workload.prompts)} prompts, chains of {depth}: here, and in vLLM")
             ours = _ours(trained, workload, bench.dtype, depth)

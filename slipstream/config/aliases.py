@@ -53,6 +53,8 @@ RENAMED: dict[str, str] = {
         "speculative.train.collect_hidden_states_from_engine"
     ),
     "speculative.train.optim.warmup_style": "speculative.train.optim.lr_scheduler_type",
+    "speculative.train.vloss_weight": "speculative.train.value_weight",
+    "speculative.train.ploss_weight": "speculative.train.soft_weight",
 }
 """Another spelling -> ours. A trailing number is an index into a list."""
 
@@ -134,10 +136,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "trainer.ray_wait_register_center_timeout": _NO_RAY,
     "trainer.use_legacy_worker_impl": _NO_RAY,
     "trainer.max_critic_ckpt_to_keep": "no critic is trained",
-    "speculative.train.buffer_max_samples": "no draft model is trained during RL",
-    "speculative.train.data_buffer_max_size": "no draft model is trained during RL",
-    "speculative.train.enable_step_barrier": "no draft model is trained during RL",
-    "speculative.train.ulysses_sequence_parallel_size": "no draft model is trained during RL",
     "ray_kwargs.*": _NO_RAY,
     "ray_init.*": _NO_RAY,
     "hydra.*": "the run folder is trainer.default_local_dir",
@@ -166,6 +164,11 @@ def _one(what: str) -> Neutral:
 
 _NO_OFFLOAD = _off("this version moves nothing off the device; set it to false")
 _NO_MULTI_TURN = _off("this version rolls out single turns; set it to false or null")
+_BYTES = Neutral(
+    (None,),
+    "responses to train on are bounded in bytes and in age; set speculative.train.buffer_bytes and "
+    "speculative.train.lookback_steps instead",
+)
 
 ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": _one("tensor parallelism"),
@@ -203,6 +206,22 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     "algorithm.filter_groups.enable": _off("groups are not filtered; set it to false"),
     "algorithm.rollout_correction.rollout_is": _off("set it to null"),
     "algorithm.rollout_correction.rollout_rs": _off("set it to null"),
+    "speculative.train.buffer_max_samples": _BYTES,
+    "speculative.train.data_buffer_max_size": _BYTES,
+    "speculative.train.data_augment_std": Neutral(
+        (0, None),
+        "noise is uniform and of one width for all lengths; set speculative.train.feature_noise "
+        "instead",
+    ),
+    "speculative.train.enable_step_barrier": _off(
+        "the draft model learns in one process, which waits for no other; set it to false"
+    ),
+    "speculative.train.ulysses_sequence_parallel_size": _one("sequence parallelism"),
+    "speculative.train.optim.total_training_steps": Neutral(
+        (0, -1, None),
+        "the schedule spans the updates that trainer.total_training_steps, "
+        "training_interval_steps and updates_per_training come to; set it to 0",
+    ),
     "trainer.default_hdfs_dir": _off("checkpoints go to trainer.default_local_dir; set it to null"),
     "trainer.del_local_ckpt_after_load": _off("set it to false"),
     "trainer.esi_redundant_time": Neutral((0, None), "set it to 0"),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from slipstream.config.fields import (
     CountOrOff,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -34,6 +35,11 @@ class EagleConfig:
     """How the number of drafts is chosen, step by step: `COST` from measured step times and
     acceptance, plain decoding included; `PREDEFINED` always takes `spec_steps`. FastRL's bandits
     EG, UCB1 and BEG are not in this version."""
+    exploration: Fraction = 0.005
+    """Share of the time that looking at other numbers of drafts may lose, beyond the first looks,
+    where `tune_algorithm` is COST; what epsilon is to a bandit."""
+    hysteresis: NonNegativeFloat = 0.02
+    """Share by which another number of drafts must be faster to be switched to, likewise."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")
     """Shapes that a bandit picks from, as `steps_topk_tokens`."""
     mab_bs_threshold: tuple[PositiveInt, ...] = (1, 2, 5, 21)
@@ -69,6 +75,8 @@ class DrafterOptimConfig:
     """Peak learning rate of AdamW's parameters."""
     muon_lr: NonNegativeFloat | None = 0.05
     """Peak learning rate of the matrices where `optimizer` is Muon; null: `lr`."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment; FastRL's and EAGLE's."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices."""
     lr_warmup_steps: NonNegativeInt = 20
@@ -127,6 +135,9 @@ class DrafterTrainConfig:
     """Weight of the distance between predicted and true features (smooth L1)."""
     soft_weight: NonNegativeFloat = 0.5
     """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
+    acceptance_weight: NonNegativeFloat = 0.0
+    """Weight of -log sum min(p, q), the probability that a draft sampled from the head's q is
+    accepted under the policy's p (LK loss, Samarin et al. 2026)."""
     depth: PositiveInt = 1
     """Drafts in a row that a step trains: from the second on the head is given its own
     predictions."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
+from slipstream.config.inert import options_without_effect
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
 from slipstream.config.schema_speculative import EagleConfig
@@ -378,6 +379,7 @@ def _run(config: Config) -> Iterator[str]:
     if config.speculative.enable:
         yield from _speculation(config)
     yield from _drafter(config)
+    yield from options_without_effect(config.speculative)
     if config.speculative.train.enable_drafter_training:
         yield from _cotraining(config)
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
@@ -441,14 +443,23 @@ def _drafter(config: Config) -> Iterator[str]:
             f"speculative.draft.total_training_steps={steps} with {key}.lr_warmup_steps="
             f"{optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant or more steps"
         )
+    if train.checkpoint_path is not None:
+        yield (
+            f"speculative.train.checkpoint_path={train.checkpoint_path}: the draft model is part "
+            "of the run's checkpoints; set speculative.train.checkpoint_path=null"
+        )
     for name, one in (("draft", draft.optim), ("train", train.optim)):
+        if max(one.betas) >= 1:
+            key = f"speculative.{name}.optim"
+            yield f"{key}.betas={list(one.betas)} must be below 1; set {key}.betas=[0.9,0.95]"
         if (one.min_lr_ratio or 0) > 1:
             key = f"speculative.{name}.optim"
             yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
-    if not train.value_weight and not train.soft_weight:
+    if not (train.value_weight or train.soft_weight or train.acceptance_weight):
         yield (
-            "speculative.train.value_weight=0 and speculative.train.soft_weight=0 leave a draft "
-            "model nothing to learn; set speculative.train.value_weight=1"
+            "speculative.train.value_weight=0, soft_weight=0 and acceptance_weight=0 leave a draft "
+            "model nothing to learn; set speculative.train.value_weight=1, or "
+            "speculative.train.acceptance_weight=1"
         )
     engine, states = config.actor_rollout_ref.rollout.name, "collect_hidden_states_from_engine"
     # Where it is to draft as well, that is what is said of it.
@@ -475,10 +486,6 @@ def _cotraining(config: Config) -> Iterator[str]:
             f"{key}.min_workers_for_training={train.min_workers_for_training}: this version has "
             f"one worker; set {key}.min_workers_for_training=1"
         )
-    if train.checkpoint_path is not None:
-        yield (
-            f"{key}.checkpoint_path={train.checkpoint_path}: the draft model is part of the run's "
-            f"checkpoints; set {key}.checkpoint_path=null"
         )
     if train.long_share > 1:
         yield f"{key}.long_share={train.long_share:g} is above 1; set {key}.long_share=0.25"

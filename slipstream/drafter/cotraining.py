@@ -190,8 +190,13 @@ def _of_training(history: Sequence[Metrics]) -> Metrics:
         "drafter/loss": "draft/loss",
         "drafter/feature_loss": "draft/value_loss",
         "drafter/token_loss": "draft/soft_loss",
+        "drafter/acceptance_loss": "draft/acceptance_loss",
     }
-    return {ours: sum(m[theirs] for m in history) / len(history) for ours, theirs in names.items()}
+    return {
+        ours: sum(m[theirs] for m in history) / len(history)
+        for ours, theirs in names.items()
+        if theirs in history[0]
+    }
 
 
 def _of_acceptance(acceptance: Acceptance | None, when: str) -> Metrics:

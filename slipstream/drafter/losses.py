@@ -54,15 +54,18 @@ class DraftSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLoss:
-    """`total` = value_weight * `value` + soft_weight * `soft`, a mean over slots.
+    """`total` = value_weight * `value` + soft_weight * `soft` + acceptance_weight * `acceptance`, a
+    mean over slots.
 
-    `value`, `soft` and `accuracy` are those of the first draft, `depth_accuracy` has that of every
-    depth. Accuracy: how often the head's likeliest token is the policy's likeliest one.
+    `value`, `soft`, `acceptance` (None where it has no weight) and `accuracy` are those of the
+    first draft, `depth_accuracy` has that of every depth. Accuracy: how often the head's likeliest
+    token is the policy's likeliest one.
     """
 
     total: Tensor
     value: Tensor
     soft: Tensor
+    acceptance: Tensor | None
     accuracy: Tensor
     slots: int
     depth_accuracy: Sequence[Tensor]
@@ -74,12 +77,14 @@ def eagle_loss(
     *,
     value_weight: float = 1.0,
     soft_weight: float = 0.1,
+    acceptance_weight: float = 0.0,
     depth: int = 1,
     depth_decay: float = 1.0,
     noise_BTD: Tensor | None = None,
 ) -> DraftLoss:
     """Smooth L1 between predicted and true features, and cross-entropy to the policy's own
     distribution (EAGLE, Li et al. 2024), over slots whose drafted token the policy wrote.
+    With `acceptance_weight` also `acceptance_loss`. Distributions are those of temperature 1.
 
     Slot t holds the feature of token t and the embedding of token t + 1; its prediction is the
     feature of token t + 1, which gives the law of token t + 2. No gradient reaches the policy.
@@ -109,29 +114,41 @@ def eagle_loss(
         mine = predicted.flatten(0, 1)[counted]
         true = features.flatten(0, 1)[counted + 1 + k]
         value = F.smooth_l1_loss(mine.float(), true.float())
-        soft, accuracy = _soft_cross_entropy(mine, true, batch.lm_head)
+        log_q = torch.log_softmax(batch.lm_head(mine).float(), -1)
+        with torch.no_grad():
+            logits = batch.lm_head(true).float()
+        soft = -(torch.softmax(logits, -1) * log_q).sum(-1).mean()
+        accuracy = (log_q.argmax(-1) == logits.argmax(-1)).float().mean()
+        weighted, acceptance = value_weight * value + soft_weight * soft, None
+        if acceptance_weight:
+            acceptance = acceptance_loss(torch.log_softmax(logits, -1), log_q)
+            weighted = weighted + acceptance_weight * acceptance
         weight = depth_decay**k
-        total = total + weight * (value_weight * value + soft_weight * soft)
+        total = total + weight * weighted
         weights += weight
         accuracies.append(accuracy)
         if first is None:
-            first = (value.detach(), soft.detach(), len(counted))
+            shown = None if acceptance is None else acceptance.detach()
+            first = (value.detach(), soft.detach(), shown, len(counted))
     if first is None:
         raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
     return DraftLoss(
         total=total / weights,
         value=first[0],
         soft=first[1],
+        acceptance=first[2],
         accuracy=accuracies[0],
-        slots=first[2],
+        slots=first[3],
         depth_accuracy=accuracies,
     )
 
 
-def _soft_cross_entropy(mine: Tensor, true: Tensor, lm_head: PackedLinear) -> tuple[Tensor, Tensor]:
-    """Of predicted to true features (N, D), in nats; and how often the likeliest token agrees."""
-    log_q = torch.log_softmax(lm_head(mine).float(), -1)
-    with torch.no_grad():
-        logits = lm_head(true).float()
-    soft = -(torch.softmax(logits, -1) * log_q).sum(-1).mean()
-    return soft, (log_q.argmax(-1) == logits.argmax(-1)).float().mean()
+def acceptance_loss(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Mean over rows of -log sum_v min(p(v), q(v)), in nats, of log-probabilities (N, V).
+
+    The sum, 1 - TV(p, q), is how often speculative sampling (Leviathan et al. 2023) keeps a draft
+    from q where the policy's distribution is p; drafts by shared noise are kept in at least
+    (1 - TV) / (1 + TV) of the cases. Its logarithm has a gradient however rarely that is (the
+    alpha form of LK losses, Samarin et al. 2026, arXiv 2602.23881).
+    """
+    return -torch.logsumexp(torch.minimum(log_p, log_q), -1).mean()

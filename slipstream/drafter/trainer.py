@@ -42,6 +42,7 @@ class DraftTrainSettings:
     grad_clip: float | None = 1.0
     value_weight: float = 1.0
     soft_weight: float = 0.1
+    acceptance_weight: float = 0.0
     depth: int = 1
     depth_decay: float = 1.0
     feature_noise: float = 0.0
@@ -49,13 +50,14 @@ class DraftTrainSettings:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "depth", where="draft head: ")
-        for name in ("value_weight", "soft_weight", "depth_decay", "feature_noise"):
+        losses = ("value_weight", "soft_weight", "acceptance_weight")
+        for name in (*losses, "depth_decay", "feature_noise"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ConfigError(f"draft head: {name}={value} must be a finite number >= 0")
-        if not self.value_weight and not self.soft_weight:
+        if not any(getattr(self, name) for name in losses):
             raise ConfigError(
-                "draft head: value_weight=0 and soft_weight=0 leave nothing to learn; raise one"
+                f"draft head: {'=0, '.join(losses)}=0 leave nothing to learn; raise one"
             )
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ConfigError(f"draft head: grad_clip={self.grad_clip} must be > 0, or null")
@@ -138,6 +140,7 @@ class DraftTrainer:
             batch,
             value_weight=s.value_weight,
             soft_weight=s.soft_weight,
+            acceptance_weight=s.acceptance_weight,
             depth=s.depth,
             depth_decay=s.depth_decay,
             noise_BTD=self._noise(batch),
@@ -176,7 +179,10 @@ class DraftTrainer:
 
 
 def _metrics(loss: DraftLoss, total: float) -> Metrics:
-    return {
+    acceptance = {}
+    if loss.acceptance is not None:
+        acceptance["draft/acceptance_loss"] = float(loss.acceptance)
+    return acceptance | {
         "draft/loss": total,
         "draft/value_loss": float(loss.value),
         "draft/soft_loss": float(loss.soft),

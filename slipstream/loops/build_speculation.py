@@ -142,4 +142,9 @@ def make_selector(config: Config) -> StrategySelector:
     if eagle.tune_algorithm == "PREDEFINED":
         return PredefinedSelector(deepest, bs_threshold=speculative.bs_threshold)
     shallower = [DraftPlan.chain(depth) for depth in DEPTHS if depth < eagle.spec_steps]
-    return CostModelSelector([*shallower, deepest], bs_threshold=speculative.bs_threshold)
+    return CostModelSelector(
+        [*shallower, deepest],
+        bs_threshold=speculative.bs_threshold,
+        hysteresis=eagle.hysteresis,
+        exploration=eagle.exploration,
+    )

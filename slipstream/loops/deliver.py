@@ -5,9 +5,11 @@ Knows checkpoints, and the configuration that says what to evaluate on; nothing 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,11 @@ from slipstream.loops.console import accuracies
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.loops.records import dump_groups
-from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.loops.stages import Stages, close_parts
-from slipstream.models.hf_io import load_checkpoint, save_checkpoint
+from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_layouts import LAYOUTS, export_draft_head
+from slipstream.models.hf_io import load_checkpoint, load_config, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
 
 _DTYPES = {
@@ -73,34 +77,70 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     return 0
 
 
-def export(checkpoint: Path, output: Path, dtype: str) -> int:
-    """Write a checkpoint's policy as a plain Hugging Face folder."""
+def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None) -> int:
+    """Write a checkpoint's policy as a plain Hugging Face folder; or its draft head, in the layout
+    `draft` of an engine (`models.draft_layouts`)."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists and is not an empty folder; give a new one")
+    if draft is not None:
+        _export_draft(checkpoint, output, dtype, draft)
+        return 0
     source = policy_folder(checkpoint)
     decoder = load_checkpoint(source)
     save_tokenizer: Any = None
     if _has_tokenizer(source):
         save_tokenizer = load_tokenizer(source).save_pretrained
     kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
-    # Written aside: an export that is cut short leaves nothing that looks like a model.
-    aside = output.with_name(f".{output.name}.exporting")
-    shutil.rmtree(aside, ignore_errors=True)
-    save_checkpoint(
-        decoder,
-        aside,
-        dtype=kind,
-        generation=_generation_defaults(source),
-        save_tokenizer=save_tokenizer,
-    )
-    if output.exists():
-        output.rmdir()
-    aside.rename(output)
+    with _aside(output) as folder:
+        save_checkpoint(
+            decoder,
+            folder,
+            dtype=kind,
+            generation=_generation_defaults(source),
+            save_tokenizer=save_tokenizer,
+        )
     name = str(kind).removeprefix("torch.")
     print(f"model  {output} ({decoder.config.family}, {name}, from {source})")
     if save_tokenizer is None:
         print(f"note: {source} has no tokenizer, so {output} has none", file=sys.stderr)
     return 0
+
+
+def _export_draft(checkpoint: Path, output: Path, dtype: str, layout: str) -> None:
+    source = _head_source(checkpoint)
+    head = load_draft_head(source, load_config(source))
+    kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
+    with _aside(output) as folder:
+        export_draft_head(head, folder, layout, dtype=kind)
+    name = str(kind).removeprefix("torch.")
+    wanted = LAYOUTS[layout]
+    print(f"draft head  {output} ({wanted.engine}, {head.config.family}, {name}, from {source})")
+    print(f"for example: {wanted.usage.format(policy='MODEL', head=output)}")
+
+
+def _head_source(checkpoint: Path) -> Path:
+    """The draft head of a checkpoint or a run: one that learned with the policy, else the one that
+    `slipstream draft` left beside it."""
+    for place in (checkpoint, checkpoint / "draft"):
+        folder = head_folder(place)
+        if (folder / "config.json").is_file():
+            return folder
+    raise CheckpointError(
+        f"{checkpoint} has no draft head; train one with `slipstream draft --checkpoint "
+        f"{checkpoint}`, or give the folder of one with --checkpoint"
+    )
+
+
+@contextlib.contextmanager
+def _aside(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output`: an export that is cut short leaves nothing
+    that looks like a model."""
+    aside = output.with_name(f".{output.name}.exporting")
+    shutil.rmtree(aside, ignore_errors=True)
+    yield aside
+    if output.exists():
+        output.rmdir()
+    aside.rename(output)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -319,9 +319,15 @@ SECTIONS: tuple[Section, ...] = (
         "Losses and accuracy are averages over the tokens of one step that can be drafted; "
         "acceptance is of held-out responses, with their own noise.",
         (
-            Metric("draft/loss", "", "weighted sum of the two losses", headline="loss"),
+            Metric("draft/loss", "", "weighted sum of the losses below", headline="loss"),
             Metric("draft/value_loss", "", "smooth L1 between predicted and true features"),
             Metric("draft/soft_loss", "nats", "cross-entropy to the policy's distribution"),
+            Metric(
+                "draft/acceptance_loss",
+                "nats",
+                "-log of the probability that a draft sampled from the head is accepted; only with "
+                "`acceptance_weight` above 0",
+            ),
             Metric(
                 "draft/accuracy",
                 "share",
@@ -358,9 +364,15 @@ SECTIONS: tuple[Section, ...] = (
         "with their own noise. With `speculative.train.mode=opportunistic` all of them depend on "
         "time.",
         (
-            Metric("drafter/loss", "", "weighted sum of the two losses, mean over the slice"),
+            Metric("drafter/loss", "", "weighted sum of the losses below, mean over the slice"),
             Metric("drafter/feature_loss", "", "smooth L1 between predicted and true features"),
             Metric("drafter/token_loss", "nats", "cross-entropy to the policy's distribution"),
+            Metric(
+                "drafter/acceptance_loss",
+                "nats",
+                "-log of the probability that a draft sampled from the head is accepted; only with "
+                "`acceptance_weight` above 0",
+            ),
             Metric("drafter/updates", "steps", "optimizer steps so far"),
             Metric("drafter/tokens_seen", "tokens", "tokens trained on so far"),
             Metric("drafter/seconds", "s", "what the slice took", wall_time=True),

@@ -14,6 +14,7 @@ import torch
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_layouts import own_tensors
 from slipstream.models.hf_io import load_config, load_tensors, read_tensors, write_model
 
 ARCHITECTURES = {
@@ -21,7 +22,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLMEagle",
     "qwen3": "Qwen3ForCausalLMEagle",
 }
-"""Llama's as vLLM names it, Qwen2's as SGLang and FastRL do; no engine has one for Qwen3 yet."""
+"""Llama's as vLLM names it, Qwen2's as SGLang and FastRL do; no engine has one for Qwen3 yet.
+What engines want besides is in `draft_layouts`."""
 
 _MUST_AGREE = (
     "family",
@@ -44,7 +46,8 @@ def save_draft_head(head: DraftHead, folder: Path, *, dtype: torch.dtype = torch
 
 
 def load_draft_head(folder: Path, policy: ModelConfig) -> DraftHead:
-    """A head with fp32 parameters for the policy of that architecture.
+    """A head with fp32 parameters for the policy of that architecture, from a folder of ours or in
+    one of `draft_layouts`.
 
     Raises CheckpointError, naming both sides, where the head was made for a policy of another
     family or other sizes, and naming the file where it is missing or cannot be read, or where
@@ -66,7 +69,7 @@ def load_draft_head(folder: Path, policy: ModelConfig) -> DraftHead:
         )
     head = DraftHead(policy)
     try:
-        load_tensors(head, read_tensors(folder), source=str(folder))
+        load_tensors(head, own_tensors(read_tensors(folder)), source=str(folder))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. A draft head has {', '.join(dict(head.named_parameters()))} and nothing "

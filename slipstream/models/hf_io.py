@@ -193,9 +193,22 @@ def write_model(
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and the parameters of `module`, over what `folder` holds."""
+    tensors = {name: p.detach() for name, p in module.named_parameters()}
+    write_tensors(folder, config, tensors, dtype=dtype, max_bytes=max_bytes)
+
+
+def write_tensors(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    max_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write `config.json` and `tensors` as `dtype`, over what `folder` holds."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    tensors = {n: p.detach().to("cpu", dtype).contiguous() for n, p in module.named_parameters()}
+    tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     for stale in (folder / INDEX, folder / WEIGHTS, *folder.glob("model-*-of-*.safetensors")):
         # Weights of an earlier save, cut into other files, must not be read as part of this one.
         stale.unlink(missing_ok=True)

@@ -285,6 +285,11 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.train.value_weight=1",
         ),
         (
+            "speculative.train.value_weight=0 speculative.train.soft_weight=0",
+            "leave a draft model nothing to learn",
+            "speculative.train.acceptance_weight=1",
+        ),
+        (
             "custom_reward_function.reward_kwargs={a:1}",
             "has no function to go to",
             "custom_reward_function.path=FILE",

@@ -18,7 +18,9 @@ from tests.drafter.helpers import ends_of, new_head, requests, responses
 from tests.inference.helpers import shared_decoder
 
 
-def cotraining(*, held_out: int = 24, count: int = 64, seed: int = 1) -> CoTraining:
+def cotraining(
+    *, held_out: int = 24, count: int = 64, seed: int = 1, acceptance_weight: float = 0.0
+) -> CoTraining:
     """With responses of the toy policy, as if RL step 1 had brought them."""
     decoder = shared_decoder()
     collector = FeatureCollector(
@@ -41,7 +43,7 @@ def cotraining(*, held_out: int = 24, count: int = 64, seed: int = 1) -> CoTrain
     head = new_head(decoder, seed)
     torch.nn.init.zeros_(head.fc.weight)
     settings = CoTrainSettings(
-        train=DraftTrainSettings(optim=OptimSettings(lr=1e-2)),
+        train=DraftTrainSettings(optim=OptimSettings(lr=1e-2), acceptance_weight=acceptance_weight),
         updates=10,
         batch_size=8,
         accept_depth=2,
@@ -76,6 +78,17 @@ def test_a_head_that_accepts_more_is_passed_on_as_the_next_version() -> None:
     second = made.slice(ends, step=2)
     # Measured on the same responses, against what is in use.
     assert second.metrics["drafter/accept_length/before"] == metrics["drafter/accept_length/after"]
+
+
+def test_the_acceptance_loss_is_reported_where_it_counts() -> None:
+    ends = ends_of(shared_decoder())
+    with_it, without = (
+        cotraining(held_out=0, count=24, acceptance_weight=weight).slice(ends, step=1).metrics
+        for weight in (1.0, 0.0)
+    )
+    check_names(with_it)
+    assert 0 < with_it["drafter/acceptance_loss"] < with_it["drafter/loss"]
+    assert "drafter/acceptance_loss" not in without
 
 
 def test_a_head_that_accepts_less_is_held_back() -> None:

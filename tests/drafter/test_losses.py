@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.drafter.losses import DraftSamples, eagle_loss
+from slipstream.drafter.losses import DraftSamples, acceptance_loss, eagle_loss
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.linear import PackedLinear
@@ -122,3 +123,62 @@ def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
         weight /= 2
     assert len(loss.depth_accuracy) == 3
     assert float(loss.total.detach()) == pytest.approx(total / 1.75, rel=1e-5)
+
+
+def test_the_acceptance_loss_is_the_logarithm_of_what_two_laws_share() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
+    q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.2, 0.7]], dtype=torch.float64)
+    # 0.2 + 0.2 + 0.2 are shared in the first row, all of it in the second one.
+    expected = -(math.log(0.6) + math.log(1.0)) / 2
+    assert float(acceptance_loss(p.log(), q.log())) == pytest.approx(expected)
+
+
+def test_the_acceptance_loss_has_a_gradient_where_nothing_is_shared() -> None:
+    logits = torch.tensor([[200.0, 0.0]], requires_grad=True)
+    log_p = torch.log_softmax(torch.tensor([[0.0, 200.0]]), -1)
+    loss = acceptance_loss(log_p, torch.log_softmax(logits, -1))
+    assert float(loss.detach()) == pytest.approx(200 - math.log(2), rel=1e-5)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad[0].tolist() == pytest.approx([0.5, -0.5], rel=1e-4)
+
+
+def test_the_gradient_of_the_acceptance_loss_is_that_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p, logits = (
+        torch.randn(5, 11, dtype=torch.float64, generator=generator).mul_(2) for _ in range(2)
+    )
+    log_p = torch.log_softmax(log_p, -1)
+    assert torch.autograd.gradcheck(
+        lambda given: acceptance_loss(log_p, torch.log_softmax(given, -1)),
+        logits.requires_grad_(),
+    )
+
+
+def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
+    head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
+    head.init_weights(3)
+    batch, packed = random_batch(), head.pack(torch.float32)
+    plain, loss = (
+        eagle_loss(packed, batch, depth=3, depth_decay=0.5, acceptance_weight=weight)
+        for weight in (0.0, 0.7)
+    )
+    with torch.no_grad():
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
+    expected = []
+    for k, predicted in enumerate(unrolled):
+        shares = []
+        for b in range(B):
+            for t in range(T - 2 - k):
+                if batch.loss_mask_BT[b, t + 2 + k]:
+                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    lm = batch.lm_head.weight.double()
+                    p, q = torch.softmax(lm @ true, -1), torch.softmax(lm @ mine, -1)
+                    shares.append(-math.log(float(torch.minimum(p, q).sum())))
+        expected.append(sum(shares) / len(shares))
+    assert plain.acceptance is None
+    assert loss.acceptance is not None
+    assert float(loss.acceptance) == pytest.approx(expected[0], rel=1e-5)
+    more = 0.7 * (expected[0] + expected[1] / 2 + expected[2] / 4) / 1.75
+    assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)

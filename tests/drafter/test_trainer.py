@@ -44,6 +44,22 @@ def test_training_makes_more_drafts_right() -> None:
     assert after.at_depth(2) > before.at_depth(2) + 0.05
 
 
+def test_the_acceptance_loss_alone_makes_more_drafts_right() -> None:
+    decoder = shared_decoder()
+    head, ends, data = new_head(decoder), ends_of(decoder), sequences(decoder, 48)
+    known = responses(decoder, requests(48))
+    torch.nn.init.zeros_(head.fc.weight)
+    before = measure_acceptance(head, known, ends, depth=2)
+    made = trainer(head, lr=1e-2, value_weight=0.0, soft_weight=0.0, acceptance_weight=1.0, depth=2)
+    history = made.train(passes(data, 16, "learn"), ends, steps=30)
+    after = measure_acceptance(head, known, ends, depth=2)
+    check_names(history[0])
+    losses = [metrics["draft/acceptance_loss"] for metrics in history]
+    assert losses[-1] < 0.8 * losses[0]
+    assert after.at_depth(1) > before.at_depth(1) + 0.05
+    assert after.at_depth(2) > before.at_depth(2) + 0.05
+
+
 def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
     """A head that has seen nothing else, again and again."""
     head = new_head(decoder)
@@ -190,6 +206,7 @@ def test_the_state_of_another_head_is_refused() -> None:
         ({"depth": 0}, "depth=0 must be at least 1"),
         ({"soft_weight": -1.0}, "soft_weight=-1.0 must be a finite number"),
         ({"soft_weight": 0.0, "value_weight": 0.0}, "leave nothing to learn"),
+        ({"acceptance_weight": -1.0}, "acceptance_weight=-1.0 must be a finite number"),
         ({"grad_clip": 0.0}, "grad_clip=0.0 must be > 0"),
     ],
 )

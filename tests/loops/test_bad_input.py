@@ -397,7 +397,11 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
             ["9 RL steps train the draft model 6 times", "=constant"],
         ),
         (
-            ["mode=opportunistic", "optim.lr_scheduler_type=linear"],
+            [
+                "mode=opportunistic",
+                "training_interval_steps=10",
+                "optim.lr_scheduler_type=linear",
+            ],
             ["as many steps as there is time for", "optim.lr_scheduler_type=constant"],
         ),
     ],

@@ -115,6 +115,7 @@ def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: P
 
 
 OPPORTUNISTIC = f"{TRAIN}.mode=opportunistic"
+"""After `LEARN`: whenever a core is idle, whatever the step."""
 
 KILLED = """
 import os, signal, sys
@@ -167,7 +168,8 @@ def test_a_run_killed_while_its_head_learns_ends_as_the_uninterrupted_one(
     learned: tuple[Path, Path], tmp_path: Path, where: str, number: int, mode: str
 ) -> None:
     folder, reward = learned
-    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, f"{TRAIN}.mode={mode}", reward=reward)
+    more = [OPPORTUNISTIC] if mode == "opportunistic" else []
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, *more, reward=reward)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, where, str(number), *line], capture_output=True, check=False
     )

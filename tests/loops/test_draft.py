@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.state import huggingface_folder
@@ -17,16 +18,19 @@ from slipstream.cli import main
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import DataError
 from slipstream.loops import draft_phase
+from slipstream.loops.deliver import _head_source
 from slipstream.loops.draft import DraftLoopSettings, train_draft_head
 from slipstream.loops.draft_data import read_rollouts
 from slipstream.loops.snapshot import head_folder
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names, deterministic
-from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_io import load_draft_head, save_draft_head
 from slipstream.models.hf_io import load_config
 from tests.drafter.helpers import ends_of, new_head, sequences, trainer
 from tests.inference.helpers import shared_decoder
 from tests.loops.helpers import assert_same_result, records_of, result_of, steps_of, tiny
+from tests.models.helpers import config as sizes
 
 SETTINGS = (
     "speculative.draft.total_training_steps=7",
@@ -298,3 +302,45 @@ def test_the_loop_as_a_library() -> None:
     for one, other in zip(whole.head.parameters(), part.head.parameters(), strict=True):
         assert torch.equal(one, other)
     assert deterministic({"draft/loss": 1.0, "draft/tokens_per_second": 2.0}) == {"draft/loss": 1.0}
+
+
+def test_a_head_is_exported_for_other_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = DraftHead(sizes("llama"))
+    head.init_weights(3)
+    save_draft_head(head, tmp_path / "head")
+    output = tmp_path / "deep" / "out"
+    export = ["export", "--checkpoint", str(tmp_path / "head"), "--output", str(output)]
+    assert main([*export, "--draft", "sglang"]) == 0
+    printed = capsys.readouterr().out
+    assert "SGLang, llama, float32" in printed
+    assert f"--speculative-draft-model-path {output}" in printed
+    back = load_draft_head(output, head.config).state_dict()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in head.state_dict().items())
+    assert "fc.bias" in load_file(output / "model.safetensors")
+    assert not list(output.parent.glob(".*"))
+    assert main([*export, "--draft", "vllm"]) == 4, "a second export does not write over the first"
+    again = ["export", "--checkpoint", str(output), "--output", str(tmp_path / "vllm")]
+    assert main([*again, "--draft", "vllm", "--dtype", "bfloat16"]) == 0
+    assert f'"model": "{tmp_path / "vllm"}"' in capsys.readouterr().out
+    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    assert "fc.bias" not in tensors
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+
+
+def test_export_finds_the_head_of_a_run(
+    policy: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(policy, run)
+    export = ["export", "--checkpoint", str(run), "--output", str(tmp_path / "out")]
+    assert main([*export, "--draft", "sglang"]) == 4
+    assert f"train one with `slipstream draft --checkpoint {run}`" in error_of(capsys)
+    shutil.copytree(finished, run / "draft")
+    assert _head_source(run) == run / "draft" / "global_step_7" / "draft"
+    assert _head_source(run / "draft") == run / "draft" / "global_step_7" / "draft"
+    # No engine has a class for a Qwen3 head, and nothing is left behind.
+    assert main([*export, "--draft", "sglang"]) == 2
+    assert "no class for EAGLE heads of the family qwen3" in error_of(capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

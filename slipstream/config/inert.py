@@ -1,0 +1,53 @@
+"""Options of `speculative` that others make ineffective: set to anything but their default they are
+refused, so that nobody waits for what they do not do.
+
+Knows the schema. Called by `validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.config.schema_speculative import EagleConfig, SpeculativeConfig
+
+
+def options_without_effect(speculative: SpeculativeConfig) -> Iterator[str]:
+    """Each as `what has no effect; remedy`."""
+    yield from _selector(speculative)
+    yield from _training(speculative)
+    usual = SpeculativeConfig()
+    for name in ("train", "draft"):
+        key = f"speculative.{name}.optim"
+        optim, default = getattr(speculative, name).optim, getattr(usual, name).optim
+        if optim.optimizer != "Muon" and optim.muon_lr not in (None, default.muon_lr):
+            yield (
+                f"{key}.muon_lr={optim.muon_lr:g} has no effect with {key}.optimizer="
+                f"{optim.optimizer}; set {key}.optimizer=Muon or {key}.muon_lr=null"
+            )
+        if 0 < (optim.min_lr_ratio or 0) <= 1 and optim.lr_scheduler_type == "constant":
+            yield (
+                f"{key}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
+                f"set {key}.lr_scheduler_type=cosine or {key}.min_lr_ratio=null"
+            )
+
+
+def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
+    eagle, usual, key = speculative.eagle, EagleConfig(), "speculative.eagle"
+    if not speculative.enable or eagle.tune_algorithm != "PREDEFINED":
+        return
+    for name in ("exploration", "hysteresis"):
+        if getattr(eagle, name) != getattr(usual, name):
+            yield (
+                f"{key}.{name}={getattr(eagle, name):g} has no effect with {key}.tune_algorithm="
+                f"PREDEFINED, which looks at no other number of drafts; set {key}.tune_algorithm="
+                f"COST or {key}.{name}={getattr(usual, name):g}"
+            )
+
+
+def _training(speculative: SpeculativeConfig) -> Iterator[str]:
+    train, usual, key = speculative.train, SpeculativeConfig().train, "speculative.train"
+    if train.depth == 1 and train.depth_decay != usual.depth_decay:
+        yield (
+            f"{key}.depth_decay={train.depth_decay:g} has no effect with {key}.depth=1; set "
+            f"{key}.depth=2 or {key}.depth_decay={usual.depth_decay:g}"
+        )

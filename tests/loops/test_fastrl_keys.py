@@ -1,0 +1,421 @@
+"""Every key of FastRL's `speculative.*`: what it changes in a run's parts, or why it is refused.
+
+The keys are those of mit-han-lab/fastrl at bce3df7, with the ones that its code reads although its
+settings do not list them, and the numbers that it has written into its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config import Config, Hardware, load_config
+from slipstream.drafter.cotraining import CoTrainSettings
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import OFF
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StrategySelector,
+)
+from slipstream.inference.speculation.union import UnionProposer
+from slipstream.loops.build_cotrain import make_cotraining
+from slipstream.loops.build_speculation import Speculation, make_selector, make_speculation
+from slipstream.loops.cotrain import IntervalTraining, OpportunisticTraining
+from slipstream.loops.stages import Stages
+from slipstream.models.draft_io import save_draft_head
+from slipstream.training.compute_thread import ComputeThread
+from tests.drafter.helpers import new_head
+from tests.inference.helpers import shared_decoder
+
+KEYS = """
+enable spec_strategy bs_threshold
+eagle.spec_model_path eagle.spec_steps eagle.spec_topk eagle.spec_verify_tokens
+eagle.tune_algorithm eagle.mab_configs eagle.mab_bs_threshold
+train.enable_drafter_training train.training_interval_steps train.batch_size_per_gpu
+train.max_seq_len train.max_epochs train.checkpoint_path train.min_workers_for_training
+train.collect_hidden_states_from_sgl
+train.optim.lr train.optim.lr_warmup_steps train.optim.min_lr_ratio train.optim.warmup_style
+"""
+"""As in its settings."""
+
+UNLISTED = """
+train.buffer_max_samples train.data_buffer_max_size train.enable_step_barrier
+train.ulysses_sequence_parallel_size train.optim.weight_decay train.optim.total_training_steps
+train.vloss_weight train.ploss_weight train.data_augment_std
+"""
+"""Read, or passed on, by its code alone."""
+
+OF_ITS_CODE = {
+    "a window of 512 tokens": "train.max_seq_len",
+    "4 sequences a step": "train.batch_size_per_gpu",
+    "200 steps a training": "train.updates_per_training",
+    "rows of the last 2 RL steps": "train.lookback_steps",
+    "betas of AdamW": "train.optim.betas",
+    "gradients clipped at 1": "train.grad_clip",
+    "an epsilon of 0.1": "eagle.exploration",
+    "10 checks before a switch": "eagle.hysteresis",
+}
+"""Numbers that its code has, and the setting that each is here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run would be made of."""
+
+    speculation: Speculation | None
+    selector: StrategySelector
+    training: IntervalTraining | OpportunisticTraining | None
+
+    @property
+    def interval(self) -> IntervalTraining:
+        assert isinstance(self.training, IntervalTraining)
+        return self.training
+
+    @property
+    def learns(self) -> CoTrainSettings:
+        return self.interval.training.settings
+
+
+def load(overrides: str) -> Config:
+    given = ["speculative.enable=true", "speculative.train.enable_drafter_training=true"]
+    return load_config(
+        [*given, *(f"speculative.{one}" for one in overrides.split())],
+        recipe="tiny",
+        hardware=Hardware(gpus=0, cpus=2),
+        notify=lambda _: None,
+    )
+
+
+def parts(overrides: str) -> Parts:
+    config, decoder = load(overrides), shared_decoder()
+    return Parts(
+        speculation=make_speculation(
+            config,
+            decoder.config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            kv_budget_bytes=1 << 20,
+            free_cache=False,
+            notify=lambda _: None,
+        ),
+        selector=make_selector(config),
+        training=make_cotraining(
+            config,
+            decoder,
+            [],
+            ComputeThread(),
+            total_steps=40,
+            notify=lambda _: None,
+            stages=Stages(),
+        ),
+    )
+
+
+def _proposer(made: Parts) -> type:
+    assert made.speculation is not None
+    return type(made.speculation.proposer)
+
+
+def _first_weight(made: Parts) -> float:
+    return float(made.interval.training.used.fc.weight.detach()[0, 0])
+
+
+def _cost_model(made: Parts) -> CostModelSelector:
+    assert isinstance(made.selector, CostModelSelector)
+    return made.selector
+
+
+PREDEFINED = "eagle.tune_algorithm=PREDEFINED"
+LINEAR = "train.optim.lr_scheduler_type=linear"
+
+Seen = Callable[[Parts], object]
+EFFECTS: dict[str, tuple[str, Seen, object, object]] = {
+    # Key: what is set, what to look at, what it is without that, and with it.
+    "enable": (
+        "enable=false train.enable_drafter_training=false",
+        lambda m: m.speculation is None,
+        False,
+        True,
+    ),
+    "spec_strategy": ("spec_strategy=union", _proposer, EagleProposer, UnionProposer),
+    "bs_threshold": (
+        "bs_threshold=4",
+        lambda m: _cost_model(m)._threshold,
+        None,
+        4,
+    ),
+    "eagle.spec_model_path": ("eagle.spec_model_path={head}", _first_weight, None, 0.5),
+    "eagle.spec_steps": (
+        "eagle.spec_steps=4",
+        lambda m: [plan.steps for plan in _cost_model(m).plans],
+        [0, 1, 2, 3, 4, 5, 7],
+        [0, 1, 2, 3, 4],
+    ),
+    "eagle.tune_algorithm": (
+        PREDEFINED,
+        lambda m: type(m.selector),
+        CostModelSelector,
+        PredefinedSelector,
+    ),
+    "eagle.exploration": (
+        "eagle.exploration=0.1",
+        lambda m: _cost_model(m)._exploration,
+        0.005,
+        0.1,
+    ),
+    "eagle.hysteresis": ("eagle.hysteresis=0.1", lambda m: _cost_model(m)._hysteresis, 0.02, 0.1),
+    "train.enable_drafter_training": (
+        "train.enable_drafter_training=false spec_strategy=history",
+        lambda m: m.training is None,
+        False,
+        True,
+    ),
+    "train.training_interval_steps": (
+        "train.training_interval_steps=3",
+        lambda m: m.interval._interval,
+        10,
+        3,
+    ),
+    "train.batch_size_per_gpu": (
+        "train.batch_size_per_gpu=5",
+        lambda m: m.learns.batch_size,
+        32,
+        5,
+    ),
+    "train.max_seq_len": (
+        "train.max_seq_len=512",
+        lambda m: m.interval.training.collector.settings.max_length,
+        8192,
+        512,
+    ),
+    "train.max_epochs": (
+        "train.max_epochs=3",
+        lambda m: m.interval.training.collector.buffer.settings.max_uses,
+        10,
+        3,
+    ),
+    "train.updates_per_training": (
+        "train.updates_per_training=200",
+        lambda m: m.learns.updates,
+        8,
+        200,
+    ),
+    "train.lookback_steps": (
+        "train.lookback_steps=5",
+        lambda m: m.interval.training.collector.buffer.settings.lookback_steps,
+        2,
+        5,
+    ),
+    "train.grad_clip": ("train.grad_clip=0.5", lambda m: m.learns.train.grad_clip, 1.0, 0.5),
+    "train.vloss_weight": (
+        "train.vloss_weight=0.5",
+        lambda m: m.learns.train.value_weight,
+        1.0,
+        0.5,
+    ),
+    "train.ploss_weight": (
+        "train.ploss_weight=0.1",
+        lambda m: m.learns.train.soft_weight,
+        0.5,
+        0.1,
+    ),
+    "train.collect_hidden_states_from_sgl": (
+        "train.collect_hidden_states_from_sgl=true",
+        lambda m: m.interval.decoded is not None,
+        False,
+        True,
+    ),
+    "train.optim.lr": ("train.optim.lr=1e-6", lambda m: m.learns.train.optim.lr, 1e-4, 1e-6),
+    "train.optim.lr_warmup_steps": (
+        "train.optim.lr_warmup_steps=1000",
+        lambda m: m.learns.train.optim.warmup_steps,
+        20,
+        1000,
+    ),
+    "train.optim.min_lr_ratio": (
+        f"train.optim.min_lr_ratio=0.1 {LINEAR}",
+        lambda m: m.learns.train.optim.min_lr_ratio,
+        0.0,
+        0.1,
+    ),
+    "train.optim.warmup_style": (
+        "train.optim.warmup_style=cosine",
+        lambda m: m.learns.train.optim.schedule,
+        "constant",
+        "cosine",
+    ),
+    "train.optim.weight_decay": (
+        "train.optim.weight_decay=0.01",
+        lambda m: m.learns.train.optim.weight_decay,
+        0.0,
+        0.01,
+    ),
+    "train.optim.betas": (
+        "train.optim.betas=[0.8,0.9]",
+        lambda m: m.learns.train.optim.betas,
+        (0.9, 0.95),
+        (0.8, 0.9),
+    ),
+}
+
+REFUSED: dict[str, tuple[str, str, str]] = {
+    # Key: what is set, why not, and the remedy, which works.
+    "eagle.spec_topk": ("eagle.spec_topk=4", "chains, not trees", "eagle.spec_topk=1"),
+    "eagle.spec_verify_tokens": (
+        "eagle.spec_verify_tokens=48",
+        "a chain of speculative.eagle.spec_steps=7 drafts is verified in 8 rows",
+        "eagle.spec_verify_tokens=null",
+    ),
+    "eagle.mab_configs": (
+        "eagle.mab_configs=['8_4_32']",
+        "no bandit",
+        "enable=false",
+    ),
+    "eagle.mab_bs_threshold": ("eagle.mab_bs_threshold=[1,8]", "no bandit", "enable=false"),
+    "train.checkpoint_path": (
+        "train.checkpoint_path=drafts",
+        "part of the run's checkpoints",
+        "train.checkpoint_path=null",
+    ),
+    "train.min_workers_for_training": (
+        "train.min_workers_for_training=2",
+        "one worker",
+        "train.min_workers_for_training=1",
+    ),
+    "train.buffer_max_samples": (
+        "train.buffer_max_samples=2000",
+        "bounded in bytes and in age",
+        "train.buffer_bytes",
+    ),
+    "train.data_buffer_max_size": (
+        "train.data_buffer_max_size=10000",
+        "bounded in bytes and in age",
+        "train.buffer_bytes",
+    ),
+    "train.enable_step_barrier": (
+        "train.enable_step_barrier=true",
+        "waits for no other",
+        "set it to false",
+    ),
+    "train.ulysses_sequence_parallel_size": (
+        "train.ulysses_sequence_parallel_size=2",
+        "needs several devices",
+        "set it to 1",
+    ),
+    "train.optim.total_training_steps": (
+        "train.optim.total_training_steps=800000",
+        "trainer.total_training_steps",
+        "set it to 0",
+    ),
+    "train.data_augment_std": (
+        "train.data_augment_std=0.2",
+        "of one width for all lengths",
+        "train.feature_noise",
+    ),
+}
+
+
+def test_every_key_is_in_the_tables() -> None:
+    asked = {*KEYS.split(), *UNLISTED.split(), *OF_ITS_CODE.values()}
+    assert asked == EFFECTS.keys() | REFUSED.keys()
+    assert not EFFECTS.keys() & REFUSED.keys()
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_it_changes_what_a_run_is_made_of(key: str, tmp_path: Path) -> None:
+    overrides, seen, before, after = EFFECTS[key]
+    assert any(one.startswith(f"{key}=") for one in overrides.split())
+    if "{head}" in overrides:
+        head = new_head(shared_decoder())
+        torch.nn.init.constant_(head.fc.weight, 0.5)
+        save_draft_head(head, tmp_path)
+        overrides = overrides.format(head=tmp_path)
+        before = seen(parts(""))
+    assert seen(parts("")) == before != after
+    assert seen(parts(overrides)) == after
+
+
+def test_more_requests_than_its_threshold_are_decoded_plainly() -> None:
+    free, bounded = (parts(f"{PREDEFINED} {more}") for more in ("", "bs_threshold=4"))
+    assert [bounded.selector.select(n) == OFF for n in (4, 5)] == [False, True]
+    assert [free.selector.select(n) == OFF for n in (4, 5)] == [False, False]
+
+
+def test_drafts_from_earlier_text_need_no_head() -> None:
+    made = parts("spec_strategy=history train.enable_drafter_training=false")
+    assert _proposer(made) is HistoryProposer
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_it_is_refused_with_the_reason_and_the_remedy(key: str) -> None:
+    override, reason, remedy = REFUSED[key]
+    assert override.startswith(f"{key}=")
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    message = str(caught.value)
+    assert f"speculative.{key}" in message
+    assert reason in message
+    assert remedy in message
+    assert "settings cannot be used" not in message
+    if "=" in remedy:
+        switched = " train.enable_drafter_training=false" if remedy == "enable=false" else ""
+        load(f"{override} {remedy}{switched}")
+    else:
+        # Its value that asks for nothing.
+        load(f"{key}={remedy.removeprefix('set it to ') if 'set it' in remedy else 'null'}")
+
+
+@pytest.mark.parametrize("name", ["EG", "UCB1", "BEG"])
+def test_bandits_are_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(ConfigError, match="not in this version") as caught:
+        load(f"eagle.tune_algorithm={name}")
+    assert "set speculative.eagle.tune_algorithm=COST" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason", "remedies"),
+    [
+        (
+            "train.optim.min_lr_ratio=0.1",
+            "min_lr_ratio=0.1 has no effect with a constant rate",
+            ["train.optim.lr_scheduler_type=cosine", "train.optim.min_lr_ratio=null"],
+        ),
+        (
+            "train.optim.optimizer=AdamW train.optim.muon_lr=0.1",
+            "muon_lr=0.1 has no effect with speculative.train.optim.optimizer=AdamW",
+            ["train.optim.optimizer=Muon", "train.optim.muon_lr=null"],
+        ),
+        (
+            "train.depth_decay=0.8",
+            "depth_decay=0.8 has no effect with speculative.train.depth=1",
+            ["train.depth=2", "train.depth_decay=1"],
+        ),
+        (
+            f"{PREDEFINED} eagle.exploration=0.1",
+            "exploration=0.1 has no effect with speculative.eagle.tune_algorithm=PREDEFINED",
+            ["eagle.tune_algorithm=COST", "eagle.exploration=0.005"],
+        ),
+        (
+            "draft.optim.betas=[0.9,1]",
+            "must be below 1",
+            ["draft.optim.betas=[0.9,0.95]"],
+        ),
+    ],
+)
+def test_what_another_setting_makes_ineffective_is_refused(
+    broken: str, reason: str, remedies: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(broken)
+    assert reason in str(caught.value)
+    assert "settings cannot be used" not in str(caught.value)
+    for remedy in remedies:
+        assert f"speculative.{remedy}" in str(caught.value)
+        load(f"{broken} {remedy}")
