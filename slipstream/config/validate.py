@@ -486,7 +486,6 @@ def _cotraining(config: Config) -> Iterator[str]:
             f"{key}.min_workers_for_training={train.min_workers_for_training}: this version has "
             f"one worker; set {key}.min_workers_for_training=1"
         )
-        )
     if train.long_share > 1:
         yield f"{key}.long_share={train.long_share:g} is above 1; set {key}.long_share=0.25"
     if train.held_out_every < 2:

@@ -27,7 +27,8 @@ from slipstream.inference.speculation.selector import (
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.build_cotrain import make_cotraining
 from slipstream.loops.build_speculation import Speculation, make_selector, make_speculation
-from slipstream.loops.cotrain import IntervalTraining, OpportunisticTraining
+from slipstream.loops.cotrain import IntervalTraining
+from slipstream.loops.opportunistic import OpportunisticTraining
 from slipstream.loops.stages import Stages
 from slipstream.models.draft_io import save_draft_head
 from slipstream.training.compute_thread import ComputeThread
