@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.state import draft_folder
-from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.checkpoint.tree import load_tree, tree_writer
 from slipstream.drafter.buffer import Kept
 from slipstream.drafter.collector import FeatureForwarder
 from slipstream.drafter.cotraining import CoTraining, Slice
@@ -27,6 +27,7 @@ from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
 from slipstream.errors import TrainingError
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages, run_in_daemon
+from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import save_draft_head
@@ -130,10 +131,10 @@ class IntervalTraining:
             )
         await self._publish()
 
-    def save(self, checkpoint: Path) -> None:
-        """The head in use, and all that a bitwise equal continuation needs. Blocks."""
-        used = self.training.used
-        self._compute.run(lambda: _save(used, self.training.state_dict(), checkpoint))
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `SavesItself`: the head in use, and all that a bitwise equal continuation needs."""
+        training = self.training
+        return self._compute.run(lambda: _writer(training.used.config, training.state_dict()))
 
     def _slice(self, step: int) -> Slice:
         return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
@@ -231,10 +232,11 @@ class OpportunisticTraining:
         self.training.load_state_dict(load_tree(file))
         await _publish(self._engines, self.training.version, self.training.weights)
 
-    def save(self, checkpoint: Path) -> None:
-        """The head in use: what else training knows is given up with its process. Blocks."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `SavesItself`: the head in use. What else training knows is given up with its
+        process."""
         training = self.training
-        self._compute.run(lambda: _save(training.used, training.state_dict(), checkpoint))
+        return self._compute.run(lambda: _writer(training.setup.config, training.state_dict()))
 
     def close(self) -> None:
         """End the process."""
@@ -314,13 +316,6 @@ class HeadInUse:
     def weights(self) -> Mapping[str, Tensor]:
         return self._setup.weights
 
-    @property
-    def used(self) -> DraftHead:
-        """It, as a module."""
-        head = DraftHead(self._setup.config)
-        head.load_state_dict(dict(self.weights))
-        return head
-
     def take(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """A new version of it."""
         self._setup = replace(self._setup, version=version, weights=dict(weights))
@@ -336,9 +331,19 @@ class HeadInUse:
         self.fresh = False
 
 
-def _save(used: DraftHead, state: Mapping[str, Any], checkpoint: Path) -> None:
-    save_draft_head(used, draft_folder(checkpoint))
-    save_tree(cotraining_file(checkpoint), dict(state))
+def _writer(config: ModelConfig, state: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the head in use as `slipstream draft` does, and `state` beside it. Whatever torch has
+    to do for it is done now."""
+    with torch.device("meta"):
+        used = DraftHead(config)
+    used.load_state_dict(state["used"], assign=True)
+    write_state = tree_writer(dict(state))
+
+    def write(checkpoint: Path) -> None:
+        save_draft_head(used, draft_folder(checkpoint))
+        write_state(cotraining_file(checkpoint))
+
+    return write
 
 
 async def _publish(

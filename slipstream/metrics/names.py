@@ -400,7 +400,7 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "timing_s/save_checkpoint",
                 "s",
-                "duration of the last save: a step is logged before it is saved",
+                "how long the last save kept the run waiting; a step is logged before it is saved",
                 wall_time=True,
             ),
             Metric(
