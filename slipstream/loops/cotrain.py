@@ -281,7 +281,8 @@ class OpportunisticTraining:
 
     def _hand_on(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
         if self._worker is None:
-            self._worker = DraftWorker(self.training.setup)
+            # There, for the process ends with the thread that starts it.
+            self._worker = self._compute.run(lambda: DraftWorker(self.training.setup))
         try:
             self._worker.learn(kept, ends, step)
         except TrainingError as error:

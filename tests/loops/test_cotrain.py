@@ -25,6 +25,7 @@ from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import read_tensors
+from tests.drafter.helpers import adopting_orphans, wait_for_end
 from tests.loops.helpers import (
     assert_same_result,
     policy,
@@ -357,6 +358,53 @@ def test_a_process_that_is_killed_is_started_again(
     assert len(set(pids)) == 2
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert [steps[n]["drafter/restarts"] for n in (2, 4)] == [0, 1]
+
+
+KILLED_WHILE_STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+from slipstream.cli import main
+from slipstream.drafter.worker import DraftWorker
+from slipstream.loops import build_cotrain
+
+go_on = DraftWorker.go_on
+
+def gone_on(self, wanted):
+    go_on(self, wanted)
+    if not wanted:
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(0.001)
+        print("stopped:", self.pid, self._path, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DraftWorker.go_on = gone_on
+build_cotrain.usable_cores = lambda: 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
+def test_a_run_that_is_killed_leaves_no_stopped_process_behind(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Though orphans are adopted within the session, where nothing else wakes them."""
+    few = ("trainer.num_threads=2", "actor_rollout_ref.rollout.one_thread_below=2")
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, *few, reward=learned[1])
+    # No pipe: a process that is left behind would keep it open.
+    with adopting_orphans(), (tmp_path / "output.txt").open("w+") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_WHILE_STOPPED, *line],
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+        output.seek(0)
+        said = output.read()
+        assert done.returncode == -signal.SIGKILL, said
+        pid, folder = said.split("stopped:")[1].split()[:2]
+        wait_for_end(int(pid))
+    assert not Path(folder).exists()
 
 
 COUNTED = """
