@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.checkpoint.state import draft_folder, huggingface_folder
 from slipstream.cli import main
-from slipstream.drafter.acceptance import Acceptance
+from slipstream.drafter.acceptance import Loss
 from slipstream.drafter.trainer import DraftTrainer
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.metrics.loggers import read_jsonl
@@ -183,7 +183,7 @@ def test_a_head_that_becomes_worse_than_none_is_turned_off_and_that_is_said(
         return metrics
 
     monkeypatch.setattr(DraftTrainer, "_train_on", spoil)
-    monkeypatch.setattr(Acceptance, "is_worse_than", lambda self, other: False)
+    monkeypatch.setattr(Loss, "beyond_chance", False)
     more = (
         "trainer.total_training_steps=50",
         "trainer.save_freq=-1",
