@@ -17,6 +17,7 @@ import json
 import math
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,26 @@ def save_tree(path: Path, tree: Any) -> None:
     tensor that shares memory with another one as its own copy. Raises CheckpointError, naming the
     place in the tree, for anything else, since it could not come back as what it was.
     """
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: a tree is saved as .safetensors; rename it")
+    tree_writer(tree)(path)
+
+
+def tree_writer(tree: Any) -> Callable[[Path], None]:
+    """`save_tree` in two parts: what it returns writes `tree` as it is now, on whatever thread.
+
+    Tensors are not copied unless they have to be for the file: what is changed in place before the
+    file is written must be a copy already. What is left to be done is no work of torch's, and does
+    not hold the interpreter.
+    """
     encoder = _Encoder()
     structure = encoder.encode(tree, "tree")
     metadata = {_KEY: json.dumps(structure), _VERSION_KEY: str(FORMAT_VERSION)}
-    save_file(encoder.tensors, str(path), metadata=metadata)
+
+    def write(path: Path) -> None:
+        if path.suffix != ".safetensors":
+            raise CheckpointError(f"{path}: a tree is saved as .safetensors; rename it")
+        save_file(encoder.tensors, str(path), metadata=metadata)
+
+    return write
 
 
 def load_tree(path: Path) -> Any:

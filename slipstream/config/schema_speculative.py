@@ -125,7 +125,7 @@ class DrafterTrainConfig:
     max_epochs: PositiveInt = 10
     """How often a collected response is trained on at most."""
     checkpoint_path: str | None = None
-    """Folder of draft checkpoints."""
+    """Folder of draft checkpoints; only null in this version: they are part of the run's."""
     min_workers_for_training: PositiveInt = 1
     """Idle workers needed before training starts."""
     collect_hidden_states_from_engine: bool = False

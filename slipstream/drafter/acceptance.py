@@ -9,7 +9,8 @@ follow, and as far as it agrees, each draft has been made after the same tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -23,7 +24,7 @@ from slipstream.sampling.noise import key_words
 from slipstream.types import NoiseKey, SamplingParams
 
 _MUCH_WORSE = 0.1
-"""Share of verifications more with which a head is worse in any case."""
+"""Share of verifications more with which a head is worse, however few prompts say so."""
 
 ROWS_AT_ONCE = 1024
 """Slots whose logits are in memory together."""
@@ -61,15 +62,34 @@ class Walk:
         return self.tokens / max(self.verifications, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one head loses against another: the `share` of verifications that it takes more (below
+    0: fewer), and the `variance` of that. Losses one after the other add up."""
+
+    share: float = 0.0
+    variance: float = 0.0
+
+    def __add__(self, later: Loss) -> Loss:
+        return Loss(self.share + later.share, self.variance + later.variance)
+
+    @property
+    def beyond_chance(self) -> bool:
+        """Whether it is more than one standard error, or much."""
+        return self.share > min(math.sqrt(self.variance), _MUCH_WORSE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
     """`lengths[i][s]`: right drafts in a row, at most `depth`, after token s of response i.
 
-    There is one number for each token of the response but the last.
+    There is one number for each token of the response but the last. `prompts[i]` names the prompt
+    of response i; responses that name none in common (empty: none at all) are independent.
     """
 
     depth: int
     lengths: Sequence[Sequence[int]]
+    prompts: Sequence[Hashable] = ()
 
     def at_depth(self, k: int) -> float:
         """Share of chains, of those with k tokens to compare with, whose first k are right."""
@@ -98,13 +118,21 @@ class Acceptance:
             found.append(count)
         return found
 
-    def is_worse_than(self, other: Acceptance) -> bool:
-        """Whether the same responses, with as many drafts as were measured, take more verifications
-        than `other` needs, by more than chance would have it: by more than one standard error of
-        the sum of differences, or by a tenth, whatever that is of few responses."""
+    def loss_against(self, other: Acceptance) -> Loss:
+        """What is lost on the same responses, with as many drafts as were measured.
+
+        Responses to one prompt are alike, so the error is that of a ratio between sums over
+        prompts, if in truth nothing is lost or gained: then what a prompt takes more is its
+        residual (cluster-robust; Cochran, Sampling Techniques, 1977, 9A).
+        """
         theirs = other.verifications(self.depth)
-        more = [a - b for a, b in zip(self.verifications(self.depth), theirs, strict=True)]
-        return sum(more) > min(math.sqrt(sum(d * d for d in more)), _MUCH_WORSE * sum(theirs))
+        more = Counter[Hashable]()
+        names = self.prompts or range(len(theirs))
+        for name, a, b in zip(names, self.verifications(self.depth), theirs, strict=True):
+            more[name] += a - b
+        total = max(sum(theirs), 1)
+        squares = sum(d * d for d in more.values())
+        return Loss(more.total() / total, squares / total**2)
 
 
 @torch.no_grad()
@@ -150,7 +178,8 @@ def measure_acceptance(
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
             own = right[sequence_M == row]
             lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
-    return Acceptance(depth=depth, lengths=lengths)
+    prompts = [(h.key.seed, h.key.namespace, h.key.epoch, h.key.uid) for h in held_out]
+    return Acceptance(depth=depth, lengths=lengths, prompts=prompts)
 
 
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:

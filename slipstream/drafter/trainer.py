@@ -122,7 +122,10 @@ class DraftTrainer:
                 f"the state of the draft head's training cannot be read ({error!r}); resume from "
                 "another checkpoint"
             ) from error
-        self._optimizer.load_state_dict(optimizer)
+        try:
+            self._optimizer.load_state_dict(optimizer)
+        except CheckpointError as error:
+            raise CheckpointError(f"of the draft head: {error}") from error
         self.step = step
 
     def _train_on(self, sequences: Sequence[DraftSequence], ends: PolicyEnds) -> Metrics:

@@ -6,8 +6,8 @@
       results()                        <-     what each slice came to, with weights to publish
 
 Lines of JSON say what is to be done and what was; tensors lie in files of a folder that only the
-two know, so that neither waits for the other to read. The worker ends when its parent does.
-`python -m slipstream.drafter.worker FOLDER` is what the parent starts.
+two know, so that neither waits for the other to read. The worker ends when its parent does, and
+removes the folder. `python -m slipstream.drafter.worker_process FOLDER` is what the parent starts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import Metrics
+from slipstream.drafter.worker_process import AWARE
 from slipstream.errors import TrainingError
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
@@ -83,7 +85,8 @@ class DraftWorker:
     """The parent's end of a worker process."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        """Starts the process; it answers when it has read what it begins with."""
+        """Starts the process; it answers when it has read what it begins with. To be made on a
+        thread that lives as long as this: Linux takes the end of that thread for the parent's."""
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-drafter-")
         self._path, self._numbers = Path(self._folder.name), itertools.count()
         self._lookback = setup.buffer.lookback_steps
@@ -93,7 +96,7 @@ class DraftWorker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.drafter.worker", str(self._path)],
+                [sys.executable, "-m", "slipstream.drafter.worker_process", str(self._path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # A Ctrl-C is the parent's to handle. Not a session of its own: Linux shares cores
@@ -104,6 +107,9 @@ class DraftWorker:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.set_blocking(self._in.fileno(), False)
         self._lines = _Lines(self._out.fileno())
+        # It must not be stopped before. Python starts in hundredths of a second.
+        while not (self._path / AWARE).exists() and self._process.poll() is None:
+            time.sleep(0.001)
 
     @property
     def pid(self) -> int:
@@ -257,8 +263,19 @@ def run_when_idle() -> None:
     os.nice(19)
 
 
-def main(folder: Path, lines: _Lines, answer: int) -> None:
+def run_worker(folder: Path) -> None:
     """The worker: until the other side ends."""
+    run_when_idle()
+    torch.set_num_threads(1)
+    # Whatever prints must not be taken for an answer.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    _work(folder, _Lines(0), answer)
+    # The parent would do it, where it is there to.
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _work(folder: Path, lines: _Lines, answer: int) -> None:
     setup = cast(WorkerSetup, _read(folder / _SETUP))
     training = _training(setup)
     if setup.stands_still:
@@ -284,7 +301,8 @@ def main(folder: Path, lines: _Lines, answer: int) -> None:
             learned = _slice(training, ends, order["step"], lines)
             name = f"learned-{time.monotonic_ns()}.pickle"
             _write(folder / name, learned)
-            os.write(answer, json.dumps({"file": name}).encode() + b"\n")
+            with contextlib.suppress(BrokenPipeError):
+                os.write(answer, json.dumps({"file": name}).encode() + b"\n")
             if "drafter/loss" not in learned.metrics:
                 break  # Nothing is left to learn from.
 
@@ -310,15 +328,3 @@ def _slice(training: CoTraining, ends: PolicyEnds, step: int, lines: _Lines) -> 
         failure=done.failure,
         cpu_seconds=time.process_time() - started,
     )
-
-
-if __name__ == "__main__":
-    run_when_idle()
-    torch.set_num_threads(1)
-    # Whatever prints must not be taken for an answer.
-    _answer = os.dup(1)
-    os.dup2(2, 1)
-    # Run as a script this module is another one than the pickles name.
-    from slipstream.drafter import worker
-
-    worker.main(Path(sys.argv[1]), worker._Lines(0), _answer)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from slipstream.checkpoint.state import draft_folder
-from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.checkpoint.tree import load_tree, tree_writer
 from slipstream.drafter.cotraining import CoTraining, Slice
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages
+from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import save_draft_head
@@ -135,10 +136,10 @@ class IntervalTraining:
             )
         await self._publish()
 
-    def save(self, checkpoint: Path) -> None:
-        """The head in use, and all that a bitwise equal continuation needs. Blocks."""
-        used = self.training.used
-        self._compute.run(lambda: save_head(used, self.training.state_dict(), checkpoint))
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `SavesItself`: the head in use, and all that a bitwise equal continuation needs."""
+        training = self.training
+        return self._compute.run(lambda: head_writer(training.used.config, training.state_dict()))
 
     def _slice(self, step: int) -> Slice:
         return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
@@ -150,10 +151,19 @@ class IntervalTraining:
         await publish_head(self._engines, self.training.version, weights)
 
 
-def save_head(used: DraftHead, state: Mapping[str, Any], checkpoint: Path) -> None:
-    """Write the head in use, and what training knows beside it."""
-    save_draft_head(used, draft_folder(checkpoint))
-    save_tree(cotraining_file(checkpoint), dict(state))
+def head_writer(config: ModelConfig, state: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the head in use as `slipstream draft` does, and `state` beside it. Whatever torch has
+    to do for it is done now."""
+    with torch.device("meta"):
+        used = DraftHead(config)
+    used.load_state_dict(state["used"], assign=True)
+    write_state = tree_writer(dict(state))
+
+    def write(checkpoint: Path) -> None:
+        save_draft_head(used, draft_folder(checkpoint))
+        write_state(cotraining_file(checkpoint))
+
+    return write
 
 
 async def publish_head(

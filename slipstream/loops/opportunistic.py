@@ -27,15 +27,14 @@ from slipstream.errors import TrainingError
 from slipstream.loops.cotrain import (
     DraftReceiver,
     failed,
+    head_writer,
     publish_head,
-    save_head,
     staleness,
     taken,
 )
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages, run_in_daemon
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion
 
@@ -178,10 +177,11 @@ class OpportunisticTraining:
         self.training.load_state_dict(load_tree(file))
         await publish_head(self._engines, self.training.version, self.training.weights)
 
-    def save(self, checkpoint: Path) -> None:
-        """The head in use: what else training knows is given up with its process. Blocks."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """See `SavesItself`: the head in use. What else training knows is given up with its
+        process."""
         training = self.training
-        self._compute.run(lambda: save_head(training.used, training.state_dict(), checkpoint))
+        return self._compute.run(lambda: head_writer(training.setup.config, training.state_dict()))
 
     def close(self) -> None:
         """End the process."""
@@ -242,7 +242,8 @@ class OpportunisticTraining:
 
     def _hand_on(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
         if self._worker is None:
-            self._worker = DraftWorker(self.training.setup)
+            # There, for the process ends with the thread that starts it.
+            self._worker = self._compute.run(lambda: DraftWorker(self.training.setup))
         try:
             self._worker.learn(kept, ends, step)
         except TrainingError as error:
@@ -276,13 +277,6 @@ class HeadInUse:
     @property
     def weights(self) -> Mapping[str, Tensor]:
         return self._setup.weights
-
-    @property
-    def used(self) -> DraftHead:
-        """It, as a module."""
-        head = DraftHead(self._setup.config)
-        head.load_state_dict(dict(self.weights))
-        return head
 
     @property
     def trained_to(self) -> PolicyVersion | None:

@@ -22,6 +22,7 @@ from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
 from slipstream.loops.records import dump_groups
 from slipstream.loops.rl import WeightReceiver, run_rl_training
+from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
 from slipstream.loops.snapshot import LastPublished, policy_folder
 from slipstream.loops.stages import close_parts, run_in_daemon
@@ -167,6 +168,7 @@ class _RLPhase:
         )
         self._kl = build.make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
+        self._saves = Saves(run.stages, run.progress.note)
 
     async def train(self) -> bool:
         run, trainer = self._run, self._run.config.trainer
@@ -201,6 +203,10 @@ class _RLPhase:
                 notify=run.progress.note,
                 stages=run.stages,
             )
+            await self._saves.finish()
+        except Exception:
+            await self._saves.give_up()
+            raise
         finally:
             logger.close()
         return done + len(history) >= self._total
@@ -242,6 +248,7 @@ class _RLPhase:
         self, step: int, groups: Sequence[Group], metrics: dict[str, float], timers: Timers
     ) -> bool:
         run = self._run
+        self._saves.check()
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
@@ -283,15 +290,10 @@ class _RLPhase:
         if self._kl is not None:
             state["kl_in_reward"] = self._kl.state_dict()
         with timers.span("save_checkpoint"):
-            await _save(
-                self._run,
-                lambda: self._snapshots.save(
-                    step,
-                    self._backend,
-                    state,
-                    self._published,
-                    self._drafter,
-                ),
+            await self._saves.begin(
+                lambda go_on: self._snapshots.save(
+                    step, self._backend, state, self._published, self._drafter, go_on
+                )
             )
 
 

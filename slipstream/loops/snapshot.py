@@ -64,7 +64,10 @@ class LastPublished:
 class SavesItself(Protocol):
     """Co-training (`loops.cotrain`), as far as a checkpoint goes."""
 
-    def save(self, checkpoint: Path) -> None: ...
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copies of what training will change; what is returned writes them into a checkpoint, on
+        whatever thread. Blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +86,14 @@ class Snapshots:
         data: Mapping[str, Any],
         published: LastPublished | None = None,
         drafter: SavesItself | None = None,
+        go_on: Callable[[], object] = lambda: None,
     ) -> Path:
         """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
 
         The draft head that is in use lies in the checkpoint as `slipstream draft` leaves one.
+        `go_on` is called as soon as training may go on: what remains (the draft head's part,
+        checksums, flushing to disk, and the rename that makes a checkpoint of it all) reads
+        nothing that it changes.
 
         Blocks: not for the event loop. Raises CheckpointError where `data` is no JSON or the disk
         refuses; the checkpoint before stays.
@@ -113,8 +120,10 @@ class Snapshots:
             if published is not None:
                 tree = {"version": published.version, "tensors": published.tensors}
                 save_tree(published_file(folder), tree)
-            if drafter is not None:
-                drafter.save(folder)
+            write_draft = None if drafter is None else drafter.snapshot()
+            go_on()
+            if write_draft is not None:
+                write_draft(folder)
             data_file(folder).write_text(text)
             state.save(folder)
 

@@ -456,8 +456,8 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "timing_s/save_checkpoint",
                 "s",
-                "duration of the last save, after the step before, no part of a step: a step is "
-                "logged before it is saved",
+                "how long the last save, after the step before, kept the run waiting; no part of a "
+                "step: a step is logged before it is saved",
                 wall_time=True,
             ),
             Metric(

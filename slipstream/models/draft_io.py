@@ -6,6 +6,7 @@ among them. Writes plainly into a folder: that nobody sees half of it is the cal
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -62,17 +63,34 @@ def load_draft_head(folder: Path, policy: ModelConfig) -> DraftHead:
     ]
     if theirs.num_layers != 1:
         different.append(f"it has {theirs.num_layers} layers and a draft head has 1")
+    different += [
+        f"it is an {name}, and only heads of EAGLE-1 and EAGLE-2 draft here"
+        for name in _architectures(folder)
+        if "eagle3" in name.lower()
+    ]
     if different:
         raise CheckpointError(
             f"{folder} is no draft head of this policy: {'; '.join(different)}; train one with "
             "`slipstream draft`, or set speculative.eagle.spec_model_path to the folder of one"
         )
-    head = DraftHead(policy)
     try:
-        load_tensors(head, own_tensors(read_tensors(folder)), source=str(folder))
+        tensors = read_tensors(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. A draft head has {', '.join(dict(head.named_parameters()))} and nothing "
-            "else: export it with these names, or train one with `slipstream draft`"
+            f"{error}; put a whole draft head there, or train one with `slipstream draft`"
+        ) from error
+    head = DraftHead(policy)
+    try:
+        load_tensors(head, own_tensors(tensors), source=str(folder))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. A draft head has {', '.join(dict(head.named_parameters()))}, all finite, "
+            "and nothing else: export it so, or train one with `slipstream draft`"
         ) from error
     return head
+
+
+def _architectures(folder: Path) -> list[str]:
+    """As its configuration, which has been read, names them."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return [str(name) for name in raw.get("architectures") or ()]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,3 +71,27 @@ def ends_of(decoder: Decoder) -> PolicyEnds:
 def trainer(head: DraftHead, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
     optim = settings.pop("optim", OptimSettings(lr=lr, weight_decay=0.0, warmup_steps=2))
     return DraftTrainer(head, DraftTrainSettings(optim=optim, **settings))
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Orphans become this process's children, as those of a login manager do: it shares their
+    session, so that Linux does not wake those that are stopped."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    assert prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    try:
+        yield
+    finally:
+        prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+def wait_for_end(orphan: int, seconds: float = 30.0) -> None:
+    """Until the process, which is now a child of this one, has ended; it is killed after a while,
+    which fails."""
+    deadline = time.monotonic() + seconds
+    while os.waitpid(orphan, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(orphan, 9)
+            os.waitpid(orphan, 0)
+            raise AssertionError("it is left behind")
+        time.sleep(0.01)

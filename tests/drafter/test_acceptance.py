@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.drafter.acceptance import Acceptance, measure_acceptance
+from slipstream.drafter.acceptance import Acceptance, Loss, measure_acceptance
 from slipstream.drafter.sequences import passes
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
@@ -51,6 +51,7 @@ def test_the_walk_counts_what_the_engine_counts(
     assert (walk.drafted, walk.accepted) == (stats.draft_tokens, stats.accepted_tokens)
     assert walk.tokens == stats.decode_tokens
     assert walk.tokens_per_verification == walk.tokens / (stats.draft_tokens / drafts)
+    assert len(set(measured.prompts)) == len(measured.prompts) == 12
 
 
 def test_a_response_is_what_the_policy_chooses_under_its_noise() -> None:
@@ -91,24 +92,48 @@ def test_a_depth_that_is_not_there_counts_nothing() -> None:
     assert measured.walk(2).tokens_per_verification == 0.0
 
 
-def test_a_head_is_worse_only_beyond_chance() -> None:
-    def needs(*verifications: int) -> Acceptance:
-        """As many for each response, of twelve tokens."""
-        rows = []
-        for count in verifications:
-            row = [0] * 12
-            row[0] = 12 - count
-            rows.append(row)
-        return Acceptance(depth=12, lengths=rows)
+def needs(*verifications: int, prompts: str = "") -> Acceptance:
+    """As many for each response, of twelve tokens."""
+    rows = []
+    for count in verifications:
+        row = [0] * 12
+        row[0] = 12 - count
+        rows.append(row)
+    return Acceptance(depth=12, lengths=rows, prompts=prompts)
 
+
+def is_worse(one: Acceptance, other: Acceptance) -> bool:
+    return one.loss_against(other).beyond_chance
+
+
+def test_a_head_is_worse_only_beyond_chance() -> None:
     used = needs(6, 6, 6, 6)
     assert used.verifications(12) == [6, 6, 6, 6]
-    assert not used.is_worse_than(used)
-    assert not needs(5, 6, 7, 6).is_worse_than(used)
+    assert used.loss_against(used) == Loss()
+    assert not is_worse(used, used)
+    assert not is_worse(needs(5, 6, 7, 6), used)
     # One more for one response is chance, for each of four it is not.
-    assert not needs(6, 6, 7, 6).is_worse_than(used)
-    assert needs(7, 7, 7, 7).is_worse_than(used)
-    assert not used.is_worse_than(needs(7, 7, 7, 7))
+    assert needs(6, 6, 7, 6).loss_against(used) == Loss(1 / 24, 1 / 24**2)
+    assert not is_worse(needs(6, 6, 7, 6), used)
+    assert is_worse(needs(7, 7, 7, 7), used)
+    assert not is_worse(used, needs(7, 7, 7, 7))
     # Much worse is worse, however few responses say so.
-    assert needs(12, 6, 6, 6).is_worse_than(used)
-    assert needs(12, 5, 5, 5).is_worse_than(used)
+    assert is_worse(needs(12, 6, 6, 6), used)
+    assert is_worse(needs(12, 5, 5, 5), used)
+
+
+def test_responses_to_one_prompt_say_the_same_thing_once() -> None:
+    used = needs(*[6] * 8)
+    more = (7, 7, 7, 7, 6, 6, 6, 6)
+    assert is_worse(needs(*more), used)
+    # Of one prompt all four, of the other none: that is chance.
+    assert not is_worse(needs(*more, prompts="aaaabbbb"), used)
+    assert is_worse(needs(*more, prompts="abababab"), used)
+    assert needs(*more, prompts="aaaabbbb").loss_against(used) == Loss(4 / 48, 16 / 48**2)
+
+
+def test_small_losses_in_a_row_are_no_chance() -> None:
+    one = needs(6, 6, 6, 6, 7, 7, 5).loss_against(needs(*[6] * 7))
+    assert not one.beyond_chance
+    assert not (one + one + one).beyond_chance
+    assert (one + one + one + one).beyond_chance

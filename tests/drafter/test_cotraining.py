@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.drafter.acceptance import Acceptance, Loss
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
@@ -106,6 +107,26 @@ def test_a_head_that_accepts_less_is_held_back() -> None:
     assert same(good, tensors(made))
 
 
+def test_small_losses_add_up_until_they_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ends = cotraining(), ends_of(shared_decoder())
+    losses = iter([0.02, 0.02, 0.02, -0.05, 0.02])
+
+    def measured(self: Acceptance, other: Acceptance) -> Loss:
+        return Loss(next(losses), 0.03**2)
+
+    monkeypatch.setattr(Acceptance, "loss_against", measured)
+    adopted = [made.slice(ends, step=step).adopted for step in (1, 2)]
+    # 0.04 with an error of 0.042; then 0.06 with one of 0.052.
+    assert adopted == [True, True]
+    resumed = cotraining(seed=2)
+    resumed.load_state_dict(made.state_dict())
+    assert resumed.lost == made.lost == Loss(0.02 + 0.02, 0.03**2 + 0.03**2)
+    assert resumed.slice(ends, step=3).held_back
+    assert resumed.slice(ends, step=4).adopted
+    assert resumed.lost == Loss()
+    assert resumed.slice(ends, step=5).adopted
+
+
 def test_nothing_is_passed_on_that_could_not_be_measured() -> None:
     made = cotraining(held_out=0)
     done = made.slice(ends_of(shared_decoder()), step=1)
@@ -168,8 +189,11 @@ def test_a_resumed_one_gives_the_same_heads() -> None:
     for made in (whole, first):
         made.slice(ends, step=1)
     second = cotraining(seed=2, count=8)
-    second.load_state_dict(first.state_dict())
-    assert same(tensors(second), tensors(first))
+    state, used = first.state_dict(), tensors(first)
+    # A checkpoint may be written while training goes on.
+    first.slice(ends, step=2)
+    second.load_state_dict(state)
+    assert same(tensors(second), used)
     ours, theirs = whole.slice(ends, step=2), second.slice(ends, step=2)
     assert ours.adopted == theirs.adopted
     assert same(

@@ -24,7 +24,14 @@ from slipstream.errors import TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.training.optim import OptimSettings
 from slipstream.types import SamplingParams
-from tests.drafter.helpers import ends_of, new_head, requests, responses
+from tests.drafter.helpers import (
+    adopting_orphans,
+    ends_of,
+    new_head,
+    requests,
+    responses,
+    wait_for_end,
+)
 from tests.inference.helpers import shared_decoder
 
 PATIENCE = 120.0
@@ -200,7 +207,7 @@ while sys.argv[1] == "T" and not (worker._path / "ready").exists():
     time.sleep(0.01)
 if sys.argv[1] == "T":
     worker.go_on(False)
-print(worker.pid, flush=True)
+print(worker.pid, worker._path, flush=True)
 signal.pause()
 """
 
@@ -208,21 +215,24 @@ signal.pause()
 @pytest.mark.parametrize("state", ["T", "S"])
 def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup, state: str) -> None:
     """Neither stopped nor waiting to go on, the parent having ended while it began."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ORPHANED, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
+    with (
+        adopting_orphans(),
+        subprocess.Popen(
+            [sys.executable, "-c", ORPHANED, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as parent,
+    ):
         assert parent.stdin is not None
         assert parent.stdout is not None
         parent.stdin.write(pickle.dumps(replace(setup, stands_still=True)))
         parent.stdin.close()
-        pid = int(parent.stdout.readline())
+        number, folder = parent.stdout.readline().decode().split()
+        pid = int(number)
         if state == "T":
             _wait_for("T", pid)
         parent.kill()
-    deadline = time.monotonic() + PATIENCE
-    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
-        assert time.monotonic() < deadline, "it is left behind"
-        time.sleep(0.01)
+        parent.wait()
+        wait_for_end(pid)
+    assert not Path(folder).exists()
 
 
 def test_it_ends_with_its_parent(worker: DraftWorker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -18,11 +19,21 @@ from slipstream.checkpoint.state import draft_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
 from slipstream.drafter.worker import DraftWorker
-from slipstream.loops import build_cotrain
+from slipstream.loops import build_cotrain, cotrain
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_io import save_draft_head
 from slipstream.models.hf_io import read_tensors
-from tests.loops.helpers import assert_same_result, policy, result_of, rl_only, write_reward
+from tests.drafter.helpers import adopting_orphans, wait_for_end
+from tests.loops.helpers import (
+    assert_same_result,
+    policy,
+    result_of,
+    rl_only,
+    steps_of,
+    write_reward,
+)
 
 TRAIN = "speculative.train"
 LEARN = (
@@ -186,6 +197,92 @@ def test_a_run_killed_while_its_head_learns_ends_as_the_uninterrupted_one(
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
+KILLED_WHILE_WRITING = """
+import os, signal, sys, threading
+from slipstream.cli import main
+from slipstream.drafter.trainer import DraftTrainer
+from slipstream.loops import cotrain
+
+save, train, begun, saves = cotrain.save_draft_head, DraftTrainer._train_on, threading.Event(), []
+
+def saved(head, folder):
+    saves.append(folder)
+    if len(saves) == 3:
+        # Until the head learns in step 4: training has gone on meanwhile.
+        assert begun.wait(60)
+        save(head, folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(head, folder)
+
+def trained(self, *arguments):
+    if len(saves) == 3:
+        begun.set()
+        threading.Event().wait()
+    return train(self, *arguments)
+
+cotrain.save_draft_head, DraftTrainer._train_on = saved, trained
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_run_killed_while_a_checkpoint_is_being_finished_goes_on_from_the_one_before(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    run = tmp_path / "run"
+    every = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
+    line = rl_only(run, *SETTINGS, *LEARN, *every, reward=reward)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_WRITING, *line], capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (half,) = run.glob(".saving.global_step_3.*")
+    assert (draft_folder(half) / "model.safetensors").exists()
+    assert steps_of(run) == [2]
+    assert [step for step, _ in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+    assert main(line) == 0
+    assert_same_result(result_of(run), result_of(folder))
+    # The half one is gone, and so are the heads that are not kept.
+    assert list(run.glob("*global_step_*/draft")) == [run / "global_step_4" / "draft"]
+
+
+def test_a_head_that_cannot_be_written_ends_the_run_and_leaves_the_checkpoint_before(
+    learned: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, reward = learned
+    calls: list[Path] = []
+
+    def second_fails(head: DraftHead, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_draft_head(head, path)
+
+    monkeypatch.setattr(cotrain, "save_draft_head", second_fails)
+    run = tmp_path / "run"
+    line = rl_only(run, *SETTINGS, *LEARN, reward=reward)
+    assert main(line) == 4
+    error = capsys.readouterr().err
+    assert "disk full while saving" in error
+    assert f"{run}/global_step_2 stays the latest checkpoint" in error
+    assert steps_of(run) == [2]
+    assert main(line) == 0
+    assert_same_result(result_of(run), result_of(folder))
+
+
+def test_a_checkpoint_has_nothing_of_the_policy_in_its_head(learned: tuple[Path, Path]) -> None:
+    checkpoint = learned[0] / "global_step_4"
+    names = read_tensors(draft_folder(checkpoint)).keys()
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    state = load_tree(cotraining_file(checkpoint))
+    moments = state["trainer"]["optimizer"]
+    for one in (state["head"], state["used"], {**moments["adamw"], **moments["muon"]}):
+        assert one.keys() == names
+
+
 def test_a_process_beside_the_run_changes_nothing_either(
     learned: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,6 +365,53 @@ def test_a_process_that_is_killed_is_started_again(
     assert len(set(pids)) == 2
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert [steps[n]["drafter/restarts"] for n in (2, 4)] == [0, 1]
+
+
+KILLED_WHILE_STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+from slipstream.cli import main
+from slipstream.drafter.worker import DraftWorker
+from slipstream.loops import build_cotrain
+
+go_on = DraftWorker.go_on
+
+def gone_on(self, wanted):
+    go_on(self, wanted)
+    if not wanted:
+        stat = Path(f"/proc/{self.pid}/stat")
+        while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
+            time.sleep(0.001)
+        print("stopped:", self.pid, self._path, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+DraftWorker.go_on = gone_on
+build_cotrain.usable_cores = lambda: 2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
+def test_a_run_that_is_killed_leaves_no_stopped_process_behind(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Though orphans are adopted within the session, where nothing else wakes them."""
+    few = ("trainer.num_threads=2", "actor_rollout_ref.rollout.one_thread_below=2")
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, *few, reward=learned[1])
+    # No pipe: a process that is left behind would keep it open.
+    with adopting_orphans(), (tmp_path / "output.txt").open("w+") as output:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_WHILE_STOPPED, *line],
+            stdout=output,
+            stderr=output,
+            check=False,
+        )
+        output.seek(0)
+        said = output.read()
+        assert done.returncode == -signal.SIGKILL, said
+        pid, folder = said.split("stopped:")[1].split()[:2]
+        wait_for_end(int(pid))
+    assert not Path(folder).exists()
 
 
 COUNTED = """
