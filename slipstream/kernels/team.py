@@ -103,11 +103,11 @@ def run(
     whole: Callable[..., None], shared: int | None, arguments: tuple[int, ...], work: int
 ) -> None:
     """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
-    else `whole` here."""
-    if work >= SHARED_FROM and shared is not None and _gomp is not None:
-        threads = torch.get_num_threads()
-        if threads > 1:
-            packed = (ctypes.c_int64 * len(arguments))(*arguments)
-            _gomp.GOMP_parallel(ctypes.c_void_p(shared), packed, threads, 0)
-            return
-    whole(*arguments, 0, 1)
+    else by the calling thread alone; `whole` where there is no team."""
+    if shared is None or _gomp is None:
+        whole(*arguments, 0, 1)
+        return
+    # Of one thread, too: `whole` would have to be compiled, or loaded, beside it.
+    threads = torch.get_num_threads() if work >= SHARED_FROM else 1
+    packed = (ctypes.c_int64 * len(arguments))(*arguments)
+    _gomp.GOMP_parallel(ctypes.c_void_p(shared), packed, threads, 0)
