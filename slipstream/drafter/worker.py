@@ -124,6 +124,12 @@ class DraftWorker:
             return 0.0
         return float(times.user + times.system)
 
+    def wait_until_ready(self) -> None:
+        """Until it has begun, which takes seconds and memory traffic; or has ended, which whoever
+        speaks to it next is told."""
+        while not (self._path / _READY).exists() and self._process.poll() is None:
+            time.sleep(0.01)
+
     def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends
         of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
@@ -278,8 +284,8 @@ def run_worker(folder: Path) -> None:
 def _work(folder: Path, lines: _Lines, answer: int) -> None:
     setup = cast(WorkerSetup, _read(folder / _SETUP))
     training = _training(setup)
+    (folder / _READY).touch()
     if setup.stands_still:
-        (folder / _READY).touch()
         # Not by stopping itself, for which nobody would be there if the parent has ended since.
         while signal.sigtimedwait({signal.SIGCONT}, 1.0) is None:
             if lines.ended_meanwhile():

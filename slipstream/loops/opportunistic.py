@@ -111,6 +111,8 @@ class OpportunisticTraining:
     @asynccontextmanager
     async def rollout(self, step: int) -> AsyncIterator[None]:
         """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
+        async with self._stages.stage("draft head", "the start of the process that trains it"):
+            await run_in_daemon(lambda: self._started().wait_until_ready())
         if self.decoded is not None:
             self.decoded.begin(wanted=True)
         worker = self._worker
@@ -241,13 +243,17 @@ class OpportunisticTraining:
             return []
 
     def _hand_on(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+        worker = self._started()
+        try:
+            worker.learn(kept, ends, step)
+        except TrainingError as error:
+            self._lost(worker, error)
+
+    def _started(self) -> DraftWorker:
         if self._worker is None:
             # There, for the process ends with the thread that starts it.
             self._worker = self._compute.run(lambda: DraftWorker(self.training.setup))
-        try:
-            self._worker.learn(kept, ends, step)
-        except TrainingError as error:
-            self._lost(self._worker, error)
+        return self._worker
 
     def _lost(self, worker: DraftWorker, error: TrainingError) -> None:
         # First: engines lend and take back from another thread.

@@ -182,12 +182,12 @@ async def run_rl_training(
     timers, idle = Timers(), IdleCores(usable_cores())
     for step in range(config.start_step + 1, config.num_steps + 1):
         with timers.span("step"):
-            with (
-                timers.span("gen"),
-                idle.watched(),
-                stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
-            ):
-                async with nullcontext() if drafter is None else drafter.rollout(step):
+            async with nullcontext() if drafter is None else drafter.rollout(step):
+                with (
+                    timers.span("gen"),
+                    idle.watched(),
+                    stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
+                ):
                     groups = await rollout_manager.generate_batch()
             timers.move(rollout_manager.counts.scoring_seconds, "gen", "reward")
             metrics = rollout_metrics(

@@ -158,7 +158,8 @@ def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
     worker = DraftWorker(replace(setup, stands_still=True))
     try:
         worker.learn(rows(), ends_of(shared_decoder()), step=1)
-        _wait(lambda: (worker._path / "ready").exists())
+        worker.wait_until_ready()
+        assert (worker._path / "ready").exists()
         assert worker.results() == []
         assert list(worker._path.glob("rows-*"))
         worker.go_on(True)

@@ -67,6 +67,9 @@ class QuickWorker:
             )
         ]
 
+    def wait_until_ready(self) -> None:
+        """It is."""
+
     def stop(self) -> None:
         """Nothing is under way."""
 
@@ -105,7 +108,8 @@ def test_requests_under_way_go_on_with_it_and_the_policy_is_the_same(
     reward = write_reward(tmp_path)
     monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
     steps = run(tmp_path / "on", *LEARN, OPPORTUNISTIC, reward=reward)
-    # One after each step but the first, before which there is no worker; the others in rollouts.
+    # One after each step but the first, before which there is nothing to learn; the others in
+    # rollouts.
     assert steps[4]["drafter/publishes_in_rollouts"] == len(published) - 3 > 0
     assert sum(count > 0 for count in published) > 0
     assert steps[1]["rollout/used_idle_core_seconds"] == 0
