@@ -62,11 +62,12 @@ SPECULATION = ["speculative.enable=true", "speculative.train.enable_drafter_trai
 COLD_START = [
     "speculative.eagle.spec_model_path=null",
     "speculative.spec_strategy=union",
-    # A new head has more to learn, and with larger steps.
-    "speculative.train.training_interval_steps=2",
-    "speculative.train.updates_per_training=8",
+    # A new head has more to learn, and with larger steps, which fall as it gets there.
+    "speculative.train.training_interval_steps=4",
+    "speculative.train.updates_per_training=24",
     "speculative.train.optim.lr=1e-3",
-    "speculative.train.optim.muon_lr=0.02",
+    "speculative.train.optim.muon_lr=0.04",
+    "speculative.train.optim.lr_scheduler_type=linear",
 ]
 """The same without a head to begin with."""
 
@@ -439,21 +440,25 @@ def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
 
 def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
     """What became of the draft head during RL, as JSON values: tokens per verification in the first
-    tenth of the steps and in the last one, versions, what its training took, and from which step on
-    it made most of the drafts."""
+    tenth of the steps and in the last one, versions, what its training took, from which step on it
+    made most of the drafts (on average over a tenth of the steps), and its share in the last
+    tenth."""
     steps = [(step, m) for step, m in history if "spec/on_fraction" in m]
     if not steps:
         return {}
     few = max(1, len(steps) // 10)
     lengths = [m.get("spec/accept_length", 1.0) for _, m in steps]
-    # Steps without any draft say nothing of who makes them.
-    after = [step for step, m in steps if m.get("spec/head_fraction", 1.0) <= 0.5]
+    # Steps without any draft say nothing of who makes them. Of several, for history has lucky ones.
+    drafting = [(step, m["spec/head_fraction"]) for step, m in steps if "spec/head_fraction" in m]
+    windows = [drafting[max(0, i - few + 1) : i + 1] for i in range(len(drafting))]
+    after = [window[-1][0] for window in windows if np.mean([f for _, f in window]) <= 0.5]
     last = steps[-1][1]
     return {
         "drafts": {
             "accept_length_first": float(np.mean(lengths[:few])),
             "accept_length_last": float(np.mean(lengths[-few:])),
             "head_from_step": max(after, default=0) + 1,
+            "head_share_last": float(np.mean([f for _, f in drafting[-few:]] or [0.0])),
             "versions": last.get("drafter/version", 0.0),
             "hold_backs": last.get("drafter/hold_backs", 0.0),
             "updates": last.get("drafter/updates", 0.0),
@@ -539,9 +544,9 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
 def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
     """A line of what the head did during RL."""
     began = drafts["head_from_step"]
-    who = "the head made most drafts"
+    who = f"the head made {drafts['head_share_last']:.0%} of the last drafts"
     if began > 1:
-        who += f" from step {began} on" if began <= steps else " at no step"
+        who += f", most of them from step {began} on" if began <= steps else ", history the others"
     return (
         f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification at first, "
         f"{drafts['accept_length_last']:.2f} at last; {who}; it learned for "

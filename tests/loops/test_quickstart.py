@@ -135,9 +135,12 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
     found = quickstart.drafts_summary(history)["drafts"]
     assert (found["accept_length_first"], found["accept_length_last"]) == (1.0, 3.0)
     # A step without drafts says nothing.
-    assert found["head_from_step"] == 3
+    assert (found["head_from_step"], found["head_share_last"]) == (3, 0.8)
     assert (found["versions"], found["seconds"]) == (2, 3.0)
     assert quickstart.drafts_summary(history[-1:]) == {}
+    # One step in which history is lucky, among twenty, two of which are looked at together.
+    lucky = [(n, step(2.0, 0.4 if n == 12 else 0.9)) for n in range(1, 21)]
+    assert quickstart.drafts_summary(lucky)["drafts"]["head_from_step"] == 1
 
 
 def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ from slipstream.types import WeightUpdate
 _AGREEMENTS = (4, 6, 9, 13)
 """Lower ends of the classes of agreement, in tokens, beyond the first class."""
 
+_AFTER_AN_UPDATE = 0.25
+"""What earlier drafts of the head count with its new weights: they mostly do better, and history's
+would be taken for too long."""
+
 
 class UnionProposer:
     """`Proposer` over two."""
@@ -94,8 +98,9 @@ class UnionProposer:
         self._history.observe(request_ids, tokens, features_NWD)
 
     def update(self, update: WeightUpdate) -> None:
-        """See `LearningProposer`."""
+        """See `LearningProposer`. What the head was right in before says less of it now."""
         self._head.update(update)
+        self._head_curve.forget(_AFTER_AN_UPDATE)
 
     def end(self, request_id: str) -> None:
         """See `Proposer`."""
