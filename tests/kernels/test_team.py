@@ -36,6 +36,28 @@ def test_parts_add_up_to_the_whole(threads: int, monkeypatch: pytest.MonkeyPatch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("lengths", [[60] * 4, [40, 80, 60, 60, 3], [200, 20, 10]])
+def test_sequences_of_their_own_have_the_bits_of_all_together(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In bf16 threads share out the sequences where they can be shared evenly.
+    decoder, before = make_decoder("qwen3", head_dim=16), torch.get_num_threads()
+    monkeypatch.setattr(team, "SHARED_FROM", 1)
+    ids = random_ids(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                packed = decoder.pack(torch.bfloat16)
+                results.append(packed.forward(ids, positions, lengths=lengths).final)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_the_team_is_the_one_of_torch() -> None:
     # Otherwise kernels would run on one thread, and nothing would say so.
     assert team._gomp is not None

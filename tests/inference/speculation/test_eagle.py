@@ -16,6 +16,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.kernels import team
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import Generation, UpdateKind, WeightUpdate
@@ -104,6 +105,29 @@ def test_drafts_are_those_of_the_head_over_all_true_features(prompt: int) -> Non
                 assert int(policy.lm_head(out[0, -1:]).argmax()) == draft
                 features = torch.cat([features, out[:, -1:]], dim=1)
                 tokens.append(draft)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_draft_for_sequences_of_their_own_what_one_drafts_for_all(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(team, "SHARED_FROM", 1)
+    drafted, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            proposer = Recorder(new_head(shared_decoder()), dtype=dtype)
+            proposer.drafted, proposer.waiting = [], {}
+            engine = make_engine(dtype=dtype, proposer=proposer, plan=DraftPlan.chain(4))
+            # Of those that are not cut off, for which drafting is one call.
+            for request in [r for i, r in enumerate(mixed_requests(12)) if i % 6 < 3]:
+                engine.add(request)
+            drain(engine)
+            drafted.append(proposer.drafted)
+    finally:
+        torch.set_num_threads(before)
+    assert len(drafted[0]) > 20
+    assert drafted[0] == drafted[1] == drafted[2]
 
 
 @pytest.mark.parametrize("drafts", [1, 4])
