@@ -124,10 +124,13 @@ class DraftWorker:
             return 0.0
         return float(times.user + times.system)
 
-    def wait_until_ready(self) -> None:
-        """Until it has begun, which takes seconds and memory traffic; or has ended, which whoever
-        speaks to it next is told."""
+    def wait_until_ready(self, seconds: float) -> None:
+        """Until it has begun, which takes seconds and memory traffic; at most so many seconds, or
+        until it has ended, which whoever speaks to it next is told."""
+        late = time.monotonic() + seconds
         while not (self._path / _READY).exists() and self._process.poll() is None:
+            if time.monotonic() > late:
+                return
             time.sleep(0.01)
 
     def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
@@ -271,7 +274,6 @@ def run_when_idle() -> None:
 
 def run_worker(folder: Path) -> None:
     """The worker: until the other side ends."""
-    run_when_idle()
     torch.set_num_threads(1)
     # Whatever prints must not be taken for an answer.
     answer = os.dup(1)
@@ -285,6 +287,8 @@ def _work(folder: Path, lines: _Lines, answer: int) -> None:
     setup = cast(WorkerSetup, _read(folder / _SETUP))
     training = _training(setup)
     (folder / _READY).touch()
+    # Not before: the parent waits for this.
+    run_when_idle()
     if setup.stands_still:
         # Not by stopping itself, for which nobody would be there if the parent has ended since.
         while signal.sigtimedwait({signal.SIGCONT}, 1.0) is None:

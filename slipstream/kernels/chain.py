@@ -22,8 +22,8 @@ from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 _BLOCK = 512
 """Tokens that are taken in at once: what they leave behind stays in the cache."""
 
-_ROWS_FROM = 64
-"""Threads take sequences of their own from one sequence to so many numbers of a feature on."""
+_SEQUENCES_FROM = 128
+"""Threads take sequences of their own from one each to so many numbers of a feature on."""
 
 
 @kernel
@@ -116,7 +116,7 @@ def _chain(
     wait(parts)
     # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
     first, n, early, earlies, most, m = 0, N, 0, E, _BLOCK, 0
-    if parts > 1 and N > 1 and N * _ROWS_FROM >= D:
+    if parts > 1 and N // parts * _SEQUENCES_FROM >= D:
         most = max(_BLOCK // parts, 1)
         for p in range(part + 1):
             m += max(n, min(earlies - early, most)) if p else 0
@@ -125,7 +125,7 @@ def _chain(
         part, parts = 0, 1
     both, x, spare, delta = both + 8 * D * m, x + 4 * D * m, spare + 4 * D * m, delta + 4 * D * m
     qkv, q = qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m
-    mixed, gates, gated = mixed + 4 * Q * K * m, gates + 8 * W * m, gated + size * W * m
+    mixed, gates, gated = mixed + 4 * Q * K * m, gates + 8 * W * m, gated + 4 * W * m
     normed, logits = normed + 4 * D * first, logits + 4 * padded * first
     keys_N2, tokens = keys_N2 + 8 * first, tokens + 8 * first
     temperatures += 4 * first

@@ -26,9 +26,9 @@ WEIGHTS = 10
 begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
 packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
 
-_ROWS_FROM = 8
-"""Threads take sequences of their own from one row to so many numbers of a row on: what moves from
-core to core grows with rows times width, and weights with its square (docs/log.md)."""
+_ROWS_FROM = 16
+"""Threads take sequences of their own from one row each to so many numbers of a row on: what moves
+from core to core grows with rows times width, and weights with its square (docs/log.md)."""
 
 
 @kernel
@@ -120,7 +120,7 @@ def _cut(first, M, part, parts):
 def _by_sequences(first, M, D, size, parts):
     """Whether threads do better with sequences of their own: rows are next to free beside reading
     the weights, and shares are even."""
-    if size != BF16 or not BY_MATRIX_UNIT or parts == 1 or M * _ROWS_FROM < D:
+    if size != BF16 or not BY_MATRIX_UNIT or parts == 1 or M // parts * _ROWS_FROM < D:
         return False
     for part in range(parts):
         share = _cut(first, M, part + 1, parts) - _cut(first, M, part, parts)
@@ -144,7 +144,7 @@ def _layers(
     layers_part(
         weights, layers, final_norm, eps, x + d, spare + d, delta + d, normed + d,
         qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m, mixed + 4 * Q * K * m,
-        gates + 8 * W * m, gated + size * W * m, cos, sin, positions + 8 * m, own + 8 * m,
+        gates + 8 * W * m, gated + 4 * W * m, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, head_stride, longest, keys, values, layer_step,
         rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip

@@ -61,6 +61,11 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
 
 def _check_opportunistic(config: Config) -> None:
     key = "speculative.train.mode=opportunistic"
+    if build.device_of(config).type != "cpu":
+        raise ConfigError(
+            f"{key} trains in a process on the CPU, and trainer.device is a GPU; set "
+            "speculative.train.mode=interval"
+        )
     cores, threads = usable_cores(), torch.get_num_threads()
     few = config.actor_rollout_ref.rollout.one_thread_below
     if cores < 2 or (threads >= cores and not few):
@@ -73,11 +78,6 @@ def _check_opportunistic(config: Config) -> None:
         raise ConfigError(
             f"{key} trains the draft model on cores that the run leaves idle, and it computes with "
             f"{threads} threads on {cores} cores; {remedy}, or set speculative.train.mode=interval"
-        )
-    if build.device_of(config).type != "cpu":
-        raise ConfigError(
-            f"{key} trains in a process on the CPU, and trainer.device is a GPU; set "
-            "speculative.train.mode=interval"
         )
     optim = config.speculative.train.optim
     if optim.lr_scheduler_type != "constant":

@@ -49,6 +49,11 @@ _REST_SECONDS = 10.0
 read some twenty tokens."""
 
 
+_PATIENCE_SECONDS = 60.0
+"""Until a process that does not begin, or an engine that does not take a head, is waited for no
+longer: the run goes on without."""
+
+
 class CoreLender(Protocol):
     """An engine that decodes the last responses on one thread."""
 
@@ -100,7 +105,7 @@ class OpportunisticTraining:
         self._seconds = self._seconds_in_rollout = 0.0
         self._metrics: dict[str, float] = {}
         self._published_at = -_REST_SECONDS
-        self._in_rollouts = 0
+        self._publications = self._in_rollouts = 0
         self.training = HeadInUse(setup)
 
     @property
@@ -112,7 +117,7 @@ class OpportunisticTraining:
     async def rollout(self, step: int) -> AsyncIterator[None]:
         """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
         async with self._stages.stage("draft head", "the start of the process that trains it"):
-            await run_in_daemon(lambda: self._started().wait_until_ready())
+            await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
         if self.decoded is not None:
             self.decoded.begin(wanted=True)
         worker = self._worker
@@ -130,7 +135,8 @@ class OpportunisticTraining:
             raise failures[0]  # as itself, not in a group
         self._seconds_in_rollout = 0.0
         if worker is not None and worker is self._worker:
-            self._seconds_in_rollout = worker.cpu_seconds - before
+            # It may have ended.
+            self._seconds_in_rollout = max(0.0, worker.cpu_seconds - before)
 
     def begin_step(self, step: int, version: PolicyVersion) -> None:
         """See `DrafterTraining`. The update needs all cores."""
@@ -161,7 +167,7 @@ class OpportunisticTraining:
             await run_in_daemon(lambda: self._hand_on(kept, ends, step))
         return metrics | {
             "drafter/version": self.training.version,
-            "drafter/publishes": self.training.version,
+            "drafter/publishes": self._publications,
             "drafter/publishes_in_rollouts": self._in_rollouts,
             "drafter/hold_backs": self._hold_backs,
             "drafter/failed_slices": self._failures,
@@ -209,6 +215,7 @@ class OpportunisticTraining:
         if self.training.fresh:
             self.training.fresh = False
             await publish_head(self._engines, self.training.version, self.training.weights)
+            self._publications += 1
             self._published_at = time.monotonic()
 
     async def _publish_meanwhile(self, failures: list[Exception]) -> None:
@@ -218,8 +225,9 @@ class OpportunisticTraining:
                 self._receive()
                 rested = time.monotonic() - self._published_at >= _REST_SECONDS
                 if self.training.fresh and rested:
-                    # All engines get it, also where the last response ends in the meantime.
-                    with anyio.CancelScope(shield=True):
+                    # All engines get it, also where the last response ends in the meantime; one
+                    # that is stuck is not waited for: who waits for its responses will say so.
+                    with anyio.move_on_after(_PATIENCE_SECONDS, shield=True):
                         await self._publish()
                     self._in_rollouts += 1
         except Exception as error:

@@ -158,7 +158,7 @@ def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
     worker = DraftWorker(replace(setup, stands_still=True))
     try:
         worker.learn(rows(), ends_of(shared_decoder()), step=1)
-        worker.wait_until_ready()
+        worker.wait_until_ready(60)
         assert (worker._path / "ready").exists()
         assert worker.results() == []
         assert list(worker._path.glob("rows-*"))

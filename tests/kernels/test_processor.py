@@ -34,7 +34,11 @@ def test_the_matrix_unit_is_used_where_it_is_and_may_be(monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(not processor.has_matrix_unit(), reason="no matrix unit: these are the kernels")
 def test_kernels_without_the_matrix_unit() -> None:
-    files = ["tests/kernels/test_attend_bf16.py", "tests/models/test_linear.py"]
+    files = [
+        *("tests/kernels/test_attend_bf16.py", "tests/kernels/test_team.py"),
+        *("tests/models/test_linear.py", "tests/inference/speculation/test_eagle.py"),
+        *("-k", "not test_eagle or threads_draft"),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files],
         cwd=ROOT,

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
 
 @kernel
 def _softmax(scores: int, weights: int, sees: int, width: int) -> tuple[float, float]:
-    return softmax_row(scores, weights, sees, width)
+    both: tuple[float, float] = softmax_row(scores, weights, sees, width)
+    return both
 
 
 @kernel
@@ -86,8 +87,8 @@ def test_a_head_is_normed_and_turned(half: int, normed: bool) -> None:
     wide = x.double()
     if normed:
         wide = wide / (wide.square().mean() + float(eps)).sqrt() * norm.double()
-    left, right = wide.split(half)
-    (c_left, c_right), (s_left, s_right) = cos.double().split(half), sin.double().split(half)
+    left, right = wide[:half], wide[half:]
+    (c_left, c_right), (s_left, s_right) = cos.double().view(2, half), sin.double().view(2, half)
     exact = torch.cat([left * c_left + right * s_left, right * c_right + left * s_right]) / 4
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
 

@@ -37,11 +37,12 @@ def test_parts_add_up_to_the_whole(threads: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("lengths", [[60] * 4, [40, 80, 60, 60, 3], [200, 20, 10]])
+@pytest.mark.parametrize("intermediate", [80, 72])
 def test_sequences_of_their_own_have_the_bits_of_all_together(
-    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    lengths: list[int], intermediate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In bf16 threads share out the sequences where they can be shared evenly.
-    decoder, before = make_decoder("qwen3", head_dim=16), torch.get_num_threads()
+    decoder, before = make_decoder("qwen3", intermediate_size=intermediate), torch.get_num_threads()
     monkeypatch.setattr(team, "SHARED_FROM", 1)
     ids = random_ids(1, sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

@@ -67,7 +67,7 @@ class QuickWorker:
             )
         ]
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, seconds: float) -> None:
         """It is."""
 
     def stop(self) -> None:
