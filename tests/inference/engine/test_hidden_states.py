@@ -138,7 +138,8 @@ def updated(engine: Engine, version: int) -> Decoder:
 
 
 def test_a_response_that_goes_on_under_new_weights_has_their_states_alone() -> None:
-    engine = make_engine()
+    # Its own: an update changes the weights of the decoder that the engine was made with.
+    engine = make_engine(make_decoder())
     (request,) = siblings(1, 40)
     engine.add(request)
     for _ in range(3):
@@ -154,7 +155,8 @@ def test_a_response_that_goes_on_under_new_weights_has_their_states_alone() -> N
 
 
 def test_an_update_under_way_leaves_states_of_both_which_the_spans_say() -> None:
-    engine = make_engine()
+    # Its own: an update changes the weights of the decoder that the engine was made with.
+    engine = make_engine(make_decoder())
     requests = siblings(2, 40)
     engine.add(requests[0])
     for _ in range(3):
