@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
+from operator import attrgetter
 from typing import Any
 
 from slipstream.drafter.sequences import DraftSequence, length_buckets
@@ -95,7 +96,7 @@ class DraftBuffer:
                 f"response of {len(kept.sequence.tokens)} tokens ({kept.nbytes} bytes); raise it, "
                 "or lower speculative.train.max_seq_len"
             )
-        insort(self._kept, kept, key=_place)
+        insort(self._kept, kept, key=attrgetter("place"))
         self.nbytes += kept.nbytes
         self.counts.received += 1
         if self.nbytes > self.settings.max_bytes:
@@ -144,7 +145,7 @@ class DraftBuffer:
         """Go on from `state_dict()`; what is beyond the settings' limits is given up."""
         self.counts = BufferCounts(**state["counts"])
         self.newest_used = state["newest_used"]
-        self._replace(sorted(map(from_tree, state["kept"]), key=_place))
+        self._replace(sorted(map(from_tree, state["kept"]), key=attrgetter("place")))
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
@@ -172,10 +173,6 @@ class DraftBuffer:
                 break
             found.add(id(kept))
         return found
-
-
-def _place(kept: Kept) -> tuple[object, ...]:
-    return kept.place
 
 
 def to_tree(kept: Kept) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import hashlib
 from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -161,7 +162,7 @@ class FeatureCollector(RowCollector):
         if not self._is_held_out(kept.key):
             self.buffer.add(kept)
             return
-        insort(self._held_out, kept, key=lambda one: one.place)
+        insort(self._held_out, kept, key=attrgetter("place"))
         del self._held_out[: -self.settings.held_out]
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from slipstream.drafter.acceptance import Acceptance, HeldOut, Loss, measure_acc
 from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
-from slipstream.errors import TrainingError, check_at_least_one
+from slipstream.errors import CheckpointError, TrainingError, check_at_least_one
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import PolicyVersion
 
@@ -152,7 +152,14 @@ class CoTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Go on from `state_dict()`. Raises CheckpointError where it is another version's."""
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise CheckpointError(
+                f"the state of co-training has no {', '.join(sorted(missing))}: another version "
+                "wrote it; begin anew with its head (trainer.resume_mode=disable and "
+                "speculative.eagle.spec_model_path), or go on with that version"
+            )
         self.trainer.head.load_state_dict(state["head"])
         self.trainer.load_state_dict(state["trainer"])
         self.used.load_state_dict(state["used"])

@@ -124,14 +124,15 @@ class DraftWorker:
             return 0.0
         return float(times.user + times.system)
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """Until it has begun, which takes seconds and memory traffic; at most so many seconds, or
-        until it has ended, which whoever speaks to it next is told."""
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Until it has begun, which takes seconds and memory traffic, or has ended, which whoever
+        speaks to it next is told. Whether that was so within so many seconds."""
         late = time.monotonic() + seconds
         while not (self._path / _READY).exists() and self._process.poll() is None:
             if time.monotonic() > late:
-                return
+                return False
             time.sleep(0.01)
+        return True
 
     def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends

@@ -13,7 +13,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import draw_part
-from slipstream.kernels.layers import WEIGHTS, layers_part, place_sized
+from slipstream.kernels.layers import WEIGHTS, layers_part, place_sized, room_from
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
@@ -123,9 +123,10 @@ def _chain(
             first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
             early, earlies = _early(given, first), _early(given, first + n)
         part, parts = 0, 1
-    both, x, spare, delta = both + 8 * D * m, x + 4 * D * m, spare + 4 * D * m, delta + 4 * D * m
-    qkv, q = qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m
-    mixed, gates, gated = mixed + 4 * Q * K * m, gates + 8 * W * m, gated + 4 * W * m
+    both, x = both + 8 * D * m, x + 4 * D * m
+    spare, delta, qkv, q, mixed, gates, gated = room_from(
+        m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
+    )
     normed, logits = normed + 4 * D * first, logits + 4 * padded * first
     keys_N2, tokens = keys_N2 + 8 * first, tokens + 8 * first
     temperatures += 4 * first

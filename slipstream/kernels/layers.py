@@ -130,6 +130,17 @@ def _by_sequences(first, M, D, size, parts):
 
 
 @kernel
+def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size):
+    """Where the buffers of `layers` are for who begins at a row. Of `gated` each row has room for
+    fp32, which it is in where it cannot be narrow."""
+    return (
+        spare + 4 * D * row, delta + 4 * D * row, qkv + 4 * (Q + 2 * H) * K * row,
+        q + size * Q * K * row, mixed + 4 * Q * K * row, gates + 8 * W * row,
+        gated + 4 * W * row,
+    )  # fmt: skip
+
+
+@kernel
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
@@ -140,11 +151,12 @@ def _layers(
         m = _cut(first, M, part, parts)
         rows = _cut(first, M, part + 1, parts) - m
         part, parts = 0, 1
-    d = 4 * D * m
+    spare, delta, qkv, q, mixed, gates, gated = room_from(
+        m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
+    )
     layers_part(
-        weights, layers, final_norm, eps, x + d, spare + d, delta + d, normed + d,
-        qkv + 4 * (Q + 2 * H) * K * m, q + size * Q * K * m, mixed + 4 * Q * K * m,
-        gates + 8 * W * m, gated + 4 * W * m, cos, sin, positions + 8 * m, own + 8 * m,
+        weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
+        qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, head_stride, longest, keys, values, layer_step,
         rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip

@@ -53,6 +53,11 @@ def load(builder: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, REAL.as_pointer()), align=4)
 
 
+def keep(builder: Any, value: Any, address: Any) -> None:
+    """To an address."""
+    builder.store(value, builder.inttoptr(address, REAL.as_pointer()), align=4)
+
+
 def keep_narrow(builder: Any, value: Any, address: Any) -> None:
     """As bf16 to an address; what is too small for full precision becomes zero."""
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
@@ -249,8 +254,7 @@ def gate_row(typingctx: Any, gates: Any, ups: Any, out: Any, count: Any) -> Any:
         with cgutils.for_range(builder, builder.udiv(count, ir.Constant(_I64, PANEL))) as loop:
             step = builder.mul(loop.index, ir.Constant(_I64, 4 * PANEL))
             gate, up = (load(builder, builder.add(at, step)) for at in (gates, ups))
-            place = builder.inttoptr(builder.add(out, step), REAL.as_pointer())
-            builder.store(gated(builder, gate, up), place, align=4)
+            keep(builder, gated(builder, gate, up), builder.add(out, step))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate

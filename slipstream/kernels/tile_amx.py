@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ask_for
-from slipstream.kernels.tile_bf16 import BFloat
+from slipstream.kernels.sixteen import keep, keep_narrow, load
 
 ROWS = 16
 """Rows of a tile."""
@@ -53,7 +53,6 @@ def _shapes() -> Any:
 _SHAPES = _shapes()
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
-_SIXTEEN = ir.VectorType(ir.FloatType(), ROWS)
 
 
 def _instruction(name: str, tiles: tuple[int, ...], arguments: str) -> Any:
@@ -128,13 +127,7 @@ def _round_sixteen(typingctx: Any, x: Any, out: Any) -> Any:
     """Sixteen fp32 numbers at an address to bf16 at another."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = ir.VectorType(ir.IntType(16), ROWS)
-        kind = ir.FunctionType(ir.VectorType(BFloat(), ROWS), [_SIXTEEN])
-        name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        numbers = builder.load(builder.inttoptr(args[0], _SIXTEEN.as_pointer()), align=4)
-        rounded = builder.bitcast(builder.call(function, [numbers]), bits)
-        builder.store(rounded, builder.inttoptr(args[1], bits.as_pointer()), align=2)
+        keep_narrow(builder, load(builder, args[0]), args[1])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -145,9 +138,7 @@ def _add_sixteen(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
     """Sums of sixteen numbers at two addresses to a third."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = [builder.inttoptr(arg, _SIXTEEN.as_pointer()) for arg in args]
-        both = [builder.load(place, align=4) for place in at[:2]]
-        builder.store(builder.fadd(*both), at[2], align=4)
+        keep(builder, builder.fadd(load(builder, args[0]), load(builder, args[1])), args[2])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate

@@ -28,7 +28,7 @@ from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.loops.records import dump_groups
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.loops.stages import Stages, close_parts
-from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_io import is_draft_head, load_draft_head
 from slipstream.models.draft_layouts import LAYOUTS, export_draft_head
 from slipstream.models.hf_io import load_checkpoint, load_config, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
@@ -123,7 +123,7 @@ def _head_source(checkpoint: Path) -> Path:
     `slipstream draft` left beside it."""
     for place in (checkpoint, checkpoint / "draft"):
         folder = head_folder(place)
-        if (folder / "config.json").is_file():
+        if is_draft_head(folder):
             return folder
     raise CheckpointError(
         f"{checkpoint} has no draft head; train one with `slipstream draft --checkpoint "

@@ -67,10 +67,9 @@ class OpportunisticTraining:
 
     It is given the rows of every step, trains until there is nothing left in them or the next
     update begins, and its heads are published during the rollout, or after the step, in which they
-    arrive. When it ends by
-    itself or is killed, the run says so and starts another one from the head in use. Where there
-    are lenders, for the run computes on all cores, it stands still (stopped by signal) but while
-    one lends a core.
+    arrive. When it ends by itself or is killed, the run says so and starts another one from the
+    head in use. Where there are lenders, for the run computes on all cores, it stands still
+    (stopped by signal) but while one lends a core.
     """
 
     def __init__(
@@ -117,7 +116,12 @@ class OpportunisticTraining:
     async def rollout(self, step: int) -> AsyncIterator[None]:
         """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
         async with self._stages.stage("draft head", "the start of the process that trains it"):
-            await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
+            begun = await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
+        if not begun:
+            self._notify(
+                f"step {step}: the process that trains the draft head has not begun within "
+                f"{_PATIENCE_SECONDS:.0f} s; the run goes on without waiting for it"
+            )
         if self.decoded is not None:
             self.decoded.begin(wanted=True)
         worker = self._worker
@@ -213,10 +217,10 @@ class OpportunisticTraining:
     async def _publish(self) -> None:
         """Give the engines the newest head that they have not got."""
         if self.training.fresh:
-            self.training.fresh = False
-            await publish_head(self._engines, self.training.version, self.training.weights)
-            self._publications += 1
             self._published_at = time.monotonic()
+            await publish_head(self._engines, self.training.version, self.training.weights)
+            self.training.fresh = False
+            self._publications += 1
 
     async def _publish_meanwhile(self, failures: list[Exception]) -> None:
         try:
@@ -227,9 +231,14 @@ class OpportunisticTraining:
                 if self.training.fresh and rested:
                     # All engines get it, also where the last response ends in the meantime; one
                     # that is stuck is not waited for: who waits for its responses will say so.
-                    with anyio.move_on_after(_PATIENCE_SECONDS, shield=True):
+                    with anyio.move_on_after(_PATIENCE_SECONDS, shield=True) as waited:
                         await self._publish()
-                    self._in_rollouts += 1
+                        self._in_rollouts += 1
+                    if waited.cancelled_caught:
+                        self._notify(
+                            f"an engine has not taken a draft head within {_PATIENCE_SECONDS:.0f} "
+                            "s; it is tried again"
+                        )
         except Exception as error:
             failures.append(error)
 

@@ -90,6 +90,12 @@ def load_draft_head(folder: Path, policy: ModelConfig) -> DraftHead:
     return head
 
 
+def is_draft_head(folder: Path) -> bool:
+    """Whether there is one, of whatever engine's layout, by its configuration."""
+    there = (folder / "config.json").is_file()
+    return there and any("eagle" in name.lower() for name in _architectures(folder))
+
+
 def _architectures(folder: Path) -> list[str]:
     """As its configuration, which has been read, names them."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.trainer import DraftTrainSettings
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.names import check_names
 from slipstream.training.optim import OptimSettings
 from slipstream.types import SamplingParams
@@ -180,6 +180,13 @@ def test_a_slice_ends_where_all_has_been_learned_from_and_where_it_is_stopped() 
     assert not empty.adopted
     assert not empty.held_back
     assert "drafter/loss" not in empty.metrics
+
+
+def test_the_state_of_another_version_is_refused() -> None:
+    state = cotraining().state_dict()
+    del state["lost"]
+    with pytest.raises(CheckpointError, match="has no lost: another version wrote it; begin anew"):
+        cotraining().load_state_dict(state)
 
 
 def test_a_resumed_one_gives_the_same_heads() -> None:

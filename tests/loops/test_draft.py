@@ -21,7 +21,7 @@ from slipstream.loops import draft_phase
 from slipstream.loops.deliver import _head_source
 from slipstream.loops.draft import DraftLoopSettings, train_draft_head
 from slipstream.loops.draft_data import read_rollouts
-from slipstream.loops.snapshot import head_folder
+from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names, deterministic
 from slipstream.models.draft_head import DraftHead
@@ -337,6 +337,10 @@ def test_export_finds_the_head_of_a_run(
     export = ["export", "--checkpoint", str(run), "--output", str(tmp_path / "out")]
     assert main([*export, "--draft", "sglang"]) == 4
     assert f"train one with `slipstream draft --checkpoint {run}`" in error_of(capsys)
+    # A policy's own folder is that of no head either.
+    model = ["export", "--checkpoint", str(policy_folder(run)), *export[3:]]
+    assert main([*model, "--draft", "sglang"]) == 4
+    assert "has no draft head" in error_of(capsys)
     shutil.copytree(finished, run / "draft")
     assert _head_source(run) == run / "draft" / "global_step_7" / "draft"
     assert _head_source(run / "draft") == run / "draft" / "global_step_7" / "draft"

@@ -67,8 +67,8 @@ class QuickWorker:
             )
         ]
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """It is."""
+    def wait_until_ready(self, seconds: float) -> bool:
+        return True
 
     def stop(self) -> None:
         """Nothing is under way."""
@@ -137,7 +137,9 @@ def test_running_requests_are_not_given_one_after_the_other(
 
 
 def training(
-    receive: Callable[[], Awaitable[None]], compute: ComputeThread
+    receive: Callable[[], Awaitable[None]],
+    compute: ComputeThread,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> OpportunisticTraining:
     class Receiver:
         async def update_drafter(self, update: WeightUpdate) -> None:
@@ -165,7 +167,7 @@ def training(
         [Receiver()],
         compute,
         dtype=torch.float32,
-        notify=lambda text: None,
+        notify=notify,
         stages=Stages(),
     )
     worker: Any = QuickWorker(setup)
@@ -194,6 +196,36 @@ def test_errors_of_either_side_come_as_themselves(monkeypatch: pytest.MonkeyPatc
             anyio.run(rollout, training(anyio.lowlevel.checkpoint, compute), ZeroDivisionError())
     finally:
         compute.close()
+
+
+def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(QuickWorker, "wait_until_ready", lambda self, seconds: False)
+    results = QuickWorker.results
+    # One head: it is the same that is tried again.
+    monkeypatch.setattr(QuickWorker, "results", lambda self: [] if self._version else results(self))
+    said, again, asked = list[str](), anyio.Event(), list[int]()
+
+    async def never() -> None:
+        asked.append(1)
+        if len(asked) > 1:
+            again.set()
+        await anyio.sleep_forever()
+
+    async def rollout() -> None:
+        async with training(never, compute, said.append).rollout(2):
+            with anyio.fail_after(20):
+                await again.wait()
+
+    compute = ComputeThread()
+    try:
+        anyio.run(rollout)
+    finally:
+        compute.close()
+    assert "has not begun within" in said[0]
+    assert "has not taken a draft head" in said[1]
 
 
 def test_a_head_on_its_way_gets_there_although_the_rollout_ends(
