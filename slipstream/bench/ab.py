@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -34,6 +35,9 @@ PLAIN, FROZEN, COTRAINED = "plain", "speculation", "co-trained"
 
 PARTS = ("gen", "update_actor", "drafter", "sync")
 """Parts of a step whose share is shown."""
+
+ACCEPT_CURVE = "accept_length_by_tenth"
+"""Setting of a row: tokens per verification in each tenth of the steps; empty without drafts."""
 
 Metrics = Mapping[str, float]
 
@@ -155,18 +159,37 @@ def identical(outcomes: Sequence[Outcome]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, object]:
-    """By name: `identical` for all runs, and how many times faster than plain rollouts and whole
-    steps were."""
+    """By name: `identical` for all runs, how many times faster than plain rollouts and whole steps
+    were, and where there are both heads, how far the one that learned ended above the one that did
+    not, in tokens per verification (0.1: by a tenth)."""
     ours = [row for row in rows if row.contender != PLAIN]
 
     def speedups(name: str) -> dict[str, float]:
         return {row.contender: _median(row.values[name]) for row in ours}
 
-    return {
+    found: dict[str, object] = {
         "identical": all(row.values["identical"] == 1 for row in rows),
         "rollout_speedup": speedups("rollout_speedup"),
         "step_speedup": speedups("step_speedup"),
     }
+    ends = {
+        row.contender: _median(row.values["accept_length_last"])
+        for row in ours
+        if "accept_length_last" in row.values
+    }
+    if {FROZEN, COTRAINED} <= ends.keys():
+        found["accept_length_over_frozen"] = ends[COTRAINED] / ends[FROZEN] - 1
+    return found
+
+
+def curve(values: Sequence[float], points: int = 10) -> list[float]:
+    """Means over so many parts of the steps, as equal as can be; over single ones where there are
+    fewer."""
+    if not values:
+        return []
+    count = min(points, len(values))
+    bounds = [len(values) * i // count for i in range(count + 1)]
+    return [fmean(values[a:b]) for a, b in pairwise(bounds)]
 
 
 def _row(
@@ -215,6 +238,7 @@ def _row(
             "steps": len(last.steps),
             "responses_sha256": last.responses,
             "weights_sha256": last.weights,
+            ACCEPT_CURVE: " ".join(f"{v:.2f}" for v in curve(last.values("spec/accept_length"))),
         },
     )
 

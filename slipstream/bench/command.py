@@ -598,7 +598,8 @@ def _report_differences(rows: Sequence[Row]) -> int:
 
 
 def _say_ab(rows: Sequence[Row]) -> bool:
-    """Print whether all runs are the same to the last bit, and what they ended with."""
+    """Print whether all runs are the same to the last bit, what they ended with, and how drafts
+    fared on the way."""
     from slipstream.bench import ab
 
     print()
@@ -607,12 +608,22 @@ def _say_ab(rows: Sequence[Row]) -> bool:
             f"  {row.contender:<12} weights {row.settings['weights_sha256']}, responses "
             f"{row.settings['responses_sha256']}"
         )
-    same = ab.summary(rows)["identical"] is True
+    summary = ab.summary(rows)
+    same = summary["identical"] is True
     print(
         "  identical: responses, log-probs, rewards and final weights, bit for bit"
         if same
         else "  NOT identical: drafts have changed what was trained, a bug"
     )
+    curves = {row.contender: row.settings[ab.ACCEPT_CURVE] for row in rows}
+    if any(curves.values()):
+        print("\n  tokens per verification, in each tenth of the steps")
+        for name, curve in curves.items():
+            if curve:
+                print(f"  {name:<12} {curve}")
+    gained = summary.get("accept_length_over_frozen")
+    if isinstance(gained, float):
+        print(f"  the head that learned ends {gained:+.1%} from the one that did not")
     return same
 
 

@@ -14,20 +14,23 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number; `low` itself is excluded when `above` is set."""
+    """Bounds of a number; `low` itself is excluded when `above` is set, `high` when `below` is."""
 
     low: float | None = None
     high: float | None = None
     above: bool = False
+    below: bool = False
 
     def holds(self, value: float) -> bool:
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
             return False
-        return self.high is None or value <= self.high
+        if self.high is None:
+            return True
+        return value < self.high if self.below else value <= self.high
 
     def __str__(self) -> str:
         low = "" if self.low is None else f"{'above' if self.above else 'at least'} {self.low:g}"
-        high = "" if self.high is None else f"at most {self.high:g}"
+        high = "" if self.high is None else f"{'below' if self.below else 'at most'} {self.high:g}"
         return " and ".join(part for part in (low, high) if part)
 
 
@@ -38,6 +41,7 @@ CountOrOff = Annotated[int, Range(low=-1)]
 PositiveFloat = Annotated[float, Range(low=0, above=True)]
 NonNegativeFloat = Annotated[float, Range(low=0)]
 Fraction = Annotated[float, Range(low=0, high=1)]
+BelowOne = Annotated[float, Range(low=0, high=1, below=True)]
 
 
 class FrozenMapping(Mapping[str, Any]):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slipstream.config.fields import (
+    BelowOne,
     CountOrOff,
     Fraction,
     NonNegativeFloat,
@@ -106,6 +107,9 @@ class DrafterTrainConfig:
     """RL steps between two trainings where `mode` is interval."""
     updates_per_training: PositiveInt = 8
     """Training steps of one training, fewer where the collected responses have been used up."""
+    ema_decay: BelowOne = 0.95
+    """What is published is the moving average of the weights, of which each training step keeps
+    this share (at first less: their mean); 0: the newest weights."""
     buffer_bytes: PositiveInt = 268435456
     """What features of collected responses may take."""
     lookback_steps: PositiveInt = 2

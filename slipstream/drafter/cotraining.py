@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.swa_utils import PARAM_LIST, AveragedModel
 
 from slipstream.drafter.acceptance import Acceptance, HeldOut, Loss, measure_acceptance
 from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
-from slipstream.errors import CheckpointError, TrainingError, check_at_least_one
+from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import PolicyVersion
 
@@ -28,15 +30,22 @@ from slipstream.types import PolicyVersion
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoTrainSettings:
     """`updates` optimizer steps on `batch_size` responses each make a slice; acceptance is measured
-    for up to `accept_depth` drafts in a row. Raises ConfigError for counts below 1."""
+    for up to `accept_depth` drafts in a row. Of the averaged weights, each step keeps `ema_decay`,
+    at least 0 and below 1. Raises ConfigError for counts below 1 and for another decay."""
 
     train: DraftTrainSettings
     updates: int
     batch_size: int
     accept_depth: int
+    ema_decay: float = 0.0
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(
+                f"co-training: ema_decay={self.ema_decay} must be at least 0, where the newest "
+                "weights are taken as they are, and below 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,12 @@ class Slice:
 
 
 class CoTraining:
-    """The head that learns, and the one that is in use.
+    """The head that learns, the average of what it has been, and the head in use.
+
+    RL goes on, so the learning rate cannot fall, and at a constant one the weights keep jumping
+    about what they are looking for: their exponential moving average is nearer to it (Polyak and
+    Juditsky 1992). It is what is measured and published, and begins as the plain mean, in which the
+    weights before the first step have no part.
 
     `version` counts what was published; a slice whose head accepts less on the held-out responses
     than the one in use, by more than chance, is held back, and training goes on from it. What each
@@ -69,6 +83,7 @@ class CoTraining:
         self.collector = collector
         self.settings = settings
         self.trainer = DraftTrainer(head, settings.train)
+        self.average = _average(head, settings.ema_decay)
         self.version = self.hold_backs = self.failures = self.tokens_seen = 0
         self.trained_to: PolicyVersion | None = None
         """The newest policy whose responses the head in use was trained on; None: of none that is
@@ -97,13 +112,19 @@ class CoTraining:
         before = self._accepted(self.used, held_out, ends)
         history, failure = list[Metrics](), None
         try:
-            history = self.trainer.train(self._counted(batches), ends, steps=s.updates, stop=stop)
+            history = self.trainer.train(
+                self._counted(batches),
+                ends,
+                steps=s.updates,
+                stop=stop,
+                after_step=lambda _, __: self.average.update_parameters(self.trainer.head),
+            )
         except TrainingError as error:
             failure = str(error)
             self.failures += 1
-            self.trainer.head.load_state_dict(self.used.state_dict())
-            self.trainer.forget_moments()
-        after = self._accepted(self.trainer.head, held_out, ends) if history else before
+            self._begin_anew()
+        trained = self._averaged
+        after = self._accepted(trained, held_out, ends) if history else before
         adopted = False
         if history and before is not None and after is not None:
             lost = self.lost + after.loss_against(before)
@@ -111,7 +132,7 @@ class CoTraining:
             if adopted:
                 self.lost = lost if lost.share > 0 else Loss()
         if adopted:
-            self.used.load_state_dict(self.trainer.head.state_dict())
+            self.used.load_state_dict(trained.state_dict())
             self.version += 1
             self.trained_to = self.collector.buffer.newest_used
         held_back = bool(history) and not adopted
@@ -141,6 +162,7 @@ class CoTraining:
         return {
             "trainer": self.trainer.state_dict(),
             "head": _tensors(self.trainer.head),
+            "average": {name: t.clone() for name, t in self.average.state_dict().items()},
             "used": _tensors(self.used),
             "version": self.version,
             "hold_backs": self.hold_backs,
@@ -162,6 +184,7 @@ class CoTraining:
             )
         self.trainer.head.load_state_dict(state["head"])
         self.trainer.load_state_dict(state["trainer"])
+        self.average.load_state_dict(state["average"])
         self.used.load_state_dict(state["used"])
         for name in ("version", "hold_backs", "failures", "tokens_seen"):
             setattr(self, name, int(state[name]))
@@ -173,10 +196,21 @@ class CoTraining:
         self, weights: Mapping[str, Tensor], version: int, trained_to: PolicyVersion | None
     ) -> None:
         """Go on from a head in use, of which nothing else is known."""
-        self.trainer.head.load_state_dict(weights)
         self.used.load_state_dict(weights)
-        self.trainer.forget_moments()
+        self._begin_anew()
         self.version, self.trained_to, self.lost = version, trained_to, Loss()
+
+    @property
+    def _averaged(self) -> DraftHead:
+        head = self.average.module
+        assert isinstance(head, DraftHead)
+        return head
+
+    def _begin_anew(self) -> None:
+        """Train from the head in use, with a new optimizer and a new average."""
+        self.trainer.head.load_state_dict(self.used.state_dict())
+        self.trainer.forget_moments()
+        self.average = _average(self.trainer.head, self.settings.ema_decay)
 
     def _counted(self, batches: Iterator[list[DraftSequence]]) -> Iterator[list[DraftSequence]]:
         for batch in batches:
@@ -193,6 +227,16 @@ class CoTraining:
         return measure_acceptance(
             head, held_out, ends, depth=s.accept_depth, batch_size=s.batch_size
         )
+
+
+def _average(head: DraftHead, decay: float) -> AveragedModel:
+    """Of nothing yet: its first update takes the weights as they are."""
+
+    def update(averages: PARAM_LIST, weights: PARAM_LIST, taken: Tensor | int) -> None:
+        keep = min(decay, int(taken) / (int(taken) + 1))
+        torch._foreach_lerp_(averages, weights, 1 - keep)
+
+    return AveragedModel(head, multi_avg_fn=update)
 
 
 def _tensors(head: DraftHead) -> dict[str, Tensor]:

@@ -126,6 +126,7 @@ def make_cotraining(
         updates=train.updates_per_training,
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,
+        ema_decay=train.ema_decay,
     )
     decoded = None
     if train.collect_hidden_states_from_engine:

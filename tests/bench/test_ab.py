@@ -17,6 +17,7 @@ from slipstream.bench.ab import (
     Outcome,
     arms_of,
     command,
+    curve,
     identical,
     read_outcome,
     summary,
@@ -112,6 +113,8 @@ def test_rows_hold_one_run_against_the_other(
         ran.append(name)
         weights = "other" if len(ran) > 3 and name == COTRAINED else "same"
         step = {"timing_s/step": 8 + seconds[name], "timing_s/gen": seconds[name]}
+        if name != PLAIN:
+            step["spec/accept_length"] = {FROZEN: 2.0, COTRAINED: 2.5}[name]
         return Outcome(steps=[step], responses="same", weights=weights)
 
     monkeypatch.setattr(ab, "_train", lambda line, say: None)
@@ -125,12 +128,20 @@ def test_rows_hold_one_run_against_the_other(
         "identical": True,
         "rollout_speedup": {FROZEN: 2.0, COTRAINED: 4.0},
         "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
+        "accept_length_over_frozen": 0.25,
     }
+    assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2
     assert rows[1].values["nats_moved"] == 0.25
     # In the second round one of the runs ends elsewhere.
     rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
     assert summary(rows)["identical"] is False
+
+
+def test_a_curve_is_of_parts_as_equal_as_can_be() -> None:
+    assert curve([]) == []
+    assert curve([3.0, 4.0]) == [3.0, 4.0]
+    assert curve([1.0, 2.0, 3.0, 6.0, 9.0], points=2) == [1.5, 6.0]
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from slipstream.drafter.acceptance import Acceptance, Loss
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import DraftTrainSettings
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.names import check_names
@@ -20,7 +23,12 @@ from tests.inference.helpers import shared_decoder
 
 
 def cotraining(
-    *, held_out: int = 24, count: int = 64, seed: int = 1, acceptance_weight: float = 0.0
+    *,
+    held_out: int = 24,
+    count: int = 64,
+    seed: int = 1,
+    acceptance_weight: float = 0.0,
+    ema_decay: float = 0.0,
 ) -> CoTraining:
     """With responses of the toy policy, as if RL step 1 had brought them."""
     decoder = shared_decoder()
@@ -48,6 +56,7 @@ def cotraining(
         updates=10,
         batch_size=8,
         accept_depth=2,
+        ema_decay=ema_decay,
     )
     return CoTraining(head, collector, settings)
 
@@ -56,7 +65,7 @@ def tensors(made: CoTraining) -> dict[str, Tensor]:
     return dict(made.published())
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -137,7 +146,7 @@ def test_nothing_is_passed_on_that_could_not_be_measured() -> None:
 
 
 def test_a_slice_whose_loss_is_not_finite_leaves_the_head_as_it_was() -> None:
-    made, ends = cotraining(), ends_of(shared_decoder())
+    made, ends = cotraining(ema_decay=0.9), ends_of(shared_decoder())
     assert made.slice(ends, step=1).adopted
     before, sequences = tensors(made), [kept.sequence for kept in made.collector.buffer._kept]
     # The second batch of the slice: the first has moved the head.
@@ -152,6 +161,8 @@ def test_a_slice_whose_loss_is_not_finite_leaves_the_head_as_it_was() -> None:
     assert (made.version, made.failures) == (1, 1)
     assert same(before, tensors(made))
     assert same(before, dict(made.trainer.head.named_parameters()))
+    # What led there has no part in the next average.
+    assert int(made.average.n_averaged) == 0
     for sequence, features in zip(sequences, good, strict=True):
         sequence.features_TD.copy_(features)
     after = made.slice(ends, step=3)
@@ -191,11 +202,10 @@ def test_the_state_of_another_version_is_refused() -> None:
 
 def test_a_resumed_one_gives_the_same_heads() -> None:
     ends = ends_of(shared_decoder())
-    whole = cotraining()
-    first = cotraining()
+    whole, first = cotraining(ema_decay=0.9), cotraining(ema_decay=0.9)
     for made in (whole, first):
         made.slice(ends, step=1)
-    second = cotraining(seed=2, count=8)
+    second = cotraining(seed=2, count=8, ema_decay=0.9)
     state, used = first.state_dict(), tensors(first)
     # A checkpoint may be written while training goes on.
     first.slice(ends, step=2)
@@ -206,6 +216,7 @@ def test_a_resumed_one_gives_the_same_heads() -> None:
     assert same(
         dict(whole.trainer.head.named_parameters()), dict(second.trainer.head.named_parameters())
     )
+    assert same(whole.average.state_dict(), second.average.state_dict())
     assert {k: v for k, v in ours.metrics.items() if k != "drafter/seconds"} == {
         k: v for k, v in theirs.metrics.items() if k != "drafter/seconds"
     }
@@ -216,3 +227,47 @@ def test_counts_below_one_are_refused(name: str) -> None:
     values = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}
     with pytest.raises(ConfigError, match=f"co-training: {name}=0"):
         CoTrainSettings(train=DraftTrainSettings(optim=OptimSettings(lr=1e-3)), **values)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_an_average_that_would_never_move_is_refused(decay: float) -> None:
+    train = DraftTrainSettings(optim=OptimSettings(lr=1e-3))
+    with pytest.raises(ConfigError, match="co-training: ema_decay="):
+        CoTrainSettings(train=train, updates=1, batch_size=1, accept_depth=1, ema_decay=decay)
+
+
+def test_what_is_published_is_the_average_of_the_weights() -> None:
+    """By hand, from the weights after each step of the same training without an average."""
+    ends = ends_of(shared_decoder())
+    made, plain = cotraining(ema_decay=0.95), cotraining()
+    average: dict[str, Tensor] = {}
+    for number in range(1, 4):
+        made.slice(ends, step=number)
+    steps = record_steps(plain, ends, slices=3)
+    for number, weights in enumerate(steps):
+        keep = min(0.95, number / (number + 1))
+        average = {
+            name: keep * average[name] + (1 - keep) * new if average else new
+            for name, new in weights.items()
+        }
+    assert len(steps) == 30
+    assert same(steps[-1], dict(made.trainer.head.named_parameters()))
+    trained = dict(made.average.module.named_parameters())
+    assert not same(steps[-1], trained)
+    for name, value in average.items():
+        torch.testing.assert_close(trained[name], value)
+
+
+def record_steps(made: CoTraining, ends: PolicyEnds, *, slices: int) -> list[dict[str, Tensor]]:
+    """The weights in training after each optimizer step."""
+    found: list[dict[str, Tensor]] = []
+    update = made.average.update_parameters
+
+    def recorded(model: torch.nn.Module) -> None:
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        update(model)
+
+    made.average.update_parameters = recorded  # type: ignore[method-assign]
+    for number in range(1, slices + 1):
+        made.slice(ends, step=number)
+    return found
