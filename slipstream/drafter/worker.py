@@ -90,7 +90,8 @@ class DraftWorker:
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-drafter-")
         self._path, self._numbers = Path(self._folder.name), itertools.count()
         self._lookback = setup.buffer.lookback_steps
-        self._unread: dict[Path, list[Kept]] = {}
+        self._unread: dict[int, int] = {}
+        """Numbers of the files of rows that may still be there, and their steps."""
         _write(self._path / _SETUP, setup)
         # Blocked in the child from the beginning: one that comes while it begins is kept for it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
@@ -138,11 +139,12 @@ class DraftWorker:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends
         of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
         the process has ended."""
-        rows = [one for one in self._taken_back() if one.step > step - self._lookback]
-        path = self._path / f"rows-{next(self._numbers)}.pickle"
-        self._unread[path] = [*rows, *kept]
-        _write(path, (self._unread[path], ends))
-        self._say(op="learn", file=path.name, step=step)
+        self._take_back(step - self._lookback)
+        number = next(self._numbers)
+        self._unread[number] = step
+        _write(_rows_file(self._path, number), (kept, ends))
+        # All that is unread, for orders may get lost: see `_say`.
+        self._say(op="learn", first=min(self._unread), last=number, step=step)
 
     def stop(self) -> None:
         """End the slice under way after its present optimizer step. Does not wait for it. Raises
@@ -178,16 +180,15 @@ class DraftWorker:
         self._out.close()
         self._folder.cleanup()
 
-    def _taken_back(self) -> list[Kept]:
-        """Rows that the worker has had no time to read: files would pile up where no core is ever
-        idle."""
-        rows: list[Kept] = []
-        for path, kept in self._unread.items():
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-                rows += kept
-        self._unread.clear()
-        return rows
+    def _take_back(self, last_step: int) -> None:
+        """Rows up to those of `last_step` that the worker has had no time to read: files would pile
+        up where no core is ever idle."""
+        for number, step in list(self._unread.items()):
+            path = _rows_file(self._path, number)
+            if step <= last_step:
+                path.unlink(missing_ok=True)
+            if not path.exists():
+                del self._unread[number]
 
     @property
     def _in(self) -> Any:
@@ -203,7 +204,7 @@ class DraftWorker:
         try:
             os.write(self._in.fileno(), json.dumps(words).encode() + b"\n")
         except BlockingIOError:
-            # Full of orders that it has had no time to read; rows are taken back with the next one.
+            # Full of orders that it has had no time to read; the next one names these rows, too.
             return
         except OSError as error:
             raise self._gone() from error
@@ -243,6 +244,10 @@ class _Lines:
             yield from map(json.loads, lines)
 
 
+def _rows_file(folder: Path, number: int) -> Path:
+    return folder / f"rows-{number}.pickle"
+
+
 def _write(path: Path, value: object) -> None:
     """For the other side alone, which looks once it is told."""
     path.write_bytes(pickle.dumps(value))
@@ -253,7 +258,8 @@ def _read(path: Path) -> object:
 
 
 def _take(path: Path) -> object | None:
-    """What is in a file, which is then nobody else's; None where it has been taken back."""
+    """What is in a file, which is then nobody else's; None where there is no such file (any
+    more)."""
     taken = path.with_suffix(".taken")
     try:
         path.rename(taken)
@@ -301,11 +307,15 @@ def _work(folder: Path, lines: _Lines, answer: int) -> None:
         ends: PolicyEnds | None = None
         for line in lines.waiting():
             order = line if line["op"] == "learn" else None
-            if order is not None and (taken := _take(folder / order["file"])) is not None:
-                kept, ends = cast(tuple[list[Kept], PolicyEnds], taken)
-                training.collector.buffer.forget_before(order["step"])
-                for one in kept:
-                    training.collector.keep(one)
+            if order is None:
+                continue
+            training.collector.buffer.forget_before(order["step"])
+            for number in range(order["first"], order["last"] + 1):
+                taken = _take(_rows_file(folder, number))
+                if taken is not None:
+                    kept, ends = cast(tuple[list[Kept], PolicyEnds], taken)
+                    for one in kept:
+                        training.collector.keep(one)
         if order is None or ends is None:
             continue
         while not lines.ready():

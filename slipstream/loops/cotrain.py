@@ -71,6 +71,9 @@ class IntervalTraining:
         """See `DrafterTraining`."""
         return self.training.collector
 
+    async def begin(self) -> None:
+        """See `DrafterTraining`."""
+
     @asynccontextmanager
     async def rollout(self, step: int) -> AsyncIterator[None]:
         """See `DrafterTraining`."""

@@ -112,16 +112,21 @@ class OpportunisticTraining:
         """See `DrafterTraining`."""
         return self._forwarder
 
-    @asynccontextmanager
-    async def rollout(self, step: int) -> AsyncIterator[None]:
-        """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
+    async def begin(self) -> None:
+        """See `DrafterTraining`."""
         async with self._stages.stage("draft head", "the start of the process that trains it"):
             begun = await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
         if not begun:
             self._notify(
-                f"step {step}: the process that trains the draft head has not begun within "
+                "the process that trains the draft head has not begun within "
                 f"{_PATIENCE_SECONDS:.0f} s; the run goes on without waiting for it"
             )
+
+    @asynccontextmanager
+    async def rollout(self, step: int) -> AsyncIterator[None]:
+        """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
+        # Another one may have taken its place.
+        await self.begin()
         if self.decoded is not None:
             self.decoded.begin(wanted=True)
         worker = self._worker

@@ -96,6 +96,10 @@ class DrafterTraining(Protocol):
         """Takes the features of the update pass."""
         ...
 
+    async def begin(self) -> None:
+        """The first step is about to begin: whatever it takes to start with is no part of it."""
+        ...
+
     def rollout(self, step: int) -> AbstractAsyncContextManager[None]:
         """The responses of RL step `step` are generated in the body."""
         ...
@@ -180,6 +184,8 @@ async def run_rl_training(
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
     failures = FailureWatch(notify)
     timers, idle = Timers(), IdleCores(usable_cores())
+    if drafter is not None:
+        await drafter.begin()
     for step in range(config.start_step + 1, config.num_steps + 1):
         with timers.span("step"):
             async with nullcontext() if drafter is None else drafter.rollout(step):

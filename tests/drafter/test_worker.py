@@ -118,7 +118,7 @@ def test_rows_do_not_pile_up_where_it_has_no_time(worker: DraftWorker) -> None:
     for step in (1, 2, 3):
         part = [replace(one, step=step) for one in given[step::3]]
         worker.learn(part, ends_of(shared_decoder()), step)
-    assert len(list(worker._path.glob("rows-*"))) == 1
+    assert {path.name for path in worker._path.glob("rows-*")} == {"rows-1.pickle", "rows-2.pickle"}
     os.kill(worker.pid, signal.SIGCONT)
     found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
     # Those of the last two steps: as many as are looked back to.
