@@ -132,10 +132,7 @@ class DraftTrainer:
         started = time.perf_counter()
         s = self.settings
         like = ends.embedding_VD
-        # Chains of several drafts are trained by torch's operations, which take padding.
-        padded = s.depth > 1 or not takes_sequences_in_a_row(
-            self.head.config, ends.dtype, like.device
-        )
+        padded = not takes_sequences_in_a_row(self.head.config, ends.dtype, like.device)
         batch = collate(sequences, ends, padded=padded)
         self._optimizer.zero_grad()
         loss = eagle_loss(

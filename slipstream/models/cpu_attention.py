@@ -111,6 +111,18 @@ class OwnKeys:
         return torch.zeros(2, config.num_kv_heads, self._slots, config.head_dim, dtype=self._dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class ChainKeys:
+    """What rows of a later draft bring, each for itself: `positions_M` where they stand, queries
+    (M, H, G, K), turned and scaled, and turned keys and values (C, M, H, K) of the C drafts so far
+    of their chains, their own among them."""
+
+    positions_M: Tensor
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 def attends(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether `CpuAttention` can compute such heads: in bf16 they fill whole panels."""
     return dtype == torch.float32 or config.head_dim % PANEL == 0
@@ -148,10 +160,15 @@ class CpuAttention:
         if places is not None:
             step = index * places.layer_step
             return self._run(qkv, norms, places, places.keys + step, places.values + step, 0)[0]
+        return self.keeping(qkv, norms, self.own_room())
+
+    def keeping(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
+        """(M, (Q + 2H) * K) -> (M, Q * K) of sequences that stand alone, with their keys and values
+        left in `kv`, the `own_room`."""
         if torch.is_grad_enabled():
-            attended: Tensor = _Attention.apply(qkv, norms, self)  # type: ignore[no-untyped-call]
+            attended: Tensor = _Attention.apply(qkv, norms, kv, self)  # type: ignore[no-untyped-call]
             return attended
-        return self.over(qkv, norms, self.own_room(), logs=0)[0]
+        return self.over(qkv, norms, kv, logs=0)[0]
 
     @property
     def _own(self) -> OwnKeys:
@@ -182,17 +199,46 @@ class CpuAttention:
             self._alone = KeyPlaces.alone(kv, self._own)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
-    def again(
+    def _again(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, positions_M: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Attention of other queries, at `positions_M`, over the keys that `over` wrote, each over
-        those that the row in its place saw; and the logarithms of its denominators (M, Q)."""
+        those that the row in its place saw; the logarithms of its denominators (M, Q); and the
+        queries, as the kernels take them."""
         assert self._alone is not None, "`over` comes first"
         places = replace(self._alone, own_M=torch.full_like(self._alone.own_M, -1))
         logs = qkv.new_empty(len(qkv), self._c.num_heads)
         keys, values = kv[0].data_ptr(), kv[1].data_ptr()
-        out, _ = self._run(qkv, norms, places, keys, values, logs.data_ptr(), positions_M)
-        return out, logs
+        out, q = self._run(qkv, norms, places, keys, values, logs.data_ptr(), positions_M)
+        return out, logs, q
+
+    def chained(
+        self, qkv: Tensor, norms: Tensor | None, true: Tensor, kv: Tensor, chain: ChainKeys
+    ) -> Tensor:
+        """`again` and, together with it, attention over the keys of a row's own `chain`, which no
+        other row sees: (M, Q * K). `true` is the `qkv` that `keeping` made `kv` of."""
+        if torch.is_grad_enabled():
+            attended: Tensor = _Chained.apply(  # type: ignore[no-untyped-call]
+                qkv, norms, true, kv, self, chain.positions_M, chain.q, chain.keys, chain.values
+            )
+            return attended
+        return self.with_chain(qkv, norms, kv, chain)[0]
+
+    def with_chain(
+        self, qkv: Tensor, norms: Tensor | None, kv: Tensor, chain: ChainKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `chained` gives; the queries as the kernels take them; and the logarithms of the
+        denominators (M, Q)."""
+        out, logs, q = self._again(qkv, norms, kv, chain.positions_M)
+        M, H, G, K = chain.q.shape
+        own = (chain.q * chain.keys[..., None, :]).sum(-1)
+        # The slots in `kv` weigh as much as all of their exponentials.
+        all_logs = torch.cat([logs.view(1, M, H, G), own])
+        mass = torch.logsumexp(all_logs, 0)
+        weights = (all_logs - mass).exp()
+        mixed = out.view(M, H, G, K) * weights[0, ..., None]
+        mixed = mixed + (weights[1:, ..., None] * chain.values[..., None, :]).sum(0)
+        return mixed.view(M, -1), q, mass.view(M, -1)
 
     def _run(
         self,
@@ -258,10 +304,19 @@ class CpuAttention:
         logs: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of `qkv` and `norms` from that of `out`; `q` and `kv` are `plain`."""
+        dqkv = torch.empty_like(qkv)
+        dq, dk = self.attention_backward(q, kv, grad, out, logs, dqkv)
+        return dqkv, self.place_backward(qkv, norms, dq, dk, dqkv)
+
+    def attention_backward(
+        self, q: Tensor, kv: Tensor, grad: Tensor, out: Tensor, logs: Tensor, dqkv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the turned queries (M, Q * K) and keys (M, H, K); that of the values goes to
+        its place in `dqkv`. Where `out` and `logs` are of more keys than those in `kv`, it is the
+        part of these."""
         c, own = self._c, self._own
         Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
         dq, dk = torch.empty_like(q), q.new_empty(len(q), H, K)
-        dqkv = torch.empty_like(qkv)
         attend_backward(
             q.data_ptr(),
             kv[0].data_ptr(),
@@ -284,15 +339,31 @@ class CpuAttention:
             work=Q * K * sum(length * length for length in own.lengths) // 16,
             narrow=self._dtype == torch.bfloat16,
         )
+        return dq, dk
+
+    def place_backward(
+        self,
+        qkv: Tensor,
+        norms: Tensor | None,
+        dq: Tensor,
+        dk: Tensor,
+        dqkv: Tensor,
+        positions_M: Tensor | None = None,
+    ) -> Tensor | None:
+        """To `dqkv`, the gradients of queries and keys before they were turned; that of `norms` is
+        returned."""
+        c = self._c
+        Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
         dnorms = None if norms is None else qkv.new_zeros(torch.get_num_threads(), Q + H, K)
         cos, sin = self._table
+        positions_M = self._positions_M if positions_M is None else positions_M
         attend.place_backward(
             qkv.data_ptr(),
             0 if norms is None else norms.data_ptr(),
             self._eps.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            self._positions_M.data_ptr(),
+            positions_M.data_ptr(),
             dq.data_ptr(),
             dk.data_ptr(),
             dqkv.data_ptr(),
@@ -302,16 +373,17 @@ class CpuAttention:
             H,
             K,
         )
-        return dqkv, None if dnorms is None else dnorms.sum(0)
+        return None if dnorms is None else dnorms.sum(0)
 
 
 class _Attention(torch.autograd.Function):
     """Attention over a pass's own keys."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, norms: Tensor | None, shared: CpuAttention) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, norms: Tensor | None, kv: Tensor, shared: CpuAttention
+    ) -> Tensor:
         c = shared._c
-        kv = shared.own_room()
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
         out, q = shared.over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
@@ -320,8 +392,60 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         qkv, norms, q, kv, out, logs = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
         q, kv = shared.plain(q, kv)
-        return *shared.backward(qkv, norms, q, kv, grad.contiguous(), out, logs), None
+        return *shared.backward(qkv, norms, q, kv, grad.contiguous(), out, logs), None, None
+
+
+class _Chained(torch.autograd.Function):
+    """Attention over a pass's keys and over those of a row's own chain.
+
+    A softmax over both: what it gives back to either is what each would get by itself, with the
+    sums and results of both (Dao et al. 2022).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        norms: Tensor | None,
+        true: Tensor,
+        kv: Tensor,
+        shared: CpuAttention,
+        positions_M: Tensor,
+        chain_q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        chain = ChainKeys(positions_M, chain_q, keys, values)
+        out, q, logs = shared.with_chain(qkv, norms, kv, chain)
+        ctx.save_for_backward(
+            qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values
+        )
+        ctx.shared = shared
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values = ctx.saved_tensors
+        shared: CpuAttention = ctx.shared
+        q, kv = shared.plain(q, kv)
+        grad = grad.contiguous()
+        # Queries are those of this pass, keys and values those of the one before.
+        dqkv, dtrue = torch.zeros_like(qkv), torch.empty_like(true)
+        dq, dk = shared.attention_backward(q, kv, grad, out, logs, dtrue)
+        dnorms = shared.place_backward(qkv, norms, dq, torch.zeros_like(dk), dqkv, positions_M)
+        of_true = shared.place_backward(true, norms, torch.zeros_like(dq), dk, dtrue)
+        if dnorms is not None and of_true is not None:
+            dnorms = dnorms + of_true
+        M, H, G, K = chain_q.shape
+        grads, along = grad.view(M, H, G, K), (grad * out).view(M, H, G, K).sum(-1)
+        wide_keys, wide_values = keys[..., None, :], values[..., None, :]
+        weights = ((chain_q * wide_keys).sum(-1) - logs.view(M, H, G)).exp()
+        dscores = (weights * ((grads * wide_values).sum(-1) - along))[..., None]
+        dchain_q = (dscores * wide_keys).sum(0)
+        dkeys, dvalues = (dscores * chain_q).sum(-2), (weights[..., None] * grads).sum(-2)
+        return dqkv, dnorms, dtrue, None, None, None, dchain_q, dkeys, dvalues

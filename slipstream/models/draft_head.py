@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import CpuAttention
+from slipstream.models.cpu_attention import ChainKeys, CpuAttention
 from slipstream.models.cpu_layers import CpuLayers, suits
 from slipstream.models.decoder import (
     Attention,
@@ -105,8 +105,7 @@ class PackedDraftHead:
         place of a true feature, and sees what an engine's draft sees: the true slots up to t, and
         those of its own chain (the training-time test of EAGLE-3, Li et al. 2025). What lies past
         the end of the tokens means nothing. Padding goes on the right; with `lengths` the
-        sequences stand one after another instead (`PackedDecoder.forward`), which is not possible
-        for gradients of several steps.
+        sequences stand one after another instead (`PackedDecoder.forward`).
 
         Raises:
             ValueError: `lengths` where they cannot be.
@@ -117,11 +116,11 @@ class PackedDraftHead:
         if lengths is not None and (B != 1 or sum(lengths) != T or min(lengths) < 1):
             raise ValueError(f"sequences of {list(lengths)} tokens in a row are not {B} x {T}")
         chains: Attention
-        if by_kernels and (steps == 1 or not torch.is_grad_enabled()):
+        if by_kernels:
             given = [T] * B if lengths is None else lengths
             chains = _KernelChains(self.config, self.eps, given, dtype)
         elif lengths is not None:
-            raise ValueError("chains of several drafts, or here, are computed with padding only")
+            raise ValueError("here sequences are computed with padding only")
         else:
             chains = _Chains(self.config, self.eps, T, features_BTD.dtype, device)
         ids, x_BTD = next_ids_BT, features_BTD
@@ -140,8 +139,7 @@ class PackedDraftHead:
 
 
 class _KernelChains:
-    """What `_Chains` is, by compiled kernels, over sequences of any lengths one after another; of
-    steps after the first one without gradients."""
+    """What `_Chains` is, by compiled kernels, over sequences of any lengths one after another."""
 
     def __init__(
         self, config: ModelConfig, eps: Tensor, lengths: Sequence[int], dtype: torch.dtype
@@ -150,38 +148,31 @@ class _KernelChains:
         places = torch.cat([torch.arange(length) for length in lengths])
         # Of padding: kernels read tables by address.
         self._positions = places.clamp(max=config.max_position_embeddings - 1)
-        self._true = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
-        self._room: Tensor | None = None
-        # Of each later step so far: (M, H, 1, K).
+        self._attention = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
+        self._room = self._attention.own_room()
+        self._true: Tensor | None = None
+        # Of each later step so far: (M, H, K).
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
-        if torch.is_grad_enabled():
-            return self._true(index, qkv, norms, bounded)
-        if self._room is None:
-            self._room = self._true.own_room()
-            return self._true.over(qkv, norms, self._room, logs=0)[0]
+        if self._true is None:
+            self._true = qkv
+            return self._attention.keeping(qkv, norms, self._room)
         c, M = self._c, len(qkv)
         Q, H, G, K = c.num_heads, c.num_kv_heads, c.group_size, c.head_dim
         places = self._positions + (1 + len(self._keys))
         places = places.clamp(max=c.max_position_embeddings - 1)
-        true, logs = self._true.again(qkv, norms, self._room, places)
         qk, v = qkv.view(1, M, Q + 2 * H, K).split_with_sizes([Q + H, H], 2)
         if norms is not None:
             qk = rms_norm(qk, norms, self._eps)
         cos, sin = rope_at(places[None], c, qkv.dtype)
         q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
-        q = q.view(M, H, G, K) * K**-0.5
-        self._keys.append(k.view(M, H, 1, K))
-        self._values.append(v.reshape(M, H, 1, K))
-        own = [(q * key).sum(-1) for key in self._keys]
-        # The true slots weigh as much as all of their exponentials.
-        weights = torch.softmax(torch.stack([logs.view(M, H, G), *own], -1), -1)
-        out = true.view(M, H, G, K) * weights[..., :1]
-        for step, value in enumerate(self._values):
-            out = out + weights[..., step + 1, None] * value
-        return out.view(M, Q * K)
+        self._keys.append(k.view(M, H, K))
+        self._values.append(v.reshape(M, H, K))
+        keys, values = torch.stack(self._keys), torch.stack(self._values)
+        chain = ChainKeys(places, q.view(M, H, G, K) * K**-0.5, keys, values)
+        return self._attention.chained(qkv, norms, self._true, self._room, chain)
 
 
 class _Chains:

@@ -63,8 +63,60 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
     for wrong in ([5, 40, 17], [5, 40, 18, 0]):
         with pytest.raises(ValueError, match="in a row are not 1 x 63"):
             list(packed.unroll(ids, features, embedding, 1, lengths=wrong))
-    with pytest.raises(ValueError, match="with padding only"):
+    with (
+        pytest.raises(ValueError, match="with padding only"),
+        patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: False),
+    ):
         list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "close"),
+    [
+        ("qwen2", torch.float32, 1e-4),
+        ("qwen3", torch.float32, 1e-4),
+        ("qwen3", torch.bfloat16, 0.03),
+    ],
+)
+def test_gradients_of_chains_are_those_of_each_sequence(
+    family: str, dtype: torch.dtype, close: float
+) -> None:
+    """By kernels, several sequences in a row; and one by one in fp32, by torch's operations."""
+    decoder = make_decoder(family, hidden_size=64, head_dim=16, num_heads=4)
+    head, lengths, steps = DraftHead(decoder.config), [5, 40, 17, 1], 3
+    head.init_weights(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    D, total = decoder.config.hidden_size, sum(lengths)
+    ids, features = random_ids(1, total), torch.randn(1, total, D)
+    embedding, wanted = torch.randn(decoder.config.vocab_size, D), torch.randn(steps, total, D)
+    # What is past the end means nothing.
+    for k in range(steps):
+        for end, length in zip((5, 45, 62, 63), lengths, strict=True):
+            wanted[k, max(end - k, end - length) : end] = 0
+
+    def gradients(of: torch.dtype, parts: list[slice], by_kernels: bool) -> dict[str, torch.Tensor]:
+        head.zero_grad()
+        packed, given = head.pack(of), features.clone().requires_grad_()
+        for own in parts:
+            alone = {} if len(parts) > 1 else {"lengths": lengths}
+            with patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: by_kernels):
+                chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
+                loss = sum((w[own] * x[0]).sum() for w, x in zip(wanted, chains, strict=True))
+            assert isinstance(loss, torch.Tensor)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        assert given.grad is not None
+        found = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
+        return found | {"features": given.grad}
+
+    each = [slice(0, 5), slice(5, 45), slice(45, 62), slice(62, 63)]
+    together = gradients(dtype, [slice(0, total)], True)
+    alone = gradients(torch.float32, each, False)
+    assert together.keys() == alone.keys() == {*dict(head.named_parameters()), "features"}
+    for name, expected in alone.items():
+        off = (together[name] - expected).norm() / expected.norm()
+        assert float(off) < close, name
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
