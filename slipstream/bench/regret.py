@@ -1,4 +1,4 @@
-"""What choosing costs: a selector of draft plans against the best plans in hindsight.
+"""What choosing costs: selectors of draft plans against the best plans in hindsight.
 
 On simulated machines, where every plan's true rate is known, and on recorded traces
 (`speculative.trace=true`), where it is estimated from the steps that were recorded:
@@ -13,8 +13,12 @@ On simulated machines, where every plan's true rate is known, and on recorded tr
 Regret is the share of the time that the same tokens would not have taken: by the plan that is best
 on average at each batch size (`hindsight`), and by the best one at each single step, which nobody
 can know (`clairvoyant`). What the selector's own work takes is no part of that: it is measured
-(`choosing`), with caches that nothing else empties, so less than inside an engine. Called by
-`slipstream bench selector`.
+(`choosing`), with caches that nothing else empties, so less than inside an engine.
+
+FastRL's bandits choose among the same plans, plain decoding included; BEG, which leaves them no
+choice where each verifies another number of tokens, by the thresholds 1, 2, 4, ... that nobody has
+fitted to the machine. All begin knowing nothing; `warm` is their regret, in hindsight, when they go
+through the same world once more. Called by `slipstream bench selector`.
 """
 
 from __future__ import annotations
@@ -32,6 +36,12 @@ from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.speculation import DEPTHS, plans
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    UpperConfidenceBound,
+    buckets_by_rows,
+)
 from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.report import read_trace
@@ -43,7 +53,25 @@ from slipstream.inference.speculation.selector import (
 )
 
 FLOOR = 0.05
-"""The project promises less regret than this against the best fixed plan of each batch size."""
+"""The project promises less regret than this against the best fixed plan of each batch size, of the
+selector that it uses by default."""
+
+Maker = Callable[[Sequence[DraftPlan], int], StrategySelector]
+"""A selector of these plans, with a seed."""
+
+
+def _by_rows(plans: Sequence[DraftPlan], seed: int) -> BanditSelector:
+    thresholds = [2**i for i in range(len({plan.verify_tokens for plan in plans}))]
+    return BanditSelector(buckets_by_rows(plans, thresholds), EpsilonGreedy(), seed=seed)
+
+
+SELECTORS: dict[str, Maker] = {
+    "cost model": lambda plans, seed: CostModelSelector(plans),
+    "EG": lambda plans, seed: BanditSelector({1: plans}, EpsilonGreedy(), seed=seed),
+    "UCB1": lambda plans, seed: BanditSelector({1: plans}, UpperConfidenceBound(), seed=seed),
+    "BEG": _by_rows,
+}
+"""By the values of `speculative.eagle.tune_algorithm`; the first one is the default."""
 
 _NOISE, _NOISY = 0.05, 0.15
 """Relative: of the time of a simulated step."""
@@ -246,7 +274,11 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
     """
     if not traces:
         by_seed = [simulated(seed) for seed in range(seeds)]
-        return [_row(name, [worlds[name] for worlds in by_seed], plans()) for name in by_seed[0]]
+        return [
+            _row(name, [worlds[name] for worlds in by_seed], plans(), selector)
+            for name in by_seed[0]
+            for selector in SELECTORS
+        ]
     rows = []
     for path in traces:
         try:
@@ -255,25 +287,29 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
             raise ConfigError(f"{path} is no trace of speculation: {error}") from error
         if len(tried) == 1:
             raise ConfigError(f"{path}: nothing was drafted, so there is nothing to choose from")
-        rows.append(_row(str(path), [world] * seeds, tried))
+        rows += [_row(str(path), [world] * seeds, tried, selector) for selector in SELECTORS]
     return rows
 
 
-def _row(name: str, worlds: Sequence[World], plans: Sequence[DraftPlan]) -> Row:
+def _row(name: str, worlds: Sequence[World], plans: Sequence[DraftPlan], selector: str) -> Row:
     """`worlds`: one for each seed."""
-    found = [
-        play(world, CostModelSelector(plans), plans, seed) for seed, world in enumerate(worlds)
-    ]
+    make = SELECTORS[selector]
+    found, again = [], []
+    for seed, world in enumerate(worlds):
+        made = make(plans, seed)
+        found.append(play(world, made, plans, seed))
+        again.append(play(world, made, plans, seed + len(worlds)))
     return Row(
         benchmark="selector",
         case=name,
-        contender="cost model",
+        contender=selector,
         dtype="",
         threads=None,
         seconds=Spread.of([regret.seconds for regret in found]),
         machine=this_machine(),
         values={
             "regret_hindsight": Spread.of([regret.hindsight for regret in found]),
+            "regret_warm": Spread.of([regret.hindsight for regret in again]),
             "regret_clairvoyant": Spread.of([regret.clairvoyant for regret in found]),
             "on_fraction": Spread.of([regret.drafting for regret in found]),
             "choosing": Spread.of([regret.choosing for regret in found]),
@@ -282,13 +318,16 @@ def _row(name: str, worlds: Sequence[World], plans: Sequence[DraftPlan]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Regrets in per cent by world: median and most."""
-    heading = f"{'hindsight':>20}{'clairvoyant':>20}{'choosing':>12}{'with drafts':>14}"
-    lines = [f"  {'world':<24}{heading}"]
+    """Regrets in per cent by world and selector: median and most."""
+    regrets = {"hindsight": "regret_hindsight", "warm": "regret_warm"}
+    regrets["clairvoyant"] = "regret_clairvoyant"
+    heading = "".join(f"{name:>20}" for name in regrets) + f"{'choosing':>12}{'with drafts':>14}"
+    lines = [f"  {'world':<24} {'selector':<11}{heading}"]
     for row in rows:
         values = {name: v for name, v in row.values.items() if isinstance(v, Spread)}
-        regrets = [values[name] for name in ("regret_hindsight", "regret_clairvoyant")]
-        cells = "".join(f"{f'{100 * v.median:.1f} % (to {100 * v.max:.1f})':>20}" for v in regrets)
+        spreads = [values[name] for name in regrets.values()]
+        cells = "".join(f"{f'{100 * v.median:.1f} % (to {100 * v.max:.1f})':>20}" for v in spreads)
         choosing, drafting = (100 * values[name].median for name in ("choosing", "on_fraction"))
-        lines.append(f"  {row.case:<24}{cells}{choosing:>10.1f} %{drafting:>12.0f} %")
+        world = f"  {row.case:<24} {row.contender:<11}"
+        lines.append(f"{world}{cells}{choosing:>10.1f} %{drafting:>12.0f} %")
     return "\n".join(lines)

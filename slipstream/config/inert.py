@@ -31,16 +31,31 @@ def options_without_effect(speculative: SpeculativeConfig) -> Iterator[str]:
             )
 
 
+_BANDITS = ("EG", "UCB1", "BEG")
+
+_OPTIONS_OF = {
+    "exploration": ("COST",),
+    "hysteresis": ("COST",),
+    "mab_configs": _BANDITS,
+    "mab_bs_threshold": ("BEG",),
+    "mab_epsilon": ("EG", "BEG"),
+    "mab_window_size": _BANDITS,
+}
+"""Options of `speculative.eagle`, and the values of `tune_algorithm` that know them."""
+
+
 def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
     eagle, usual, key = speculative.eagle, EagleConfig(), "speculative.eagle"
-    if not speculative.enable or eagle.tune_algorithm != "PREDEFINED":
+    if not speculative.enable:
         return
-    for name in ("exploration", "hysteresis"):
-        if getattr(eagle, name) != getattr(usual, name):
+    for name, algorithms in _OPTIONS_OF.items():
+        value, default = getattr(eagle, name), getattr(usual, name)
+        if eagle.tune_algorithm not in algorithms and value != default:
+            shown = "" if isinstance(value, tuple) else f"={value:g}"
+            back = "leave it out" if isinstance(value, tuple) else f"set {key}.{name}={default:g}"
             yield (
-                f"{key}.{name}={getattr(eagle, name):g} has no effect with {key}.tune_algorithm="
-                f"PREDEFINED, which looks at no other number of drafts; set {key}.tune_algorithm="
-                f"COST or {key}.{name}={getattr(usual, name):g}"
+                f"{key}.{name}{shown} has no effect with {key}.tune_algorithm="
+                f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {back}"
             )
 
 

@@ -34,17 +34,23 @@ class EagleConfig:
     all, `spec_steps` + 1."""
     tune_algorithm: Literal["COST", "PREDEFINED", "EG", "UCB1", "BEG"] = "COST"
     """How the number of drafts is chosen, step by step: `COST` from measured step times and
-    acceptance, plain decoding included; `PREDEFINED` always takes `spec_steps`. FastRL's bandits
-    EG, UCB1 and BEG are not in this version."""
+    acceptance, plain decoding included; `PREDEFINED` always takes `spec_steps`; FastRL's bandits
+    take what has earned most tokens a second: of `mab_configs` and the shape that the options above
+    give, `EG` (epsilon-greedy) and `UCB1` any, `BEG` one of those for the batch size."""
     exploration: Fraction = 0.005
     """Share of the time that looking at other numbers of drafts may lose, beyond the first looks,
     where `tune_algorithm` is COST; what epsilon is to a bandit."""
     hysteresis: NonNegativeFloat = 0.02
     """Share by which another number of drafts must be faster to be switched to, likewise."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")
-    """Shapes that a bandit picks from, as `steps_topk_tokens`."""
+    """Shapes that a bandit picks from, as `steps_topk_tokens`; `0_0_1`: no drafts."""
     mab_bs_threshold: tuple[PositiveInt, ...] = (1, 2, 5, 21)
-    """Batch sizes at which a bandit's bucket starts."""
+    """Batch sizes from which on `BEG` takes shapes of fewer tokens to verify: one for each of these
+    numbers, the one of `spec_verify_tokens` among them."""
+    mab_epsilon: Fraction = 0.1
+    """How often `EG` and `BEG` take any of their shapes."""
+    mab_window_size: PositiveInt = 300
+    """Steps of a shape, at one batch size, from which a bandit learns: the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
-from slipstream.config.schema_speculative import EagleConfig
 from slipstream.errors import did_you_mean
 
 GROUP_RELATIVE = frozenset(
@@ -417,20 +416,6 @@ def _speculation(config: Config) -> Iterator[str]:
             f"{eagle.spec_steps} drafts is verified in {eagle.spec_steps + 1} rows; set "
             f"{key}.spec_verify_tokens=null"
         )
-    if eagle.tune_algorithm in ("EG", "UCB1", "BEG"):
-        yield (
-            f"{key}.tune_algorithm={eagle.tune_algorithm} is not in this version; set "
-            f"{key}.tune_algorithm=COST"
-        )
-    else:
-        usual = EagleConfig()
-        for option in ("mab_configs", "mab_bs_threshold"):
-            if getattr(eagle, option) != getattr(usual, option):
-                yield (
-                    f"{key}.{option} has no effect with {key}.tune_algorithm="
-                    f"{eagle.tune_algorithm}, which is no bandit; leave it out, or set "
-                    "speculative.enable=false"
-                )
 
 
 def _drafter(config: Config) -> Iterator[str]:

@@ -13,6 +13,12 @@ import torch
 
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    UpperConfidenceBound,
+    buckets_by_rows,
+)
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
@@ -122,9 +128,11 @@ def _trace(config: Config) -> Callable[[str], object] | None:
 
 
 def check_speculation(config: Config, policy: ModelConfig) -> None:
-    """Refuse a draft head that cannot be read, or is not one of `policy`. Raises CheckpointError,
-    and ConfigError where its folder is not there."""
+    """Refuse a draft head that cannot be read, or is not one of `policy`, and shapes of drafts that
+    cannot be. Raises CheckpointError, and ConfigError where its folder is not there."""
     speculative = config.speculative
+    if speculative.enable:
+        make_selector(config)
     path = speculative.eagle.spec_model_path
     if speculative.enable and speculative.spec_strategy != "history" and path is not None:
         if not Path(path).is_dir():
@@ -141,10 +149,40 @@ def make_selector(config: Config) -> StrategySelector:
     deepest = DraftPlan.chain(eagle.spec_steps)
     if eagle.tune_algorithm == "PREDEFINED":
         return PredefinedSelector(deepest, bs_threshold=speculative.bs_threshold)
+    if eagle.tune_algorithm != "COST":
+        return _bandit(config, deepest)
     shallower = [DraftPlan.chain(depth) for depth in DEPTHS if depth < eagle.spec_steps]
     return CostModelSelector(
         [*shallower, deepest],
         bs_threshold=speculative.bs_threshold,
         hysteresis=eagle.hysteresis,
         exploration=eagle.exploration,
+    )
+
+
+def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
+    """FastRL's, which picks from `mab_configs` and the `default`."""
+    speculative, eagle, key = config.speculative, config.speculative.eagle, "speculative.eagle"
+    try:
+        plans = [*map(DraftPlan.parse, eagle.mab_configs), default]
+        trees = [str(plan) for plan in plans if plan.topk > 1]
+        if trees:
+            raise ConfigError(
+                f"{', '.join(trees)}: this version verifies chains, not trees; give such as 3_1_4"
+            )
+    except ConfigError as error:
+        raise ConfigError(f"{key}.mab_configs: {error}") from error
+    buckets: dict[int, list[DraftPlan]] = {1: plans}
+    if eagle.tune_algorithm == "BEG":
+        try:
+            buckets = buckets_by_rows(plans, eagle.mab_bs_threshold)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.mab_bs_threshold: {error}") from error
+    greedy = EpsilonGreedy(eagle.mab_epsilon)
+    return BanditSelector(
+        buckets,
+        UpperConfidenceBound() if eagle.tune_algorithm == "UCB1" else greedy,
+        bs_threshold=speculative.bs_threshold,
+        window=eagle.mab_window_size,
+        seed=config.trainer.seed,
     )

@@ -102,8 +102,10 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
         run([path], seeds=1)
     path.write_text("\n".join([line(OFF, 1.0)] * 30 + [line(ONE, 1.2, 1)] * 30))
     rows = run([path], seeds=2)
-    assert [row.case for row in rows] == [str(path)]
-    assert str(path) in table(rows)
+    assert {row.case for row in rows} == {str(path)}
+    assert [row.contender for row in rows] == ["cost model", "EG", "UCB1", "BEG"]
+    lines = table(rows).splitlines()[1:]
+    assert [line.split()[:2] for line in lines[1:3]] == [[str(path), "EG"], [str(path), "UCB1"]]
 
 
 def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

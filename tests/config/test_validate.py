@@ -207,15 +207,15 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.tune_algorithm=UCB1 speculative.eagle.mab_epsilon=0.2",
+            "mab_epsilon=0.2 has no effect with speculative.eagle.tune_algorithm=UCB1",
             "speculative.eagle.tune_algorithm=BEG",
-            "tune_algorithm=BEG is not in this version",
-            "speculative.eagle.tune_algorithm=COST",
         ),
         (
             "speculative.enable=true speculative.spec_strategy=history "
             "speculative.eagle.mab_configs=['4_1_5']",
             "mab_configs has no effect with speculative.eagle.tune_algorithm=COST",
-            "speculative.enable=false",
+            "speculative.eagle.tune_algorithm=BEG",
         ),
         (
             "speculative.train.enable_drafter_training=true",

@@ -16,9 +16,14 @@ import torch
 from slipstream.config import Config, Hardware, load_config
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.errors import ConfigError
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    UpperConfidenceBound,
+)
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
-from slipstream.inference.speculation.plan import OFF
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     PredefinedSelector,
@@ -60,10 +65,14 @@ OF_ITS_CODE = {
     "rows of the last 2 RL steps": "train.lookback_steps",
     "betas of AdamW": "train.optim.betas",
     "gradients clipped at 1": "train.grad_clip",
-    "an epsilon of 0.1": "eagle.exploration",
+    "an epsilon of 0.1": "eagle.mab_epsilon",
+    "a window of 300 steps": "eagle.mab_window_size",
     "10 checks before a switch": "eagle.hysteresis",
 }
 """Numbers that its code has, and the setting that each is here."""
+
+OURS = {"eagle.exploration"}
+"""What `COST` has in the place of an epsilon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +143,7 @@ def _cost_model(made: Parts) -> CostModelSelector:
 
 
 PREDEFINED = "eagle.tune_algorithm=PREDEFINED"
+CHAINS = "eagle.mab_configs=['3_1_4','1_1_2']"
 LINEAR = "train.optim.lr_scheduler_type=linear"
 
 Seen = Callable[[Parts], object]
@@ -164,6 +174,18 @@ EFFECTS: dict[str, tuple[str, Seen, object, object]] = {
         lambda m: type(m.selector),
         CostModelSelector,
         PredefinedSelector,
+    ),
+    "eagle.mab_epsilon": (
+        f"eagle.tune_algorithm=EG {CHAINS} eagle.mab_epsilon=0.3",
+        lambda m: getattr(m.selector, "_rule", None),
+        None,
+        EpsilonGreedy(0.3),
+    ),
+    "eagle.mab_window_size": (
+        f"eagle.tune_algorithm=UCB1 {CHAINS} eagle.mab_window_size=7",
+        lambda m: getattr(m.selector, "_window", None),
+        None,
+        7,
     ),
     "eagle.exploration": (
         "eagle.exploration=0.1",
@@ -276,10 +298,14 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     ),
     "eagle.mab_configs": (
         "eagle.mab_configs=['8_4_32']",
-        "no bandit",
-        "enable=false",
+        "has no effect",
+        "eagle.tune_algorithm=BEG",
     ),
-    "eagle.mab_bs_threshold": ("eagle.mab_bs_threshold=[1,8]", "no bandit", "enable=false"),
+    "eagle.mab_bs_threshold": (
+        "eagle.mab_bs_threshold=[1,8]",
+        "has no effect",
+        "eagle.tune_algorithm=BEG",
+    ),
     "train.checkpoint_path": (
         "train.checkpoint_path=drafts",
         "part of the run's checkpoints",
@@ -324,7 +350,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 
 
 def test_every_key_is_in_the_tables() -> None:
-    asked = {*KEYS.split(), *UNLISTED.split(), *OF_ITS_CODE.values()}
+    asked = {*KEYS.split(), *UNLISTED.split(), *OF_ITS_CODE.values(), *OURS}
     assert asked == EFFECTS.keys() | REFUSED.keys()
     assert not EFFECTS.keys() & REFUSED.keys()
 
@@ -373,11 +399,40 @@ def test_it_is_refused_with_the_reason_and_the_remedy(key: str) -> None:
         load(f"{key}={remedy.removeprefix('set it to ') if 'set it' in remedy else 'null'}")
 
 
-@pytest.mark.parametrize("name", ["EG", "UCB1", "BEG"])
-def test_bandits_are_refused_with_the_remedy(name: str) -> None:
-    with pytest.raises(ConfigError, match="not in this version") as caught:
-        load(f"eagle.tune_algorithm={name}")
-    assert "set speculative.eagle.tune_algorithm=COST" in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("EG", EpsilonGreedy), ("UCB1", UpperConfidenceBound), ("BEG", EpsilonGreedy)],
+)
+def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
+    more = " eagle.mab_bs_threshold=[1,4,16]" if name == "BEG" else ""
+    algorithm = f"eagle.tune_algorithm={name}"
+    made = make_selector(load(f"{algorithm} {CHAINS}{more}"))
+    assert isinstance(made, BanditSelector)
+    three, one, seven = (DraftPlan.chain(drafts) for drafts in (3, 1, 7))
+    grouped = {1: (seven,), 4: (three,), 16: (one,)}
+    assert made.buckets == (grouped if name == "BEG" else {1: (three, one, seven)})
+    assert type(made._rule) is rule
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("eagle.tune_algorithm=EG", "mab_configs: 8_4_32, 8_4_16, 8_4_8: this version verifies"),
+        (
+            "eagle.tune_algorithm=EG eagle.mab_configs=['3-1-4']",
+            "mab_configs: draft plan '3-1-4': expected steps_topk_verify, for example 3_1_4",
+        ),
+        (
+            "eagle.tune_algorithm=EG eagle.mab_configs=['3_1_9']",
+            "mab_configs: draft plan 3_1_9: a chain of 3 drafts is verified in 4 rows",
+        ),
+        (f"eagle.tune_algorithm=BEG {CHAINS}", "mab_bs_threshold: 4 thresholds .1, 2, 5, 21. for"),
+    ],
+)
+def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None:
+    config = load(given)
+    with pytest.raises(ConfigError, match=f"speculative.eagle.{message}"):
+        make_selector(config)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.inference.speculation.bandits import BanditSelector
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
@@ -228,4 +229,6 @@ def plan_table(selector: StrategySelector, bs_threshold: int | None) -> str:
     if isinstance(selector, CostModelSelector):
         plans = " ".join("off" if plan == OFF else str(plan) for plan in selector.plans)
         return f"plans {plans} by measured cost, for {limit} running requests"
+    if isinstance(selector, BanditSelector):
+        return f"plans {selector.table()}, for {limit} running requests"
     return f"plan {selector.select(1)}, for {limit} running requests"

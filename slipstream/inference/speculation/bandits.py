@@ -1,0 +1,184 @@
+"""FastRL's selectors: which plan to draft by, by what each has earned.
+
+    EG     the plan of the best median, and now and then any
+    UCB1   the plan of the best mean, and the more readily the less it was tried
+    BEG    EG among the plans of one number of rows to verify, which the batch size decides on
+
+A plan earns tokens a second. Unlike `CostModelSelector` they know nothing but the plans that they
+have tried, each batch size by itself (FastRL's `MABGroupManager`), and decode plainly only beyond
+`bs_threshold`, or where `0_0_1` is one of the plans.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from statistics import fmean, median
+from typing import Protocol
+
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.selector import StepRecord, bucket_of
+
+EPSILON = 0.1
+WINDOW = 300
+
+_TRIMMED = 0.1
+"""Share of the rewards, at either end, that UCB1 leaves out: steps in which something else ran."""
+
+_KEPT_ON_CHANGE = 0.5
+"""Share of the rewards, the newest, that still count once policy or drafter have other weights."""
+
+Rewards = Mapping[DraftPlan, Sequence[float]]
+"""What each plan has earned lately, at one batch size: at least once each."""
+
+
+class Rule(Protocol):
+    """Picks one of several plans."""
+
+    def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpsilonGreedy:
+    """The plan of the best median; with probability `epsilon` any. Raises ConfigError for no
+    probability."""
+
+    epsilon: float = EPSILON
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ConfigError(f"epsilon={self.epsilon} must be from 0 to 1")
+
+    def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
+        """See `Rule`."""
+        if rng.random() < self.epsilon:
+            return rng.choice(list(earned))
+        return max(earned, key=lambda plan: median(earned[plan]))
+
+
+@dataclass(frozen=True, slots=True)
+class UpperConfidenceBound:
+    """UCB1 (Auer et al. 2002) on means without the lowest and highest tenth.
+
+    Its bounds are of rewards from 0 to 1, so means are taken relative to the best one: beside
+    thousands of tokens a second the bonus would be nothing, as it is in FastRL.
+    """
+
+    def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
+        """See `Rule`."""
+        means = {plan: _trimmed_mean(rewards) for plan, rewards in earned.items()}
+        best = max(means.values())
+        tries = math.log(sum(map(len, earned.values())))
+        return max(
+            earned, key=lambda plan: means[plan] / best + math.sqrt(2 * tries / len(earned[plan]))
+        )
+
+
+def _trimmed_mean(rewards: Sequence[float]) -> float:
+    cut = int(len(rewards) * _TRIMMED)
+    return fmean(sorted(rewards)[cut : len(rewards) - cut])
+
+
+class BanditSelector:
+    """`StrategySelector` by a rule, among plans that may depend on how many requests run.
+
+    A plan that has earned nothing yet at a batch size comes first. Steps that also did what others
+    need not (catching up, new requests) count for nobody: the plan that was switched to would pay
+    for the one before.
+    """
+
+    def __init__(
+        self,
+        buckets: Mapping[int, Sequence[DraftPlan]],
+        rule: Rule,
+        *,
+        bs_threshold: int | None = None,
+        window: int = WINDOW,
+        seed: int = 0,
+    ) -> None:
+        """From so many running requests on (the first: 1), one of these plans; of each the last
+        `window` rewards of a batch size count. Beyond `bs_threshold` running requests nothing is
+        drafted. Raises ConfigError for a bucket without a plan, or where none begins at 1."""
+        self._starts = sorted(buckets)
+        if not self._starts or self._starts[0] != 1:
+            raise ConfigError(f"buckets of a bandit begin at 1 request, not at {self._starts[:1]}")
+        for start in self._starts:
+            if not buckets[start]:
+                raise ConfigError(f"no plan to choose from at {start} running requests")
+        if window < 1:
+            raise ConfigError(f"window={window} must be at least 1")
+        self.buckets = {start: tuple(dict.fromkeys(buckets[start])) for start in self._starts}
+        self._rule = rule
+        self._threshold = bs_threshold
+        self._window = window
+        self._rng = random.Random(seed)
+        self._earned: dict[int, dict[DraftPlan, deque[float]]] = {}
+
+    def table(self) -> str:
+        """What there is to choose from, in one line."""
+        parts = [(start, " ".join(map(str, plans))) for start, plans in self.buckets.items()]
+        return ", ".join(text if start == 1 else f"from {start} on {text}" for start, text in parts)
+
+    def begins(self, requests: int) -> int:
+        """See `StrategySelector`."""
+        return 0
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
+        if self._threshold is not None and running > self._threshold:
+            return OFF
+        plans = self._plans(running)
+        if len(plans) == 1:
+            return plans[0]
+        earned = self._earned.get(bucket_of(running), {})
+        for plan in plans:
+            if not earned.get(plan):
+                return plan
+        return self._rule.pick({plan: earned[plan] for plan in plans}, self._rng)
+
+    def record(self, step: StepRecord) -> None:
+        """See `StrategySelector`."""
+        if not step.steady or step.seconds <= 0:
+            return
+        earned = self._earned.setdefault(bucket_of(step.running), {})
+        rewards = earned.setdefault(step.plan, deque(maxlen=self._window))
+        rewards.append((step.running + sum(step.accepted)) / step.seconds)
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """See `StrategySelector`."""
+        for earned in self._earned.values():
+            for rewards in earned.values():
+                for _ in range(len(rewards) - math.ceil(_KEPT_ON_CHANGE * len(rewards))):
+                    rewards.popleft()
+
+    def _plans(self, running: int) -> Sequence[DraftPlan]:
+        return self.buckets[self._starts[bisect_right(self._starts, running) - 1]]
+
+
+def buckets_by_rows(
+    plans: Sequence[DraftPlan], thresholds: Sequence[int]
+) -> dict[int, list[DraftPlan]]:
+    """BEG's: plans of one number of rows to verify are for the batch sizes from one threshold up to
+    the next, those of most rows for the smallest.
+
+    Raises ConfigError unless there are as many thresholds as numbers of rows, growing from 1.
+    """
+    by_rows = sorted(dict.fromkeys(plans), key=lambda plan: -plan.verify_tokens)
+    groups = [list(group) for _, group in groupby(by_rows, key=lambda plan: plan.verify_tokens)]
+    shown = ", ".join(str(group[0].verify_tokens) for group in groups)
+    if len(thresholds) != len(groups):
+        raise ConfigError(
+            f"{len(thresholds)} thresholds ({', '.join(map(str, thresholds))}) for plans that "
+            f"verify {shown} tokens a request: give {len(groups)}, one for each of these numbers"
+        )
+    if thresholds[0] != 1 or any(a >= b for a, b in pairwise(thresholds)):
+        raise ConfigError(
+            f"thresholds {', '.join(map(str, thresholds))}: they must begin at 1 and grow"
+        )
+    return dict(zip(thresholds, groups, strict=True))

@@ -1,0 +1,219 @@
+"""FastRL's selectors: what they pick from what was earned, by hand and on recorded steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from slipstream.bench.regret import World, play
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    Rule,
+    UpperConfidenceBound,
+    buckets_by_rows,
+)
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.report import ReportedSelector, replay
+from slipstream.inference.speculation.selector import StepRecord
+
+ONE, THREE, FIVE = (DraftPlan.chain(drafts) for drafts in (1, 3, 5))
+GREEDY = EpsilonGreedy(0.0)
+
+
+def step(
+    plan: DraftPlan, tokens: int, *, seconds: float = 1.0, running: int = 1, steady: bool = True
+) -> StepRecord:
+    """In which each request got so many tokens."""
+    return StepRecord(
+        running=running,
+        plan=plan,
+        seconds=seconds,
+        drafted=[plan.steps] * running,
+        accepted=[tokens - 1] * running,
+        steady=steady,
+    )
+
+
+def bandit(*plans: DraftPlan, rule: Rule = GREEDY, window: int = 300) -> BanditSelector:
+    return BanditSelector({1: plans}, rule, window=window)
+
+
+def test_each_plan_is_tried_before_any_is_preferred() -> None:
+    made = bandit(ONE, THREE, FIVE)
+    for plan, tokens in ((ONE, 2), (THREE, 4), (FIVE, 3)):
+        assert made.select(1) == plan
+        made.record(step(plan, tokens))
+    assert made.select(1) == THREE
+    # At another batch size nothing is known.
+    assert made.select(2) == ONE
+
+
+def test_a_plan_earns_the_tokens_of_all_requests_by_time() -> None:
+    made = bandit(ONE, THREE)
+    made.record(step(ONE, 2, seconds=0.010, running=3))
+    made.record(step(THREE, 3, seconds=0.016, running=3))
+    assert made.select(3) == ONE
+    assert [list(r) for r in made._earned[3].values()] == [[600.0], [562.5]]
+
+
+def test_the_median_of_the_last_steps_decides() -> None:
+    made = bandit(ONE, THREE, window=3)
+    for tokens in (9, 2, 2, 2):
+        made.record(step(ONE, tokens))
+    for tokens in (1, 3, 3, 90):
+        made.record(step(THREE, tokens))
+    assert made.select(1) == THREE
+    # One lucky step is no reason; two of three are.
+    made.record(step(ONE, 50))
+    assert made.select(1) == THREE
+    made.record(step(ONE, 50))
+    assert made.select(1) == ONE
+
+
+def test_a_step_with_other_work_counts_for_nobody() -> None:
+    made = bandit(ONE, THREE)
+    made.record(step(ONE, 2))
+    made.record(step(THREE, 4, seconds=9.0, steady=False))
+    assert made.select(1) == THREE
+    made.record(step(THREE, 4))
+    assert made.select(1) == THREE
+
+
+def test_now_and_then_any_plan_is_taken() -> None:
+    earned = {ONE: [1.0], THREE: [5.0], FIVE: [3.0]}
+    rng = random.Random(3)
+    taken = Counter(EpsilonGreedy(0.3).pick(earned, rng) for _ in range(3000))
+    # A third of the random ones is the best plan, too.
+    assert taken[THREE] / 3000 == pytest.approx(0.8, abs=0.02)
+    assert taken[ONE] / 3000 == pytest.approx(0.1, abs=0.02)
+    again = random.Random(3)
+    assert Counter(EpsilonGreedy(0.3).pick(earned, again) for _ in range(3000)) == taken
+
+
+def test_bounds_by_hand() -> None:
+    """2 ln 6 = 3.58: with 0.8 of the best mean after two tries, 0.8 + 1.34 beats 1 + 0.95."""
+    rng = random.Random(0)
+    rule = UpperConfidenceBound()
+    few, many = [8000.0] * 2, [10000.0] * 4
+    assert rule.pick({ONE: few, THREE: many}, rng) == ONE
+    assert rule.pick({ONE: [5000.0] * 2, THREE: many}, rng) == THREE
+    # In other units, the same: rewards are relative.
+    assert rule.pick({ONE: [0.8] * 2, THREE: [1.0] * 4}, rng) == ONE
+
+
+def test_bounds_leave_out_what_is_far_off() -> None:
+    rewards = [10.0] * 18 + [0.01, 1000.0]
+    assert UpperConfidenceBound().pick({ONE: [11.0] * 20, THREE: rewards}, random.Random(0)) == ONE
+
+
+def test_more_rows_are_for_fewer_requests() -> None:
+    two = DraftPlan(2, 2, 4)
+    buckets = buckets_by_rows([ONE, FIVE, THREE, two], [1, 4, 9])
+    assert buckets == {1: [FIVE], 4: [THREE, two], 9: [ONE]}
+    made = BanditSelector(buckets, GREEDY, bs_threshold=12)
+    assert [made.select(n) for n in (1, 3, 4, 8, 9, 12, 13)] == [
+        *(FIVE, FIVE, THREE, THREE, ONE, ONE, OFF)
+    ]
+    made.record(step(THREE, 2, running=4))
+    assert made.select(4) == two
+    made.record(step(two, 3, running=4))
+    assert made.select(4) == two
+    assert made.table() == "5_1_6, from 4 on 3_1_4 2_2_4, from 9 on 1_1_2"
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "message"),
+    [
+        ([1, 2], "2 thresholds .1, 2. for plans that verify 6, 4, 2 tokens a request: give 3"),
+        ([2, 4, 8], "begin at 1 and grow"),
+        ([1, 4, 4], "begin at 1 and grow"),
+    ],
+)
+def test_thresholds_that_do_not_fit(thresholds: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        buckets_by_rows([ONE, THREE, FIVE], thresholds)
+
+
+def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"epsilon=1\.5"):
+        EpsilonGreedy(1.5)
+    with pytest.raises(ConfigError, match="window=0"):
+        bandit(ONE, window=0)
+    with pytest.raises(ConfigError, match="begin at 1 request"):
+        BanditSelector({2: [ONE]}, GREEDY)
+    with pytest.raises(ConfigError, match="no plan to choose from at 4"):
+        BanditSelector({1: [ONE], 4: []}, GREEDY)
+
+
+def test_other_weights_leave_the_newest_half() -> None:
+    made = bandit(ONE, THREE)
+    for tokens in (5, 5, 5, 2, 2):
+        made.record(step(ONE, tokens))
+    made.record(step(THREE, 3))
+    assert made.select(1) == ONE
+    made.changed(drafter=True)
+    assert [list(r) for r in made._earned[1].values()] == [[5.0, 2.0, 2.0], [3.0]]
+    assert made.select(1) == THREE
+
+
+def test_drafts_that_become_useless_are_given_up() -> None:
+    """Measured rewards turn, at one batch size, after 1,000 steps."""
+
+    def seconds(number: int, running: int, drafts: int) -> float:
+        return 1.0 + 0.1 * drafts
+
+    def rates(number: int, running: int) -> list[float]:
+        return [0.9 if number < 1000 else 0.05] * 5
+
+    world = World([4] * 3000, seconds, rates)
+    for rule in (EpsilonGreedy(0.1), UpperConfidenceBound()):
+        made = BanditSelector({1: [OFF, ONE, FIVE]}, rule, window=100)
+        regret = play(world, made, [OFF, ONE, FIVE], 0)
+        assert 0 < regret.clairvoyant < 0.1
+        taken = Counter(_taken(made, 200))
+        assert taken[OFF] > 100
+
+
+def _taken(made: BanditSelector, times: int) -> list[DraftPlan]:
+    return [made.select(4) for _ in range(times)]
+
+
+def test_a_trace_is_replayed_to_the_same_plans() -> None:
+    def make() -> BanditSelector:
+        return BanditSelector({1: [OFF, ONE, THREE]}, EpsilonGreedy(0.2), seed=5)
+
+    lines: list[str] = []
+    reported = ReportedSelector(make(), notify=lines.append, trace=lines.append)
+    rng = random.Random(1)
+    for number in range(300):
+        running = 1 + number % 3
+        plan = reported.select(running)
+        accepted = [rng.randint(0, plan.steps) for _ in range(running)] if plan.steps else []
+        reported.record(
+            StepRecord(
+                running=running,
+                plan=plan,
+                seconds=1 + 0.2 * plan.steps + rng.random(),
+                drafted=[plan.steps] * len(accepted),
+                accepted=accepted,
+                steady=number % 7 != 0,
+            )
+        )
+        if number == 150:
+            reported.changed(drafter=True)
+    pairs = replay([line for line in lines if _is_event(line)], make)
+    assert len(pairs) == 300
+    assert len({plan for _, plan in pairs}) == 3
+    assert all(chosen == recorded for chosen, recorded in pairs)
+
+
+def _is_event(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
