@@ -24,7 +24,7 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
 from slipstream.bench.moved import nats_moved
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
 from slipstream.config.load import CONFIG_FILE
 from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
@@ -165,7 +165,7 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
     ours = [row for row in rows if row.contender != PLAIN]
 
     def speedups(name: str) -> dict[str, float]:
-        return {row.contender: _median(row.values[name]) for row in ours}
+        return {row.contender: median_of(row.values[name]) for row in ours}
 
     found: dict[str, object] = {
         "identical": all(row.values["identical"] == 1 for row in rows),
@@ -173,7 +173,7 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "step_speedup": speedups("step_speedup"),
     }
     ends = {
-        row.contender: _median(row.values["accept_length_last"])
+        row.contender: median_of(row.values["accept_length_last"])
         for row in ours
         if "accept_length_last" in row.values
     }
@@ -279,7 +279,3 @@ def _hash(files: Sequence[Path]) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _median(value: float | Spread) -> float:
-    return value.median if isinstance(value, Spread) else value

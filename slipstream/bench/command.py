@@ -212,6 +212,9 @@ def _add_train_flags(train: argparse.ArgumentParser) -> None:
 
 def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
     speculation.add_argument(
+        "--plot", metavar="PNG", type=Path, help="draw the table as a heat map, too"
+    )
+    speculation.add_argument(
         "--policy",
         metavar="DIR",
         type=Path,
@@ -540,6 +543,10 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
+    if args.plot is not None:
+        from slipstream.bench.heat_map import plot_grid
+
+        print(f"  picture: {plot_grid(rows, args.plot)}")
     return rows
 
 

@@ -41,6 +41,11 @@ class Spread:
         )
 
 
+def median_of(value: float | Spread) -> float:
+    """The median of what may have been measured once or several times."""
+    return value.median if isinstance(value, Spread) else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Where a row was measured. `cores` are those the process may use."""

@@ -25,7 +25,7 @@ import torch
 
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.drafters import LyingOracle, RightHead
-from slipstream.bench.record import Machine, Row, Spread, this_machine
+from slipstream.bench.record import Machine, Row, Spread, median_of, this_machine
 from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
@@ -300,8 +300,7 @@ def _rollout_row(
 
 
 def _median(row: Row, name: str) -> float:
-    value = row.values[name]
-    return value.median if isinstance(value, Spread) else value
+    return median_of(row.values[name])
 
 
 def make_eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
