@@ -631,7 +631,7 @@ def _say_ab(rows: Sequence[Row]) -> bool:
                 print(f"  {name:<12} {curve}")
     gained = summary.get("accept_length_over_frozen")
     if isinstance(gained, float):
-        print(f"  the head that learned ends {gained:+.1%} from the one that did not")
+        print(f"  at the end, the head that learned over the one that did not: {gained:+.1%}")
     return same
 
 

@@ -14,8 +14,7 @@ from slipstream.bench.grid import SELECTOR
 from slipstream.bench.record import Row, median_of
 from slipstream.bench.speculation import PLAIN
 from slipstream.errors import DataError
-
-_INK, _MUTED = "#24292f", "#6b7280"
+from slipstream.metrics.picture import INK, MUTED
 
 _FASTEST = 2.0
 """Speed-up, and its inverse, from which on colours no longer change, where none is larger."""
@@ -57,19 +56,19 @@ def plot_grid(rows: Sequence[Row], out: Path) -> Path:
         dark = abs(np.log(speeds[i, j])) > 0.6 * np.log(most)
         axes.text(
             j, i, f"{speeds[i, j]:.2f}", ha="center", va="center", fontsize=9,
-            color="white" if dark else _INK, fontweight="bold" if best else "normal",
+            color="white" if dark else INK, fontweight="bold" if best else "normal",
         )  # fmt: skip
         if best:
-            frame = Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, fill=False, edgecolor=_INK, lw=1.4)
+            frame = Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, fill=False, edgecolor=INK, lw=1.4)
             axes.add_patch(frame)
     axes.set_xticks(range(len(plans)), plans)
     axes.set_yticks(range(len(cases)), cases)
-    axes.tick_params(length=0, labelsize=9, colors=_MUTED)
+    axes.tick_params(length=0, labelsize=9, colors=MUTED)
     axes.spines[:].set_visible(False)
-    axes.set_xlabel("draft plan: steps_topk_tokens to verify", fontsize=9, color=_MUTED)
+    axes.set_xlabel("draft plan: steps_topk_tokens to verify", fontsize=9, color=MUTED)
     axes.set_title(
         "Decode steps, times as fast as plain decoding", loc="left", fontsize=11,
-        fontweight="bold", color=_INK,
+        fontweight="bold", color=INK,
     )  # fmt: skip
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
     for name, algorithms in _OPTIONS_OF.items():
         value, default = getattr(eagle, name), getattr(usual, name)
         if eagle.tune_algorithm not in algorithms and value != default:
-            shown = "" if isinstance(value, tuple) else f"={value:g}"
-            back = "leave it out" if isinstance(value, tuple) else f"set {key}.{name}={default:g}"
+            shown = "" if isinstance(value, tuple) else f"={value}"
+            back = "leave it out" if isinstance(value, tuple) else f"set {key}.{name}={default}"
             yield (
                 f"{key}.{name}{shown} has no effect with {key}.tune_algorithm="
                 f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {back}"

@@ -37,7 +37,7 @@ class CoTrainSettings:
     updates: int
     batch_size: int
     accept_depth: int
-    ema_decay: float = 0.0
+    ema_decay: float
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")

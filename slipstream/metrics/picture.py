@@ -18,7 +18,7 @@ from slipstream.errors import DataError
 from slipstream.metrics.loggers import read_jsonl
 
 _BLUE, _ORANGE, _GREEN, _RED = "#2563a8", "#d9730d", "#2f855a", "#b83280"
-_INK, _MUTED, _GRID = "#24292f", "#6b7280", "#e5e7eb"
+INK, MUTED, _GRID = "#24292f", "#6b7280", "#e5e7eb"
 _COLORS = (_BLUE, _ORANGE, _GREEN, _RED)
 _REWARD = "critic/score/mean"
 _SFT = "sft/loss"
@@ -105,10 +105,10 @@ def plot_run(
         _style(axes)
         draw(axes, run)
     left = 0.3 / figure.get_figwidth()
-    figure.text(left, 1 - 0.2 / height, title, fontsize=15, fontweight="bold", color=_INK, va="top")
+    figure.text(left, 1 - 0.2 / height, title, fontsize=15, fontweight="bold", color=INK, va="top")
     if summary:
         facts = "   ·   ".join(f"{key}: {_fact(value)}" for key, value in summary.items())
-        figure.text(left, 1 - 0.55 / height, facts, fontsize=9.5, color=_MUTED, va="top")
+        figure.text(left, 1 - 0.55 / height, facts, fontsize=9.5, color=MUTED, va="top")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png", metadata={"Software": None})
     return out
@@ -156,7 +156,7 @@ def _style(axes: Any) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#c9ced6")
-    axes.tick_params(colors=_MUTED, labelsize=8.5, length=3)
+    axes.tick_params(colors=MUTED, labelsize=8.5, length=3)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
@@ -164,9 +164,9 @@ def _style(axes: Any) -> None:
 
 
 def _label(axes: Any, title: str, unit: str, steps: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=16)
-    axes.text(0, 1.02, unit, transform=axes.transAxes, fontsize=8.5, color=_MUTED, va="bottom")
-    axes.set_xlabel(steps, fontsize=9, color=_MUTED)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=16)
+    axes.text(0, 1.02, unit, transform=axes.transAxes, fontsize=8.5, color=MUTED, va="bottom")
+    axes.set_xlabel(steps, fontsize=9, color=MUTED)
 
 
 def _trend(axes: Any, points: Points, color: str, label: str) -> None:
@@ -181,7 +181,7 @@ def _trend(axes: Any, points: Points, color: str, label: str) -> None:
     axes.plot(
         steps, smooth(values, window), color=color, linewidth=2.0, label=f"mean of {window} steps"
     )
-    axes.legend(fontsize=8.5, frameon=False, labelcolor=_INK, loc="best")
+    axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="best")
 
 
 def _draw_reward(axes: Any, run: _Run) -> None:
@@ -218,7 +218,7 @@ def _draw_accuracy(axes: Any, run: _Run) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.margins(x=0.16, y=0.12)
     if several:
-        axes.legend(fontsize=8.5, frameon=False, labelcolor=_INK, loc="best")
+        axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="best")
 
 
 def _draw_lengths(axes: Any, run: _Run) -> None:
@@ -226,7 +226,7 @@ def _draw_lengths(axes: Any, run: _Run) -> None:
     _draw_lines(axes, run.lengths, _LENGTHS)
     axes.set_ylim(bottom=0)
     axes.legend(
-        fontsize=8.5, frameon=False, labelcolor=_INK, ncols=3, loc="lower right",
+        fontsize=8.5, frameon=False, labelcolor=INK, ncols=3, loc="lower right",
         bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0,
     )  # fmt: skip
 
@@ -235,7 +235,7 @@ def _draw_drafts(axes: Any, run: _Run) -> None:
     _label(axes, "Drafts", "tokens per verification", "RL step")
     _draw_lines(axes, run.drafts, _DRAFTS)
     axes.set_ylim(bottom=1)
-    axes.legend(fontsize=8.5, frameon=False, labelcolor=_INK, loc="lower right")
+    axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="lower right")
 
 
 def _draw_lines(

@@ -215,7 +215,7 @@ class CpuAttention:
     def chained(
         self, qkv: Tensor, norms: Tensor | None, true: Tensor, kv: Tensor, chain: ChainKeys
     ) -> Tensor:
-        """`again` and, together with it, attention over the keys of a row's own `chain`, which no
+        """`_again` and, together with it, attention over the keys of a row's own `chain`, which no
         other row sees: (M, Q * K). `true` is the `qkv` that `keeping` made `kv` of."""
         if torch.is_grad_enabled():
             attended: Tensor = _Chained.apply(  # type: ignore[no-untyped-call]

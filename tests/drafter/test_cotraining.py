@@ -226,7 +226,9 @@ def test_a_resumed_one_gives_the_same_heads() -> None:
 def test_counts_below_one_are_refused(name: str) -> None:
     values = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}
     with pytest.raises(ConfigError, match=f"co-training: {name}=0"):
-        CoTrainSettings(train=DraftTrainSettings(optim=OptimSettings(lr=1e-3)), **values)
+        CoTrainSettings(
+            train=DraftTrainSettings(optim=OptimSettings(lr=1e-3)), ema_decay=0.0, **values
+        )
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])

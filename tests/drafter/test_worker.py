@@ -55,6 +55,7 @@ def setup() -> WorkerSetup:
             updates=4,
             batch_size=8,
             accept_depth=2,
+            ema_decay=0.0,
         ),
     )
 

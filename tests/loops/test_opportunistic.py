@@ -159,6 +159,7 @@ def training(
             updates=1,
             batch_size=1,
             accept_depth=1,
+            ema_decay=0.0,
         ),
     )
     made = OpportunisticTraining(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -357,6 +358,41 @@ class Receiver:
     async def update_weights(self, update: WeightUpdate) -> None:
         self.version = update.version
         self.names = [name for name, _ in update.tensors()]
+
+
+class ToldDrafter:
+    """`DrafterTraining` that notes what it is told."""
+
+    sink = None
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def begin(self) -> None:
+        self.told.append("begin")
+
+    @asynccontextmanager
+    async def rollout(self, step: int) -> AsyncIterator[None]:
+        self.told.append(f"rollout {step}")
+        yield
+        self.told.append(f"generated {step}")
+
+    def begin_step(self, step: int, version: int) -> None:
+        self.told.append(f"update {step} of {version}")
+
+    async def after_step(self, step: int, version: int) -> dict[str, float]:
+        self.told.append(f"after {step} with {version}")
+        return {}
+
+
+def test_a_drafter_begins_before_the_first_step_and_is_told_of_each_part() -> None:
+    drafter = ToldDrafter()
+    train(tiny_backend(), config(num_steps=2), drafter=drafter)
+    steps = [
+        [f"rollout {n}", f"generated {n}", f"update {n} of {n - 1}", f"after {n} with {n}"]
+        for n in (1, 2)
+    ]
+    assert drafter.told == ["begin", *steps[0], *steps[1]]
 
 
 def test_every_engine_gets_all_weights_under_one_version() -> None:
