@@ -4,7 +4,7 @@ Every argument is an address, a size or an offset in elements; fp32. M rows (tok
 H key-value heads, K head width. Keys of a head lie one after another in slots of K numbers; a row's
 keys begin `first[m]` elements from the start of the keys, its own key goes to `own[m]` (-1: it is
 not kept), other heads follow `head_stride` elements apart; values likewise. Row m sees `seen[m]`
-slots.
+slots, the first ones, or those on its path (`kernels.paths`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, ask_for, floats_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, largest, squares, total, triple
+from slipstream.kernels.paths import bends, path_of, stem_of
 from slipstream.kernels.team import for_team, part_count, part_number, run
-from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tile import PANEL, tile_1, tile_1x2, tile_2x2, tiles
 
 
 @kernel
@@ -199,9 +200,25 @@ def _score(query, keys, K, n, scores, ask, end):
 
 
 @kernel
+def _go_on(weights, values, count, K, out):
+    """Add to one head's result `count` values, one after another, by their weights."""
+    for i in range(0, K - K % PANEL, PANEL):
+        at, to = values + 4 * i, out + 4 * i
+        tile_1(weights, 0, at, 4 * K, 0, count, to, to, 0, at, 0)
+    p, v = carray(floats_at(weights), (count,)), carray(floats_at(values), (count * K,))
+    o = carray(floats_at(out), (K,))
+    for i in range(K - K % PANEL, K):
+        s = o[i]
+        for j in range(count):
+            s += p[j] * v[j * K + i]
+        o[i] = s
+
+
+@kernel
 def attend_part(
-    q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
-):
+    q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
+    part, parts,
+):  # fmt: skip
     row = carray(ints_at(first), (M,))
     count = carray(ints_at(seen), (M,))
     G = Q // H
@@ -213,19 +230,26 @@ def attend_part(
     # rows see more keys.
     for task in range(part, M * H, parts):
         m, h = task // H, task % H
-        n = count[m]
+        sees = count[m]
+        # Slots that are where their positions are, and those after them.
+        bent = bends(paths, path_step, m, sees)
+        n = stem_of(paths, path_step, m) if bent else sees
         k_start = keys + (row[m] + h * head_stride) * 4
         v_start = values + (row[m] + h * head_stride) * 4
         ask = v_start
         for g in range(G):
-            weights, end = start + g * n * 4, v_start + (g + 1) * n * K * 4 // G
-            ask = _score(q + (m * Q + h * G + g) * K * 4, k_start, K, n, weights, ask, end)
-            p = carray(floats_at(weights), (n,))
-            top = largest(weights, n)
-            for j in range(n):
+            weights, end = start + g * sees * 4, v_start + (g + 1) * n * K * 4 // G
+            query = q + (m * Q + h * G + g) * K * 4
+            ask = _score(query, k_start, K, n, weights, ask, end)
+            for j in range(sees - n):
+                slot = path_of(paths, path_step, m)[j]
+                dots(query, k_start + slot * K * 4, K, 1, weights + (n + j) * 4)
+            p = carray(floats_at(weights), (sees,))
+            top = largest(weights, sees)
+            for j in range(sees):
                 p[j] = exp(p[j] - top)
-            mass = total(weights, n)
-            for j in range(n):
+            mass = total(weights, sees)
+            for j in range(sees):
                 p[j] = p[j] / mass
             if logs:
                 carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = top + np.log(mass)
@@ -240,29 +264,35 @@ def attend_part(
             if G == 1:
                 tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
             else:
-                tile_2x2(start, n * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
+                tile_2x2(start, sees * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
             ask += 2 * LINE * n
             i += 2 * PANEL
         while i + PANEL <= K:
             w, to = v_start + i * 4, o + i * 4
-            tiles(start, n * 4, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
+            tiles(start, sees * 4, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
             ask += LINE * n
             i += PANEL
         for i in range(K - K % PANEL, K):
             v = carray(floats_at(v_start), (n * K,))
             for g in range(G):
-                p = carray(floats_at(start + g * n * 4), (n,))
+                p = carray(floats_at(start + g * sees * 4), (n,))
                 s = ZERO
                 for j in range(n):
                     s += p[j] * v[j * K + i]
                 carray(floats_at(o + g * K * 4), (K,))[i] = s
+        if bent:
+            path = path_of(paths, path_step, m)
+            for j in range(sees - n):
+                for g in range(G):
+                    weight = start + (g * sees + n + j) * 4
+                    _go_on(weight, v_start + path[j] * K * 4, 1, K, o + g * K * 4)
     hold(scores)
     hold(nothing)
 
 
 @for_team
 def _attend_shared(p):
-    attend_part(*to_fixed_tuple(carray(p, (13,)), 13), part_number(), part_count())
+    attend_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
 
 
 def attend(
@@ -271,6 +301,8 @@ def attend(
     values: int,
     first: int,
     seen: int,
+    paths: int,
+    path_step: int,
     head_stride: int,
     longest: int,
     out: int,
@@ -281,6 +313,9 @@ def attend(
     K: int,
 ) -> None:
     """softmax(q k^T) v to `out` (M, Q * K), and to `logs` (M, Q), unless 0, the logarithms of the
-    denominators. No row sees more than `longest` slots."""
-    arguments = (q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K)
+    denominators. No row sees a slot beyond the first `longest` ones. `paths`, `path_step`: see
+    `kernels.paths`; 0: row m sees slots 0 to `seen[m]` - 1."""
+    arguments = (
+        q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K
+    )  # fmt: skip
     run(attend_part, _attend_shared, arguments, M * Q * longest * K // 4)

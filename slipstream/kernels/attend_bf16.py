@@ -26,6 +26,7 @@ from slipstream.kernels.attend import turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
+from slipstream.kernels.paths import bends, path_of, reach_of, stem_of
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT
 from slipstream.kernels.sixteen import softmax_row, turn_row
 from slipstream.kernels.team import for_team, part_count, part_number, run
@@ -33,7 +34,9 @@ from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
 from slipstream.kernels.tile_amx import (
     PAIRS,
+    ROWS,
     configure,
+    more_of_two_panels_amx,
     release,
     round_in_sixteens,
     two_panels_amx,
@@ -186,24 +189,123 @@ def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed
 
 
 @kernel
+def _go_on(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step):
+    """`_mix` of what comes after `sums`, which lie as `mixed` will: what both would be in one."""
+    panels = K // PANEL
+    if BY_MATRIX_UNIT:
+        p, beside = 0, 4 * PANEL if panels > 1 else 0
+        while p < panels:
+            at = 4 * PANEL * max(min(p, panels - 2), 0)
+            more_of_two_panels_amx(
+                rows, weights, step, values + at, 4 * K, beside, pairs,
+                sums + at, mixed + at, mixed_step, 4 * PANEL,
+            )  # fmt: skip
+            p += 2
+        return
+    for i in range(rows):
+        panels_bf16(
+            weights + i * step, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs,
+            sums + i * mixed_step, 4 * PANEL, mixed + i * mixed_step, mixed_step, 1, 0, wide,
+        )  # fmt: skip
+
+
+@kernel
+def _value_to(values, slot, tail, place, K):
+    """Copy the values of a slot to another place of other values."""
+    x = carray(halves_at(values + 4 * K * (slot // 2)), (K, 2))
+    o = carray(halves_at(tail + 4 * K * (place // 2)), (K, 2))
+    for i in range(K):
+        o[i, place % 2] = x[i, slot % 2]
+
+
+@kernel
+def _straighten(scores, paths, step, m, sees):
+    """Scores of the slots on a row's path to the places of their positions."""
+    stem = stem_of(paths, step, m)
+    s, path = carray(floats_at(scores), (reach_of(paths, step, m, sees),)), path_of(paths, step, m)
+    for j in range(sees - stem):
+        s[stem + j] = s[path[j]]
+
+
+@kernel
+def _put(mixed, mass, out, K):
+    """One head's result from its sums."""
+    o, x = carray(floats_at(out), (K,)), carray(floats_at(mixed), (K,))
+    over = ONE / mass
+    for j in range(K):
+        o[j] = x[j] * over
+
+
+@kernel
+def _mix_paths(
+    weights, step, some, G, values, K, wide, zeros, mixed, mixed_step, result, tail, masses, paths,
+    path_step, count, r0, stem, out, out_step,
+):  # fmt: skip
+    """Mixed values of rows of one sequence that stand on paths, to `out`. Products of whole tiles
+    depend on the place of a slot in them: those before the last of the stem are the same for all;
+    from there on each row goes on with values that are put where their positions are."""
+    first = stem // BLOCK * BLOCK
+    most = 0
+    for i in range(some):
+        most = max(most, count[r0 + i] - first)
+    slots = (most + BLOCK - 1) // BLOCK * BLOCK
+    cleared = carray(words_at(tail), (slots * K // 2,))
+    for i in range(slots * K // 2):
+        cleared[i] = 0
+    if first:
+        _mix(weights, step, some * G, values, first // 2, K, 0, wide, zeros, mixed, mixed_step)
+    else:
+        nothing = carray(floats_at(mixed), (some * G * mixed_step // 4,))
+        for i in range(some * G * mixed_step // 4):
+            nothing[i] = 0
+    for slot in range(first, stem):
+        _value_to(values, slot, tail, slot - first, K)
+    if BY_MATRIX_UNIT and K // 2 % PAIRS:
+        configure(BLOCK // 2)
+    size = 4 if wide else 2
+    # What lies in the places after the stem.
+    there = np.full(most, -1)
+    for i in range(some):
+        r, row = r0 + i, i * G
+        sees = count[r]
+        path = path_of(paths, path_step, r)
+        for j in range(sees - stem):
+            if there[j] != path[j]:
+                there[j] = path[j]
+                _value_to(values, path[j], tail, stem + j - first, K)
+        pairs = slots // 2 if BY_MATRIX_UNIT else max((sees - first + 1) // 2, 1)
+        _go_on(
+            weights + row * step + size * first, step, G, tail, pairs, K, wide,
+            mixed + row * mixed_step, result, mixed_step,
+        )  # fmt: skip
+        for g in range(G):
+            o = out + i * out_step + 4 * g * K
+            _put(result + g * mixed_step, masses[row + g], o, K)
+
+
+@kernel
 def attend_bf16_part(
-    q, keys, values, first, seen, head_stride, longest, out, logs, M, Q, H, K, part, parts
-):
+    q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
+    part, parts,
+):  # fmt: skip
     begin = carray(ints_at(first), (M,))
     count = carray(ints_at(seen), (M,))
     G = Q // H
     most = max(_MOST_ROWS // G, 1)
-    # Room for whole tiles.
-    room = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS
+    # Room for whole tiles, which may begin at any row.
+    room = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     mixed_step = 4 * max(K, BLOCK)
     score_room = np.empty(LINE + room * width * 4, np.uint8)
     weight_room = np.empty(LINE + room * width * 2, np.uint8)
     query_room = np.empty(LINE + room * K * 4, np.uint8)
     mixed_room = np.empty(LINE + room * mixed_step, np.uint8)
+    result_room = np.empty(LINE + (room * mixed_step if paths else 0), np.uint8)
+    tail_room = np.empty(LINE + ((BLOCK + width) * K * 2 if paths else 0), np.uint8)
     masses, nothing = np.empty(most * G, np.float32), np.zeros(2 * PANEL, np.float32)
     scores, weights = aligned(score_room.ctypes.data), aligned(weight_room.ctypes.data)
     queries, mixed = aligned(query_room.ctypes.data), aligned(mixed_room.ctypes.data)
+    result, tail = aligned(result_room.ctypes.data), aligned(tail_room.ctypes.data)
     zeros = nothing.ctypes.data
     if BY_MATRIX_UNIT:
         configure(K // 2)
@@ -219,8 +321,10 @@ def attend_bf16_part(
             r0 = m + together * share // shares
             some = m + together * (share + 1) // shares - r0
             n = 0
+            bent = False
             for i in range(some):
-                n = max(n, count[r0 + i])
+                n = max(n, reach_of(paths, path_step, r0 + i, count[r0 + i]))
+                bent = bent or bends(paths, path_step, r0 + i, count[r0 + i])
             for h in range(H):
                 task += 1
                 if task % parts != part:
@@ -237,6 +341,8 @@ def attend_bf16_part(
                 pairs = slots // 2 if BY_MATRIX_UNIT else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
+                    if bent:
+                        _straighten(scores + 4 * width * i, paths, path_step, r, count[r])
                     top, masses[i] = _weigh(
                         scores + 4 * width * i, weights + 2 * width * i, count[r], pairs, wide
                     )
@@ -244,16 +350,20 @@ def attend_bf16_part(
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
                 given, step = (scores, 4 * width) if wide else (weights, 2 * width)
+                to = out + (r0 * Q + h * G) * K * 4
+                if bent:
+                    _mix_paths(
+                        given, step, some, G, values + spot, K, wide, zeros, mixed, mixed_step,
+                        result, tail, masses, paths, path_step, count, r0,
+                        stem_of(paths, path_step, r0), to, 4 * Q * K,
+                    )  # fmt: skip
+                    continue
                 _mix(
                     given, step, rows, values + spot, pairs, K, keys + after - values - spot, wide,
                     zeros, mixed, mixed_step,
                 )  # fmt: skip
                 for i in range(rows):
-                    o = carray(floats_at(out + ((r0 + i // G) * Q + h * G + i % G) * K * 4), (K,))
-                    x = carray(floats_at(mixed + mixed_step * i), (K,))
-                    over = ONE / masses[i]
-                    for j in range(K):
-                        o[j] = x[j] * over
+                    _put(mixed + mixed_step * i, masses[i], to + (i // G * Q + i % G) * K * 4, K)
         m += together
     if BY_MATRIX_UNIT:
         release()
@@ -261,15 +371,17 @@ def attend_bf16_part(
     hold(weight_room)
     hold(query_room)
     hold(mixed_room)
+    hold(result_room)
+    hold(tail_room)
     hold(nothing)
 
 
 @for_team
 def _attend_shared(p):
-    attend_bf16_part(*to_fixed_tuple(carray(p, (13,)), 13), part_number(), part_count())
+    attend_bf16_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
 
 
 def attend_bf16(*arguments: int) -> None:
     """As `attend.attend`."""
-    longest, M, Q, _, K = arguments[6], *arguments[-4:]
+    longest, M, Q, _, K = arguments[8], *arguments[-4:]
     run(attend_bf16_part, _attend_shared, arguments, M * Q * longest * K // 16)

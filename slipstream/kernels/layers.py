@@ -52,7 +52,8 @@ def _attend_sized(size, arguments, part, parts):
 @kernel
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
+    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
+    layer_step,
     M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     table = carray(ints_at(weights), (layers * WEIGHTS,))
@@ -76,7 +77,9 @@ def layers_part(
         )  # fmt: skip
         place_sized(size, placed, part, parts)
         wait(parts)
-        looked = (q, k, v, first, seen, head_stride, longest, mixed, 0, M, Q, H, K)
+        looked = (
+            q, k, v, first, seen, paths, path_step, head_stride, longest, mixed, 0, M, Q, H, K
+        )  # fmt: skip
         _attend_sized(size, looked, part, parts)
         wait(parts)
         product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
@@ -143,7 +146,8 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 @kernel
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, positions, own, first, seen, head_stride, longest, keys, values, layer_step,
+    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
+    layer_step,
     M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     m, rows = 0, M
@@ -157,14 +161,14 @@ def _layers(
     layers_part(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
-        first + 8 * m, seen + 8 * m, head_stride, longest, keys, values, layer_step,
-        rows, D, Q, H, K, W, size, part, parts,
+        first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
+        keys, values, layer_step, rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (31,)), 31), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (33,)), 33), part_number(), part_count())
 
 
 def layers(*arguments: int, work: int) -> None:
@@ -174,7 +178,7 @@ def layers(*arguments: int, work: int) -> None:
     buffers: x (M, D), written over; spare, delta, normed (M, D each); qkv (M, (Q + 2H) K);
     q, mixed (M, Q K); gates (M, 2W); gated (M + `ROWS_BEYOND` / 2, W). At the end `normed` is the
     normed sum, or the sum where `final_norm` is 0.
-    cos, sin, positions, own, first, seen, head_stride, longest: as in `attend`;
+    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
     M, D, Q, H, K, W; size: bytes of a packed weight, and
     of a key's and a value's numbers (2: they lie as in `attend_bf16`).

@@ -115,6 +115,7 @@ release = _instruction("tilerelease", (), "")
 
 _zero_0, _zero_1, _zero_2, _zero_3 = (_zero(n) for n in range(4))
 _store_0, _store_1, _store_2, _store_3 = (_store(n) for n in range(4))
+_load_0, _load_1 = _load(0), _load(1)
 _load_2, _load_3, _load_4, _load_5, _load_6, _load_7 = (_load(n) for n in range(2, 8))
 _multiply_046, _multiply_147 = _multiply(0, 4, 6), _multiply(1, 4, 7)
 _multiply_256, _multiply_357 = _multiply(2, 5, 6), _multiply(3, 5, 7)
@@ -258,3 +259,25 @@ def two_panels_amx(
             out + m * out_step, out_step, second, ahead,
         )  # fmt: skip
         m, ahead = m + ROWS, 0
+
+
+@kernel
+def more_of_two_panels_amx(
+    rows, x, x_step, weights, pair_step, panel_step, pairs, start, out, out_step, second
+):
+    """As `two_panels_amx`, for a multiple of `PAIRS`, going on from sums at `start`, which lie as
+    those at `out` will: what both would be in one call."""
+    block_step = PAIRS * pair_step
+    for m in range(0, rows, ROWS):
+        begin, to, line, row = start + m * out_step, out + m * out_step, weights, x + m * x_step
+        _load_0(begin, out_step)
+        _load_1(begin + second, out_step)
+        for _ in range(pairs // PAIRS):
+            _load_2(row, x_step)
+            _load_3(line, pair_step)
+            _multiply_023()
+            _load_4(line + panel_step, pair_step)
+            _multiply_124()
+            row, line = row + _TILE_LINE, line + block_step
+        _store_0(to, out_step)
+        _store_1(to + second, out_step)

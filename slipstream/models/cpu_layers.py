@@ -113,6 +113,7 @@ class CpuLayers:
             places.own_M.data_ptr(),
             places.first_M.data_ptr(),
             places.seen_M.data_ptr(),
+            *places.path_arguments,
             places.head_stride,
             places.longest,
             places.keys,
