@@ -32,7 +32,8 @@ class LyingOracle:
         ragged: bool = False,
     ) -> None:
         """`known` responses by request id; each draft is another token with probability `lies`.
-        `ragged` chains have random lengths up to what is planned."""
+        `ragged` chains have random lengths up to what is planned. Of a tree, the right drafts are
+        anywhere among wrong ones."""
         self._known = known
         self._ragged = ragged
         self._vocab_size = vocab_size
@@ -52,6 +53,9 @@ class LyingOracle:
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
+        if plan.topk > 1:
+            pairs = zip(batch.request_ids, batch.last, strict=True)
+            return [self._tree(name, last, plan) for name, last in pairs]
         drafts = []
         for name in batch.request_ids:
             start = self._done[name]
@@ -59,6 +63,30 @@ class LyingOracle:
             right = self._known[name][start : start + count]
             drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
         return batch.chains(drafts)
+
+    def _tree(self, name: str, last: int, plan: DraftPlan) -> DraftTree:
+        """Children of a few nodes of each level; where one of them is right, its own come too."""
+        rng, size = self._rng, self._vocab_size
+        known = self._known[name][self._done[name] :]
+        tokens, parents = [last], [-1]
+        level: list[tuple[int, bool]] = [(0, True)]
+        for depth in range(min(plan.steps, len(known))):
+            below: list[tuple[int, bool]] = []
+            for node, right in level:
+                wrong = [t for t in rng.sample(range(size), min(plan.topk + 1, size))]
+                wrong = [t for t in wrong if t != known[depth]][: plan.topk]
+                told = right and rng.random() >= self._lies
+                if told and wrong:
+                    wrong[rng.randrange(len(wrong))] = known[depth]
+                for token in wrong[: plan.verify_tokens - len(tokens)]:
+                    below.append((len(tokens), told and token == known[depth]))
+                    tokens.append(token)
+                    parents.append(node)
+            # Nodes on the right path and a wrong one; in the order that they came in.
+            others = [node for node in below if not node[1]]
+            kept = rng.sample(others, min(1, len(others)))
+            level = sorted(kept + [node for node in below if node[1]])
+        return DraftTree(tokens, parents)
 
     def observe(
         self,

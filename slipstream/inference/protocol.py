@@ -44,7 +44,8 @@ class EngineStats:
     `draft_depth` (their sum) were planned; of `recess_steps` it was clear from the beginning of
     their requests that nothing would be drafted, for drafts had gained nothing. Of the
     `draft_tokens` that were verified in `verifications`, one per request and step,
-    `accepted_tokens` were right. `batch_tokens` and `batch_seconds` are those of decode steps by
+    `accepted_tokens` were right, among them `sibling_tokens` that were not the first drafts after
+    the tokens before them, but others of a tree. `batch_tokens` and `batch_seconds` are those of decode steps by
     class of batch size (`batch_class`). `max_batch` is the largest number of requests in one decode
     step. `kv_bytes`, what keys and values take now, and `running` and `waiting` are no counters.
     """
@@ -64,6 +65,7 @@ class EngineStats:
     draft_tokens: int = 0
     head_draft_tokens: int = 0
     accepted_tokens: int = 0
+    sibling_tokens: int = 0
     verifications: int = 0
     draft_steps: int = 0
     draft_depth: int = 0

@@ -210,7 +210,7 @@ def _go_on(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step)
 
 
 @kernel
-def _value_to(values, slot, tail, place, K):
+def value_to(values, slot, tail, place, K):
     """Copy the values of a slot to another place of other values."""
     x = carray(halves_at(values + 4 * K * (slot // 2)), (K, 2))
     o = carray(halves_at(tail + 4 * K * (place // 2)), (K, 2))
@@ -259,7 +259,7 @@ def _mix_paths(
         for i in range(some * G * mixed_step // 4):
             nothing[i] = 0
     for slot in range(first, stem):
-        _value_to(values, slot, tail, slot - first, K)
+        value_to(values, slot, tail, slot - first, K)
     if BY_MATRIX_UNIT and K // 2 % PAIRS:
         configure(BLOCK // 2)
     size = 4 if wide else 2
@@ -272,7 +272,7 @@ def _mix_paths(
         for j in range(sees - stem):
             if there[j] != path[j]:
                 there[j] = path[j]
-                _value_to(values, path[j], tail, stem + j - first, K)
+                value_to(values, path[j], tail, stem + j - first, K)
         pairs = slots // 2 if BY_MATRIX_UNIT else max((sees - first + 1) // 2, 1)
         _go_on(
             weights + row * step + size * first, step, G, tail, pairs, K, wide,

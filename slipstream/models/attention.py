@@ -13,6 +13,7 @@ N = B * H, K head width, R = G * T folded query rows (padded), X keys that not a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -108,6 +109,12 @@ class KVCache(Protocol):
         """Key slots from 0 on that every query of this pass sees; a multiple of 16."""
         ...
 
+    @property
+    def paths_BTP(self) -> Tensor | None:
+        """Where queries stand on paths through draft trees: of each how many slots from 0 on it
+        sees, its stem, and then the slots after those, in the order of positions."""
+        ...
+
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
         """Store new keys and values of one layer; return all of them."""
         ...
@@ -132,6 +139,9 @@ class TorchAttention:
         else:
             num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
         self._num_keys = num_keys
+        self._order: Order | None = None
+        if kv_cache is not None and kv_cache.paths_BTP is not None:
+            self._order = Order.of(kv_cache.paths_BTP, positions_BT, num_keys, H, G)
         self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
         self._cos, self._sin = rope_at(positions_BT, config, dtype)
 
@@ -148,7 +158,7 @@ class TorchAttention:
             context = as_context(_pad_keys(k, self._num_keys), _pad_keys(v, self._num_keys))
         else:
             context = self._kv_cache.extend(index, k, v)
-        attended = attend(fold_queries(q, H), context, self._mask_NRX, bounded)
+        attended = attend(fold_queries(q, H), context, self._mask_NRX, bounded, self._order)
         return unfold_queries(attended, T, H, c.group_size)
 
 
@@ -159,11 +169,72 @@ def _pad_keys(x_BTHK: Tensor, num_keys: int) -> Tensor:
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).flatten(0, 1)
 
 
-def attend(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = False) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where keys are that are not in slots of their positions: a draft tree's.
+
+    Query rows have orders of their own, so values from there on are gathered row by row: the sums
+    over them are then what they are when the tokens of a path have been written in a row.
+    """
+
+    slots_NRS: Tensor
+    """Of each row the slot of each position; any beyond its own."""
+    shared: int
+    """Positions from 0 on that are in their slots for all rows."""
+
+    @classmethod
+    def of(
+        cls, paths_BTP: Tensor, positions_BT: Tensor, num_keys: int, num_kv_heads: int, groups: int
+    ) -> Order:
+        stems_BT1, after_BTP = paths_BTP[..., :1], paths_BTP[..., 1:]
+        places = stems_BT1 + torch.arange(after_BTP.shape[-1], device=paths_BTP.device)
+        slots = torch.arange(num_keys, device=paths_BTP.device).expand(*positions_BT.shape, -1)
+        on_path = places <= positions_BT[..., None]
+        # What is beyond a row's path goes where nobody looks.
+        places = torch.where(on_path, places, num_keys)
+        wider = F.pad(slots, (0, 1)).contiguous()
+        slots = wider.scatter(-1, places, after_BTP)[..., :num_keys]
+        rows = pad_query_rows(slots[:, None].repeat(1, 1, groups, 1))
+        B, _, R, S = rows.shape
+        rows = rows.expand(B, num_kv_heads, R, S).reshape(B * num_kv_heads, R, S)
+        return cls(rows, int(stems_BT1.min()))
+
+    def of_rows(self, start: int, values_NSK: Tensor, size: int) -> Tensor:
+        """Values (N, R, size, K) at the positions from `start` on."""
+        index_NRC = self.slots_NRS[:, :, start : start + size]
+        rows = torch.arange(len(values_NSK), device=values_NSK.device)[:, None, None]
+        return values_NSK[rows, index_NRC]
+
+
+def _product(parts_NRC: Tensor, values: Tensor, start: Tensor | None = None) -> Tensor:
+    """`parts` times values (N, C, K), or times values of each row (N, R, C, K), in fp32."""
+    if values.ndim == 3:
+        if start is None or parts_NRC.dtype != torch.float32:
+            product = torch.bmm(parts_NRC, values).float()
+            return product if start is None else start + product
+        return torch.baddbmm(start, parts_NRC, values)
+    N, R, C = parts_NRC.shape
+    # In fours, as all rows.
+    fours = parts_NRC.reshape(N * R, 1, C).expand(-1, ROW_MULTIPLE, -1).contiguous()
+    from_here = None
+    if start is not None:
+        from_here = start.reshape(N * R, 1, -1).expand(-1, ROW_MULTIPLE, -1).contiguous()
+    return _product(fours, values.flatten(0, 1), from_here)[:, 0].view(N, R, -1)
+
+
+def attend(
+    q_NRK: Tensor,
+    context: Context,
+    mask_NRX: Tensor,
+    bounded: bool = False,
+    order: Order | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(K) + mask) v, (N, R, K) in the dtype of `q`.
 
     `bounded` says that no score is beyond `SCORE_BOUND`: then nothing is subtracted before the
     exponential.
+
+    With `order` keys are not in the slots of their positions, which the mask is for.
 
     `R` and `S` must obey the rules of rows and keys (see the module docstring); the mask covers the
     last X of the S keys. Numerator and denominator are summed in order of position, so that keys of
@@ -177,6 +248,9 @@ def attend(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = Fa
         scores = torch.bmm(q_NRK * K**-0.5, keys_NKS)
     else:
         scores = torch.bmm(q_NRK, keys_NKS).float().mul_(K**-0.5)
+    if order is not None:
+        scores = scores.gather(2, order.slots_NRS)
+        values = _in_order(values, order)
     X = mask_NRX.shape[-1]
     if X:
         (scores if X == S else scores[:, :, S - X :]).add_(mask_NRX)
@@ -187,24 +261,36 @@ def attend(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = Fa
         return _weighted_mean(weights, values)
     mass = weights.sum(-1, keepdim=True, dtype=torch.float64).float()
     parts = torch.split(weights.to(q_NRK.dtype), KEY_CHUNK[q_NRK.dtype], dim=2)
-    total = torch.bmm(parts[0], values[0]).float()
+    total = _product(parts[0], values[0])
     for part, value in zip(parts[1:], values[1:], strict=True):
-        total = total + torch.bmm(part, value).float()
+        total = _product(part, value, total)
     return (total / mass).to(q_NRK.dtype)
+
+
+def _in_order(values: Sequence[Tensor], order: Order) -> list[Tensor]:
+    """Chunks of values, those that rows do not share for each row by itself."""
+    found, start = list[Tensor](), 0
+    together = torch.cat(list(values), 1)
+    for chunk in values:
+        size = chunk.shape[1]
+        apart = start + size > order.shared
+        found.append(order.of_rows(start, together, size) if apart else chunk)
+        start += size
+    return found
 
 
 def _weighted_mean(weights_NRS: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Mean of values (N, R, K) under weights that do not add up to 1, all in fp32."""
     N, R, S = weights_NRS.shape
-    sizes = [value.shape[1] for value in values]
+    sizes = [value.shape[-2] for value in values]
     parts = weights_NRS.split_with_sizes(sizes, 2)
     # A product with ones adds in order; `sum` would add lane by lane, which draft trees permute.
     rows = weights_NRS.view(N * R, S).split_with_sizes(sizes, 1)
     ones = [_ones(size, weights_NRS.device) for size in sizes]
-    total = torch.bmm(parts[0], values[0])
+    total = _product(parts[0], values[0])
     mass = torch.mm(rows[0], ones[0])
     for i in range(1, len(sizes)):
-        total = torch.baddbmm(total, parts[i], values[i])
+        total = _product(parts[i], values[i], total)
         mass = torch.addmm(mass, rows[i], ones[i])
     return total / mass.view(N, R, -1)[:, :, :1]
 

@@ -50,14 +50,14 @@ class KeyPlaces:
     """Bytes from a layer to the next."""
     data: Tensor
     """What the addresses are of: it lives as long as they do."""
-    paths_MP: Tensor | None = None
-    """Where rows stand on paths through draft trees, as `kernels.paths` has it."""
+    paths: Tensor | None = None
+    """(..., 1 + P): where rows stand on paths through draft trees, as `kernels.paths` has it."""
 
     @property
     def path_arguments(self) -> tuple[int, int]:
         """`paths` and `path_step` of the kernels."""
-        paths = self.paths_MP
-        return (0, 0) if paths is None else (paths.data_ptr(), paths.shape[1])
+        paths = self.paths
+        return (0, 0) if paths is None else (paths.data_ptr(), paths.shape[-1])
 
     @classmethod
     def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:

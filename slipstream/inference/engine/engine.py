@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, EngineError, RequestError
+from slipstream.inference.engine.batch_sampling import BatchSampling, sampling_rows
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.memory import FreedMemory
 from slipstream.inference.engine.prefill import Prefill
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Decode, Running
-from slipstream.inference.engine.runner import BatchSampling, Runner, sampling_rows
+from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.engine.settings import EngineSettings
+from slipstream.inference.engine.verification import verification
 from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, batch_class, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
@@ -66,7 +68,7 @@ class Engine:
         changed between steps.
 
         Raises ConfigError for a model whose widths exact mode does not cover, and for a plan or
-        selector without a proposer, or a plan other than a chain.
+        selector without a proposer.
         """
         config = decoder.config
         check_widths(
@@ -124,11 +126,6 @@ class Engine:
     def plan(self, plan: DraftPlan) -> None:
         if plan != OFF and self._own_proposer is None:
             raise ConfigError(f"engine: draft plan {plan} needs a proposer")
-        if plan.topk > 1:
-            raise ConfigError(
-                f"engine: draft plan {plan} is a tree, and only chains are verified; use "
-                f"{DraftPlan.chain(plan.steps)}"
-            )
         self._plan = plan
 
     def speculate(self, on: bool) -> None:
@@ -338,7 +335,7 @@ class Engine:
                 reused_prompt_tokens=done.reused,
             )
             trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-            self._accept(fresh, trees, choice, hidden)
+            self._accept(fresh, trees, choice, hidden, range(len(fresh)))
         self._begin_drafts(admitted, features)
         self._collect(admitted)
 
@@ -364,24 +361,23 @@ class Engine:
         positions_N = torch.tensor(lengths, device=device)
         plan = self._affordable_plan(count, max(lengths))
         trees = self._draft(running, plan, positions_N)
-        width = max(map(len, trees))
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
         multiple = self._runner.packed.row_multiple
-        padding = round_up(count, multiple // gcd(width, multiple)) - count
-        ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
-        ids_NW = torch.tensor(ids + [[0] * width] * padding, device=device)
-        firsts = torch.tensor(lengths + [1] * padding, device=device) - 1
-        slots_NW = firsts[:, None] + torch.arange(width, device=device)
-        hidden = self._runner.decode(
-            self._scheduler.store, ids_NW, slots_NW, max(lengths) + width - 1, min(lengths)
+        multiple //= gcd(max(map(len, trees)), multiple)
+        step = verification(
+            trees, lengths, device, row_by_row=self._runner.row_by_row, multiple=multiple
         )
-        positions = (slots_NW[:count] + 1).flatten()
-        choice = self._runner.choose(hidden, positions, sampling.repeated(width))
+        hidden = self._runner.decode(self._scheduler.store, step)
+        choice = self._runner.choose(hidden, step.next_positions, step.sampling(sampling))
         for request in running:
             request.kv_weights.add(self._weights)
-        tokens = self._accept(running, trees, choice, hidden)
+        paths = self._accept(running, trees, choice, hidden, step.starts)
+        tokens = [
+            request.context[known:] for request, known in zip(running, lengths, strict=True)
+        ]
+        self._straighten(paths, lengths)
         if self._proposer is not None:
-            features = hidden[: count * width].view(count, width, -1)
+            features = step.along(hidden, paths)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(
@@ -437,7 +433,7 @@ class Engine:
         plan = self._plan if self._selector is None else self._selector.select(rows)
         if plan == OFF:
             return OFF
-        longest = length + plan.verify_tokens - 1
+        longest = length + plan.most_drafts(rows)
         if not self._scheduler.store.fits(rows, longest):
             return OFF
         self._scheduler.store.reserve(rows, longest)
@@ -468,30 +464,45 @@ class Engine:
         trees: Sequence[DraftTree],
         choice: Choice,
         hidden: Tensor,
+        starts: Sequence[int],
     ) -> list[list[int]]:
-        """Hand each request its tokens, as far as its drafts are what the policy chose. Returns
-        them."""
-        width = max(map(len, trees))
+        """Hand each request its tokens, as far as its drafts are what the policy chose; the rows of
+        its tree begin at its entry of `starts`. Returns the nodes that they were chosen after."""
         tokens = choice.tokens.tolist()
         full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
-        news: list[list[int]] = []
-        accepted = 0
-        for i, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            first = i * width
-            known = request.length
-            for node in accepted_path(tree.tokens, tree.parents, tokens[first : first + width]):
+        paths: list[list[int]] = []
+        new = accepted = siblings = 0
+        for request, tree, first in zip(requests, trees, starts, strict=False):
+            known, path = request.length, list[int]()
+            paths.append(path)
+            chosen = tokens[first : first + len(tree)]
+            for node in accepted_path(tree.tokens, tree.parents, chosen):
                 row = first + node
                 request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
                 if request.stop_reason is StopReason.ERROR:
                     break
-                accepted += node > 0
+                path.append(node)
+                if node:
+                    accepted += 1
+                    siblings += not tree.is_first_child(node)
                 if request.request.return_hidden_states:
                     request.hidden.append(hidden[row].clone())
                 if request.stop_reason is not None:
                     break
-            news.append(request.context[known:])
-        self._count(generated_tokens=sum(map(len, news)), accepted_tokens=accepted)
-        return news
+            new += request.length - known
+        self._count(generated_tokens=new, accepted_tokens=accepted, sibling_tokens=siblings)
+        return paths
+
+    def _straighten(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Move the keys and values of accepted drafts to the slots of their positions."""
+        moves = [
+            (row, length - 1 + node, length - 1 + depth)
+            for row, (path, length) in enumerate(zip(paths, lengths, strict=True))
+            for depth, node in enumerate(path)
+            if node != depth
+        ]
+        if moves:
+            self._scheduler.store.move_slots(moves)
 
     def _collect(self, requests: list[Running]) -> None:
         """Free the rows of those that have ended."""

@@ -17,9 +17,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from slipstream.kernels.move import move_slots
 from slipstream.models.attention import Context, as_context, padded_keys
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import SLOT_BLOCK, KeyPlaces
+from slipstream.models.decoder import takes_sequences_in_a_row
 from slipstream.models.numerics import (
     KEY_CHUNK,
     WIDTH_MULTIPLE,
@@ -154,6 +156,21 @@ class KVStore:
         length = _whole(length)
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
+    def move_slots(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy keys and values within their rows, in the given order: row, slot, and slot to copy
+        them to. No slot is read after it was written."""
+        layers, _, rows, heads, slots, width = self.data.shape
+        wanted = torch.tensor(moves)
+        if not takes_sequences_in_a_row(self._config, self._dtype, self._device):
+            row, source, target = wanted.to(self._device).unbind(1)
+            self.data[:, :, row, :, target] = self.data[:, :, row, :, source]
+            return
+        move_slots(
+            self.data.data_ptr(),
+            *(layers, rows, heads, slots, width, self._dtype.itemsize),
+            *(wanted.data_ptr(), len(moves)),
+        )
+
     def look(self, row: int, length: int) -> Kept:
         """The beginning of a row, as long as nothing is written there."""
         return Kept(self.data[:, :, row, :, : _whole(length)], length)
@@ -192,6 +209,8 @@ class PrefillView:
     `rows` are the rows to fill and `sources` the index of the context for each; every context has a
     row, and with `places` the other rows get it from there in `finish`.
     """
+
+    paths_BTP = None
 
     def __init__(
         self, store: KVStore, rows: Sequence[int], sources: Sequence[int], length: int
@@ -248,6 +267,8 @@ class ExtendView:
     new tokens follow. The others are padding: they are not stored, and nothing looks at them.
     """
 
+    paths_BTP = None
+
     def __init__(
         self,
         store: KVStore,
@@ -299,10 +320,18 @@ class DecodeView:
     """`KVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
 
     `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
-    its first new token.
+    its first new token. With `paths_NWP` (`kernels.paths`) tokens stand in draft trees.
     """
 
-    def __init__(self, store: KVStore, slots_NW: Tensor, length: int, shortest: int) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        slots_NW: Tensor,
+        length: int,
+        shortest: int,
+        paths_NWP: Tensor | None = None,
+    ) -> None:
+        self.paths_BTP = paths_NWP
         self._store = store
         self._slots_NW = slots_NW
         self._length = length
@@ -350,6 +379,42 @@ class DecodeView:
     def places(self) -> KeyPlaces:
         rows_M = _repeated_rows(*self._slots_NW.shape)
         return KeyPlaces.of(self._store.data, rows_M, self._slots_NW.flatten(), self._length)
+
+
+class RowView:
+    """`PlacedKVCache` of a decode step row by row, for compiled kernels alone: new tokens of `rows_M`
+    in `slots_M`, at `positions_M`, each of which sees what `paths` says (`kernels.paths`)."""
+
+    def __init__(
+        self,
+        store: KVStore,
+        rows_M: Tensor,
+        slots_M: Tensor,
+        positions_M: Tensor,
+        paths: Tensor | None,
+        length: int,
+    ) -> None:
+        """`length`: slots of the longest context, all new tokens included."""
+        self.paths_BTP = None
+        found = KeyPlaces.of(store.data, rows_M, slots_M, length)
+        self._places = replace(found, seen_M=positions_M + 1, paths=paths)
+
+    @property
+    def num_keys(self) -> int:
+        """Kernels have their own way to the cache."""
+        raise NotImplementedError
+
+    @property
+    def num_seen(self) -> int:
+        """As `num_keys`."""
+        raise NotImplementedError
+
+    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
+        """As `num_keys`."""
+        raise NotImplementedError
+
+    def places(self) -> KeyPlaces:
+        return self._places
 
 
 @lru_cache(maxsize=256)

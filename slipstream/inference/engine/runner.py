@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.engine.graphs import ROWS, CudaRecorder, DecodeGraphs
-from slipstream.inference.engine.kv_cache import DecodeView, ExtendView, KVStore, PrefillView
-from slipstream.inference.engine.request import Running
+from slipstream.inference.engine.kv_cache import (
+    DecodeView,
+    ExtendView,
+    KVStore,
+    PrefillView,
+    RowView,
+)
+from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import Choice, SamplingRows, choose
@@ -101,22 +107,27 @@ class Runner:
         # them is kept.
         return slots.clamp(max=self.config.max_position_embeddings - 1)
 
-    def decode(
-        self, store: KVStore, ids_NW: Tensor, slots_NW: Tensor, longest: int, shortest: int
-    ) -> Tensor:
-        """W tokens per row, a known one and drafts after it: cache them, and return their hidden
-        states (N * W, D).
+    @property
+    def row_by_row(self) -> bool:
+        """Whether the rows of a step need no matrix."""
+        return takes_sequences_in_a_row(self.config, self.packed.compute_dtype, self.device)
 
-        `longest` context with all of them, `shortest` with the known one; rows of padding may be
-        shorter.
-        """
-        if self.graphs is not None:
-            hidden = self.graphs.decode(self.packed, store, ids_NW, slots_NW, longest)
+    def decode(self, store: KVStore, step: Verification) -> Tensor:
+        """Tokens that are known and drafts after them: cache them, and return their hidden states
+        (M, D), after which those of padding may come."""
+        ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
+        if step.rows_M is not None:
+            positions = step.positions_BT.flatten()
+            tree = RowView(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
+            at = self._positions(step.positions_BT)
+            return self.packed.forward(ids, at, kv_cache=tree).final.flatten(0, 1)
+        if self.graphs is not None and step.paths is None:
+            hidden = self.graphs.decode(self.packed, store, ids, slots, longest)
             if hidden is not None:
                 return hidden
-        view = DecodeView(store, slots_NW, longest, shortest)
-        positions_NW = self._positions(slots_NW)
-        return self.packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
+        view = DecodeView(store, slots, longest, step.shortest, step.paths)
+        at = self._positions(step.positions_BT)
+        return self.packed.forward(ids, at, kv_cache=view).final.flatten(0, 1)
 
     def choose(
         self,
@@ -127,31 +138,3 @@ class Runner:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
         logits = self.packed.lm_head(pad_rows(hidden_ND, self.packed.row_multiple)).float()
         return choose(logits[: len(positions_N)], positions_N, rows)
-
-
-class BatchSampling:
-    """Who is in a batch, and how it samples: made once per batch, not per step."""
-
-    def __init__(self, requests: Sequence[Running], device: torch.device) -> None:
-        self.names = [request.request_id for request in requests]
-        self.rows = sampling_rows(requests, device)
-        self._repeated = {1: self.rows}
-
-    def repeated(self, width: int) -> SamplingRows:
-        """Settings where each request has `width` rows."""
-        if width not in self._repeated:
-            self._repeated[width] = self.rows.repeated(width)
-        return self._repeated[width]
-
-
-def sampling_rows(requests: Sequence[Running], device: torch.device) -> SamplingRows:
-    """Settings of `requests` as tensors."""
-    params = [r.request.params for r in requests]
-    return SamplingRows.of(
-        [r.key for r in requests],
-        temperatures=[p.temperature for p in params],
-        top_ks=[p.top_k for p in params],
-        top_ps=[p.top_p for p in params],
-        min_ps=[p.min_p for p in params],
-        device=device,
-    )

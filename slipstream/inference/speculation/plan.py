@@ -10,7 +10,8 @@ from slipstream.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, order=True)
 class DraftPlan:
-    """Draft `steps` deep, `topk` tokens wide, and verify `verify_tokens` rows a request.
+    """Draft `steps` deep, `topk` tokens wide, and verify `verify_tokens` rows a request: of trees,
+    on average over the batch, and those of the drafts that are most likely to be right.
 
     The rows include the one of the last known token, as in SGLang and FastRL: a chain of n drafts
     is `n_1_(n+1)`. Written `8_4_32`; `OFF` is `0_0_1`. Raises ConfigError for a shape that cannot
@@ -31,12 +32,22 @@ class DraftPlan:
                 f"draft plan {self}: a chain of {self.steps} drafts is verified in "
                 f"{self.steps + 1} rows; write {self.steps}_1_{self.steps + 1}"
             )
-        most = self.topk + (self.steps - 1) * self.topk**2
+        most = self.candidates
         if not 2 <= self.verify_tokens <= most + 1:
             raise ConfigError(
                 f"draft plan {self}: {self.steps} steps of {self.topk} give at most {most} drafts, "
                 f"so verify_tokens must be from 2 to {most + 1}"
             )
+
+    @property
+    def candidates(self) -> int:
+        """Drafts among which those to verify are chosen."""
+        return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
+
+    def most_drafts(self, requests: int) -> int:
+        """What one of so many requests may have to verify, beyond its last known token: of a chain
+        all have as much, and of trees those whose drafts promise more have more."""
+        return min(self.candidates, requests * (self.verify_tokens - 1))
 
     @classmethod
     def chain(cls, drafts: int) -> DraftPlan:

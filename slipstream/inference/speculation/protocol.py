@@ -34,6 +34,17 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        parents = self.parents
+        return isinstance(parents, range) or all(p == i - 1 for i, p in enumerate(parents))
+
+    def is_first_child(self, node: int) -> bool:
+        """Whether no earlier node follows the same one."""
+        parents = self.parents
+        return isinstance(parents, range) or parents[node] not in parents[1:node]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:

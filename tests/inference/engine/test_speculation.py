@@ -85,13 +85,16 @@ def speculated(
     return done
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7])
-def test_drafts_do_not_matter(dtype: torch.dtype, drafts: int) -> None:
+TREES = [DraftPlan(2, 2, 6), DraftPlan(4, 3, 8), DraftPlan(6, 4, 24)]
+
+
+@pytest.mark.parametrize("plan", [*map(DraftPlan.chain, (1, 3, 7)), *TREES], ids=str)
+def test_drafts_do_not_matter(dtype: torch.dtype, plan: DraftPlan) -> None:
     count, tokens = (14, 40) if dtype == torch.float32 else (6, 12)
     requests = mixed_requests(count, tokens=tokens)
     reference = make_engine(dtype=dtype).run(requests)
     for limit in (1, 7, 64) if dtype == torch.float32 else (7,):
-        done = speculated(requests, reference, DraftPlan.chain(drafts), dtype, max_num_seqs=limit)
+        done = speculated(requests, reference, plan, dtype, max_num_seqs=limit)
         assert all_bits(done) == all_bits(reference)
         assert [g.stop_reason for g in done] == [g.stop_reason for g in reference]
 
@@ -109,7 +112,8 @@ def test_right_drafts_save_steps() -> None:
     assert engine.stats().accepted_tokens == 3 * 32
 
 
-def test_ends_inside_an_accepted_run_cut_it() -> None:
+@pytest.mark.parametrize("plan", [DraftPlan.chain(6), DraftPlan(6, 2, 14)], ids=str)
+def test_ends_inside_an_accepted_run_cut_it(plan: DraftPlan) -> None:
     decoder = make_decoder(eos=EOS)
     rng = random.Random(3)
     requests = [
@@ -120,7 +124,7 @@ def test_ends_inside_an_accepted_run_cut_it() -> None:
     oracle = oracle_of(reference, lies=0.05)
     # What would come after the end must not be looked at, even if it is drafted.
     oracle._known = {name: [*ids, *range(9)] for name, ids in oracle._known.items()}
-    done = make_engine(decoder, proposer=oracle, plan=DraftPlan.chain(6)).run(requests)
+    done = make_engine(decoder, proposer=oracle, plan=plan).run(requests)
     reasons = {g.stop_reason for g in reference}
     assert {StopReason.EOS, StopReason.STOP_STRING} <= reasons
     for one, other in zip(done, reference, strict=True):
@@ -143,7 +147,7 @@ def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None
     for request in requests:
         engine.add(request)
     while engine.has_work():
-        engine.plan = rng.choice([OFF, DraftPlan.chain(1), DraftPlan.chain(5)])
+        engine.plan = rng.choice([OFF, DraftPlan.chain(1), DraftPlan.chain(5), TREES[1]])
         plans.add(engine.plan)
         done += engine.step()
         if rng.random() < 0.4:
@@ -419,13 +423,6 @@ def test_after_a_recess_requests_are_seen_from_their_beginning() -> None:
     engine.run(requests)
     # Those that were there after five steps, and the others.
     assert proposer.known[8:] == [False] * 5 + [True] * 3
-
-
-def test_trees_are_refused_when_set_too() -> None:
-    engine = make_engine(proposer=HistoryProposer())
-    with pytest.raises(ConfigError, match="4_2_8 is a tree, and only chains are verified; use 4_1"):
-        engine.plan = DraftPlan(4, 2, 8)
-    assert engine.plan == OFF
 
 
 def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""The rows of one decode step: to each request its last known token, and the drafts after it.
+
+Chains of one length form a matrix, as a plain step does. Anything else, trees and drafts of several
+lengths, goes row by row where compiled kernels attend; elsewhere chains are filled up to a matrix.
+A node of a tree lies in the slot that it comes in, and stands at the position of its depth; what is
+accepted is moved to the slots of its positions afterwards. Used by `engine`.
+
+Shapes: N requests, W rows of each, M rows in all, P the longest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.engine.batch_sampling import BatchSampling
+from slipstream.inference.speculation.protocol import DraftTree
+from slipstream.models.numerics import round_up
+from slipstream.sampling.choose import SamplingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """`ids_BT` in `slots_BT` of the cache, at `positions_BT`: (N, W), rows of padding included, or
+    (1, M), with the rows of the cache that they belong to.
+
+    `starts`: of each request its first row, and then their number. `longest` context with all
+    drafts, `shortest` up to the known tokens.
+    """
+
+    ids_BT: Tensor
+    slots_BT: Tensor
+    positions_BT: Tensor
+    starts: list[int]
+    longest: int
+    shortest: int
+    rows_M: Tensor | None = None
+    paths: Tensor | None = None
+    """(B, T, 1 + P): see `kernels.paths`; None where every row sees all slots up to its own."""
+
+    @property
+    def next_positions(self) -> Tensor:
+        """Where the tokens that the rows choose will stand, one after another; no padding."""
+        return self.positions_BT.flatten()[: self.starts[-1]] + 1
+
+    def sampling(self, batch: BatchSampling) -> SamplingRows:
+        """How each row chooses."""
+        if self.rows_M is None:
+            return batch.repeated(self.ids_BT.shape[1])
+        return batch.rows.part(self.rows_M)
+
+    def along(self, hidden_MD: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Hidden states (N, W, D) of the nodes on a path through each tree, those of a request
+        first."""
+        starts = self.starts
+        if self.rows_M is None and self.paths is None:
+            return hidden_MD[: starts[-1]].view(len(paths), -1, hidden_MD.shape[-1])
+        width = max(map(len, paths))
+        rows = [
+            [first + node for node in path] + [first] * (width - len(path))
+            for first, path in zip(starts, paths, strict=False)
+        ]
+        return hidden_MD[torch.tensor(rows, device=hidden_MD.device)]
+
+
+def verification(
+    trees: Sequence[DraftTree],
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    row_by_row: bool,
+    multiple: int,
+) -> Verification:
+    """Of `trees` after contexts of `lengths`, whose last tokens are their roots. `multiple`: what a
+    matrix must have of rows, padding included, so that its tokens come in fours.
+    """
+    counts = list(map(len, trees))
+    chains = all(tree.is_chain for tree in trees)
+    if row_by_row and not (chains and len(set(counts)) == 1):
+        return _row_by_row(trees, lengths, device)
+    width, count = max(counts), len(trees)
+    padding = round_up(count, multiple) - count
+    ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
+    lengths = [*lengths, *[1] * padding]
+    firsts = torch.tensor(lengths, device=device) - 1
+    slots = firsts[:, None] + torch.arange(width, device=device)
+    positions, paths = slots, None
+    if not chains:
+        trees = [_filled_up(tree, width) for tree in trees]
+        trees += [DraftTree.chain(0, [0] * (width - 1))] * padding
+        own = [_paths(tree, length) for tree, length in zip(trees, lengths, strict=True)]
+        paths = _as_tensor([path for found in own for path in found], device)
+        paths = paths.view(len(own), width, -1)
+        positions = torch.tensor(
+            [
+                [length + len(path) - 2 for path in found]
+                for found, length in zip(own, lengths, strict=True)
+            ],
+            device=device,
+        )
+    return Verification(
+        torch.tensor(ids + [[0] * width] * padding, device=device),
+        slots,
+        positions,
+        [width * i for i in range(count + 1)],
+        max(lengths) + width - 1,
+        min(lengths[:count]),
+        paths=paths,
+    )
+
+
+def _filled_up(tree: DraftTree, width: int) -> DraftTree:
+    """With nodes that nobody looks at."""
+    return DraftTree(
+        [*tree.tokens] + [0] * (width - len(tree)),
+        [*tree.parents, *range(len(tree) - 1, width - 1)],
+    )
+
+
+def _paths(tree: DraftTree, length: int) -> list[list[int]]:
+    """Of each node the stem and the slots after it."""
+    found: list[list[int]] = [[length]]
+    for node in range(1, len(tree)):
+        found.append([*found[tree.parents[node]], length - 1 + node])
+    return found
+
+
+def _as_tensor(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    longest = max(map(len, paths))
+    return torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)
+
+
+def _row_by_row(
+    trees: Sequence[DraftTree], lengths: Sequence[int], device: torch.device
+) -> Verification:
+    counts = list(map(len, trees))
+    slots = [
+        slot
+        for length, count in zip(lengths, counts, strict=True)
+        for slot in range(length - 1, length - 1 + count)
+    ]
+    positions, paths = slots, None
+    if not all(tree.is_chain for tree in trees):
+        own = [_paths(tree, length) for tree, length in zip(trees, lengths, strict=True)]
+        positions = [
+            length + len(path) - 2
+            for found, length in zip(own, lengths, strict=True)
+            for path in found
+        ]
+        paths = _as_tensor([path for found in own for path in found], device)[None]
+    return Verification(
+        torch.tensor([[token for tree in trees for token in tree.tokens]], device=device),
+        torch.tensor([slots], device=device),
+        torch.tensor([positions], device=device),
+        [0, *accumulate(counts)],
+        max(slots) + 1,
+        min(lengths),
+        torch.tensor([row for row, n in enumerate(counts) for _ in range(n)], device=device),
+        paths,
+    )
