@@ -19,15 +19,15 @@ from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
-_BLOCK = 512
+TAKEN_IN = 512
 """Tokens that are taken in at once: what they leave behind stays in the cache."""
 
-_SEQUENCES_FROM = 128
+SEQUENCES_FROM = 128
 """Threads take sequences of their own from one each to so many numbers of a feature on."""
 
 
 @kernel
-def _join(embedding, ids, features, both, M, D, part, parts):
+def join(embedding, ids, features, both, M, D, part, parts):
     """Embeddings beside features, (M, 2D)."""
     words, rows = carray(ints_at(ids), (M,)), carray(ints_at(features), (M,))
     for m in range(M * part // parts, M * (part + 1) // parts):
@@ -40,7 +40,7 @@ def _join(embedding, ids, features, both, M, D, part, parts):
 
 
 @kernel
-def _take_in(
+def take_in(
     spots, E, begin, end, most, embedding, fc, fc_start, weights, eps, both, x, qkv, cos, sin,
     head_stride, keys, values, D, Q, H, K, size, part, parts,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _take_in(
         norms += 4 * Q * K
     while begin < end:
         rows, at = min(most, end - begin), spots + 8 * begin
-        _join(embedding, at + 8 * E, at, both, rows, D, part, parts)
+        join(embedding, at + 8 * E, at, both, rows, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, rows, D, 2 * D, size, part, parts)
         wait(parts)
@@ -68,7 +68,7 @@ def _take_in(
 
 
 @kernel
-def _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
+def lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
     """`spots` from what is `given`."""
     counts = carray(ints_at(given), (N,))
     cached = carray(ints_at(given + 8 * N), (N,))
@@ -95,7 +95,7 @@ def _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
 
 
 @kernel
-def _early(given, first):
+def early_before(given, first):
     """Of the new tokens, how many that are not the last of their sequence come before one."""
     counts = carray(ints_at(given), (first,))
     found = 0
@@ -112,16 +112,16 @@ def _chain(
     cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     if part == 0:
-        _lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
+        lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
     wait(parts)
     # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
-    first, n, early, earlies, most, m = 0, N, 0, E, _BLOCK, 0
-    if parts > 1 and N // parts * _SEQUENCES_FROM >= D:
-        most = max(_BLOCK // parts, 1)
+    first, n, early, earlies, most, m = 0, N, 0, E, TAKEN_IN, 0
+    if parts > 1 and N // parts * SEQUENCES_FROM >= D:
+        most = max(TAKEN_IN // parts, 1)
         for p in range(part + 1):
             m += max(n, min(earlies - early, most)) if p else 0
             first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
-            early, earlies = _early(given, first), _early(given, first + n)
+            early, earlies = early_before(given, first), early_before(given, first + n)
         part, parts = 0, 1
     both, x = both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
@@ -130,7 +130,7 @@ def _chain(
     normed, logits = normed + 4 * D * first, logits + 4 * padded * first
     keys_N2, tokens = keys_N2 + 8 * first, tokens + 8 * first
     temperatures += 4 * first
-    _take_in(
+    take_in(
         spots, E, early, earlies, most, embedding, fc, fc_start, weights, eps, both, x, qkv, cos,
         sin, head_stride, keys, values, D, Q, H, K, size, part, parts,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def _chain(
     places, slots = carray(ints_at(later + 8 * N), (n,)), carray(ints_at(later + 16 * N), (n,))
     counts, at = carray(ints_at(later + 32 * N), (n,)), carray(ints_at(positions), (n,))
     for step in range(steps):
-        _join(embedding, words, now, both, n, D, part, parts)
+        join(embedding, words, now, both, n, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, n, D, 2 * D, size, part, parts)
         wait(parts)
@@ -206,7 +206,7 @@ def chain(*arguments: int, work: int) -> None:
 
 def most_rows(sequences: int, early: int) -> int:
     """Rows that `chain` computes at once, by all threads together."""
-    return sequences + min(early, _BLOCK)
+    return sequences + min(early, TAKEN_IN)
 
 
 def chain_numbers(sequences: int, early: int) -> int:

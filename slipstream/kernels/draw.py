@@ -18,12 +18,12 @@ from slipstream.kernels.memory import bytes_at, floats_at, ints_at, words_at
 from slipstream.kernels.numeric import F, exp, largest
 from slipstream.kernels.team import for_team, part_count, part_number, run
 
-_U = np.uint32
-_MULTIPLIER_1, _MULTIPLIER_2, _GOLDEN = _U(0x7FEB352D), _U(0x846CA68B), _U(0x9E3779B9)
-_15, _16, _8 = _U(15), _U(16), _U(8)
-_ALL = _U(0xFFFFFFFF)
-_STEP = F(2.0**-24)
-_SLACK = F(1.0001)
+U = np.uint32
+_MULTIPLIER_1, _MULTIPLIER_2, GOLDEN = U(0x7FEB352D), U(0x846CA68B), U(0x9E3779B9)
+_15, _16, _8 = U(15), U(16), U(8)
+ALL = U(0xFFFFFFFF)
+STEP = F(2.0**-24)
+SLACK = F(1.0001)
 """More than single precision can be off by."""
 _BLOCK = 128
 _NONE = -np.inf
@@ -32,9 +32,9 @@ _NONE = -np.inf
 @kernel
 def mix(x):
     """One round of the 32-bit mixer of `sampling.noise`."""
-    x = _U(_U(x ^ _U(x >> _16)) * _MULTIPLIER_1)
-    x = _U(_U(x ^ _U(x >> _15)) * _MULTIPLIER_2)
-    return _U(x ^ _U(x >> _16))
+    x = U(U(x ^ U(x >> _16)) * _MULTIPLIER_1)
+    x = U(U(x ^ U(x >> _15)) * _MULTIPLIER_2)
+    return U(x ^ U(x >> _16))
 
 
 @kernel
@@ -58,28 +58,28 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
                     chosen[n] = j
                     break
             continue
-        first = mix(_U(words[2 * n] ^ _U(_U(at[n]) * _GOLDEN)))
-        second = mix(_U(words[2 * n + 1] + first))
+        first = mix(U(words[2 * n] ^ U(U(at[n]) * GOLDEN)))
+        second = mix(U(words[2 * n + 1] + first))
         best, ratio = _NONE, F(np.inf)
         for start in range(0, V, _BLOCK):
             size = min(_BLOCK, V - start)
             near = 0
             for i in range(size):
                 j = start + i
-                k = mix(_U(mix(_U(_U(_U(j) * _GOLDEN) ^ first)) + second))
-                rests[i] = _ALL ^ k
+                k = mix(U(mix(U(U(U(j) * GOLDEN) ^ first)) + second))
+                rests[i] = ALL ^ k
                 weights[i] = exp(s[j] - top)
                 # 24 bits, which are a signed number, rounded down: no more than 1 - u.
-                below = F(np.int32(rests[i] >> _8)) * _STEP
-                near += 1 if below <= ratio * weights[i] * _SLACK else 0
+                below = F(np.int32(rests[i] >> _8)) * STEP
+                near += 1 if below <= ratio * weights[i] * SLACK else 0
             if not near:
                 continue
             for i in range(size):
-                below = F(np.int32(rests[i] >> _8)) * _STEP
-                if below <= ratio * weights[i] * _SLACK and not (
+                below = F(np.int32(rests[i] >> _8)) * STEP
+                if below <= ratio * weights[i] * SLACK and not (
                     support and not allowed[start + i]
                 ):
-                    u = (np.float64(_ALL ^ rests[i]) + 0.5) * 2.0**-32
+                    u = (np.float64(ALL ^ rests[i]) + 0.5) * 2.0**-32
                     score = np.float64(s[start + i]) - np.log(-np.log(u))
                     if score > best:
                         best = score

@@ -28,6 +28,9 @@ def _typed(element: Any, llvm_type: ir.Type) -> Any:
 floats_at = intrinsic(_typed(types.float32, ir.FloatType()))
 """Pointer to fp32 numbers at an address; `numba.carray` makes an array of it."""
 
+doubles_at = intrinsic(_typed(types.float64, ir.DoubleType()))
+"""Pointer to fp64 numbers at an address."""
+
 ints_at = intrinsic(_typed(types.int64, ir.IntType(64)))
 """Pointer to int64 numbers at an address."""
 

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.chain import chain, chain_numbers, most_rows
+from slipstream.kernels.tree import most_tree_rows, tree, tree_numbers
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder, layer_forward
 from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
+from slipstream.sampling.tree import Candidates
 
 Ints = npt.NDArray[np.int64]
 
@@ -109,6 +111,88 @@ def draft_chain(
     )
     del memory, layer_memory, given  # until here
     return tokens
+
+
+def draft_tree(
+    head: PackedDraftHead,
+    policy: PackedDecoder,
+    kv: Tensor,
+    cached_N: Ints,
+    counts_N: Ints,
+    ids_T: Ints,
+    features_T: Ints,
+    keys_N2: Tensor,
+    positions_N: Tensor,
+    temperatures_N: Tensor,
+    steps: int,
+    topk: int,
+) -> Candidates:
+    """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence
+    (`kernels.tree`). Drafts take `topk` slots a level."""
+    together, lm_head, fc = head.together, policy.lm_head, head.fc
+    assert together is not None
+    c = head.config
+    _, _, heads, slots, K = kv.shape
+    n, D, early = len(counts_N), c.hidden_size, len(ids_T) - len(counts_N)
+    V, padded = len(policy.embedding), len(present(lm_head.start))
+    most = most_tree_rows(n, early, topk)
+    # As in `draft_chain`.
+    sizes = (n * topk * padded, most * 2 * D, most * D, n * topk * D)
+    like = policy.embedding
+    memory = like.new_empty(sum(sizes))
+    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
+    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+    positions_N = positions_N.contiguous()
+    numbers = positions_N.new_empty(tree_numbers(n, early, steps, topk))
+    found = Candidates.room(n, topk + (steps - 1) * topk**2)
+    layer_memory, (spare, delta, *others) = together.room(like, most)
+    cos, sin = rope_table(c, like.dtype, like.device)
+    tree(
+        given.ctypes.data,
+        positions_N.data_ptr(),
+        numbers.data_ptr(),
+        early,
+        policy.embedding.data_ptr(),
+        present(fc.panels).data_ptr(),
+        present(fc.start).data_ptr(),
+        present(lm_head.panels).data_ptr(),
+        present(lm_head.start).data_ptr(),
+        V,
+        padded,
+        keys_N2.data_ptr(),
+        temperatures_N.data_ptr(),
+        found.tokens_NC.ctypes.data,
+        found.parents_NC.ctypes.data,
+        found.scores_NC.ctypes.data,
+        steps,
+        topk,
+        together.table,
+        head.eps.data_ptr(),
+        logits,
+        both,
+        x,
+        spare,
+        delta,
+        normed,
+        *others,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        c.max_position_embeddings - 1,
+        slots * K,
+        int((cached_N + counts_N).max()) + (steps - 1) * topk,
+        kv.data_ptr(),
+        kv.data_ptr() + kv.nbytes // 2,
+        n,
+        D,
+        c.num_heads,
+        heads,
+        K,
+        c.intermediate_size,
+        together.dtype.itemsize,
+        work=together.size,
+    )
+    del memory, layer_memory, given, numbers  # until here
+    return found
 
 
 class DraftPass:

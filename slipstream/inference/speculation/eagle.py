@@ -29,7 +29,7 @@ from slipstream.inference.speculation.waiting import (
 )
 from slipstream.inference.weights import checked_tensors
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
-from slipstream.models.draft_pass import DraftPass, Ints, draft_chain
+from slipstream.models.draft_pass import DraftPass, Ints, draft_chain, draft_tree
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
@@ -158,30 +158,43 @@ class EagleProposer:
         starts_N = np.array([row.cached for row in rows])
         ends_N = starts_N + waiting.counts_N
         width = int(waiting.counts_N.max())
-        longest = int(starts_N.max()) + width + plan.steps
+        longest = int(starts_N.max()) + width + max(plan.steps - 1, 1) * plan.topk
         if not self._store.fits(len(rows), longest):
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        if self._packed.together is not None and not batch.rows.cuts:
-            drafts = draft_chain(
-                self._packed,
-                batch.policy,
-                self._store.data[0],
-                starts_N,
-                waiting.counts_N,
-                waiting.tokens_T,
-                waiting.addresses(),
-                batch.rows.keys_N2,
-                batch.positions_N,
-                batch.rows.temperature_N,
-                plan.steps,
-            ).t()
-        else:
-            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
+        trees = self._drafts(batch, plan, starts_N, waiting)
         for row, end in zip(rows, ends_N.tolist(), strict=True):
             row.cached, row.features_TD, row.tokens = end, None, ()
         self._waiting.clear()
+        return trees
+
+    def _drafts(
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
+    ) -> list[DraftTree]:
+        given = (
+            self._packed,
+            batch.policy,
+            self._store.data[0],
+            starts_N,
+            waiting.counts_N,
+            waiting.tokens_T,
+            waiting.addresses(),
+            batch.rows.keys_N2,
+            batch.positions_N,
+            batch.rows.temperature_N,
+            plan.steps,
+        )
+        if plan.topk > 1:
+            best = draft_tree(*given, plan.topk).best(len(batch.last) * (plan.verify_tokens - 1))
+            return [
+                DraftTree([last, *tokens], [-1, *parents], by_head=True)
+                for last, (tokens, parents) in zip(batch.last, best, strict=True)
+            ]
+        if self._packed.together is not None and not batch.rows.cuts:
+            drafts = draft_chain(*given).t()
+        else:
+            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
         pairs = zip(batch.last, drafts.tolist(), strict=True)
         return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
 

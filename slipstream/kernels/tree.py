@@ -1,0 +1,246 @@
+"""A draft tree in one call: as `chain`, but that several tokens are drawn from each feature, and of
+what they promise the best are followed.
+
+Level by level (EAGLE-2's trees, Li et al. 2024): each of the `topk` nodes that are followed gives
+`topk` candidates, and of all candidates of a level the `topk` of the best scores are followed. What
+a candidate promises is the share of its exp(score + noise) among those of the `WIDTH` best tokens
+of its row: with the noise that the policy's own choice will be made with, more is known than how
+likely the token is (docs/log.md). A node's score is the sum of the logarithms down to it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
+
+from slipstream.kernels.chain import (
+    SEQUENCES_FROM,
+    TAKEN_IN,
+    early_before,
+    join,
+    lay_out,
+    take_in,
+)
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.draw_top import draw_top
+from slipstream.kernels.layers import layers_part, room_from
+from slipstream.kernels.memory import doubles_at, floats_at, ints_at
+from slipstream.kernels.numeric import ZERO
+from slipstream.kernels.product import product_part
+from slipstream.kernels.team import for_team, part_count, part_number, run, wait
+
+WIDTH = 8
+"""Tokens of a row that are compared, and most that are followed."""
+
+_FIELDS = 8
+"""Numbers of a node that is followed: the address of its feature, its place in the rotation tables,
+`own`, `first` and `seen` as in `attend`, its token, its number among the candidates, its score."""
+
+
+@kernel
+def _draw_rows(
+    logits, padded, V, keys_N2, temperatures, position, sequences, each, topk, tokens, scores,
+    begin, end,
+):  # fmt: skip
+    """Of rows `begin` to `end`, `each` to a sequence, the `topk` best tokens and the logarithms of
+    what they promise, (rows, topk) each."""
+    at = carray(ints_at(position), (sequences,))
+    heat = carray(floats_at(temperatures), (sequences,))
+    best, ids = np.empty(WIDTH, np.float64), np.empty(WIDTH, np.int64)
+    for row in range(begin, end):
+        n = row // each
+        t = heat[n]
+        if t != ZERO:
+            line = carray(floats_at(logits + row * padded * 4), (V,))
+            for j in range(V):
+                line[j] = line[j] / t
+        draw_top(logits + row * padded * 4, keys_N2 + 8 * n, at[n], t, V, best, ids)
+        mass, known = 0.0, np.isfinite(best[0])
+        for i in range(WIDTH):
+            mass += np.exp(best[i] - best[0])
+        chosen = carray(ints_at(tokens + 8 * topk * row), (topk,))
+        promised = carray(doubles_at(scores + 8 * topk * row), (topk,))
+        for i in range(topk):
+            chosen[i] = ids[i]
+            promised[i] = best[i] - best[0] - np.log(mass) if known else -np.inf
+
+
+@kernel
+def _record(level, each, topk, followed, rows, n, tokens, scores, out_tokens, out_parents, out):
+    """A level's candidates of sequence `n` to their place among all of it."""
+    start = topk + (level - 1) * topk * topk if level else 0
+    fields = carray(ints_at(followed), (_FIELDS, rows))
+    sums = carray(doubles_at(followed + 8 * 7 * rows), (rows,))
+    for f in range(each):
+        row = n * each + f
+        parent, score = (fields[6, row], sums[row]) if level else (-1, 0.0)
+        for j in range(topk):
+            i = start + f * topk + j
+            out_tokens[i], out_parents[i] = tokens[row * topk + j], parent
+            out[i] = score + scores[row * topk + j]
+
+
+@kernel
+def _follow(
+    level, each, topk, followed, rows, paths, paths_before, depth, n, first, end, limit, normed,
+    D, K, out_tokens, out,
+):  # fmt: skip
+    """The `topk` best candidates of a level of sequence `n` become the nodes that are followed,
+    where `followed` and `paths` say; the paths of those that were are in `paths_before`."""
+    start = topk + (level - 1) * topk * topk if level else 0
+    count = each * topk
+    new = carray(ints_at(followed), (_FIELDS, rows))
+    sums = carray(doubles_at(followed + 8 * 7 * rows), (rows,))
+    last = -1
+    top = np.inf
+    for i in range(topk):
+        # The next one in order of scores and, among equals, of numbers.
+        found = -1
+        for c in range(start, start + count):
+            later = out[c] < top or (out[c] == top and c > last)
+            if later and (found < 0 or out[c] > out[found]):
+                found = c
+        last, top = found, out[found]
+        row, parent = n * topk + i, n * each + (found - start) // topk
+        slot = end + level * topk + i
+        new[0, row] = normed + 4 * D * parent
+        new[1, row], new[2, row] = min(end + level, limit), first + slot * K
+        new[3, row], new[4, row] = first, end + level + 1
+        new[5, row], new[6, row], sums[row] = out_tokens[found], found, out[found]
+        path = carray(ints_at(paths + 8 * depth * row), (depth,))
+        path[0] = end
+        if level:
+            above = carray(ints_at(paths_before + 8 * depth * parent), (depth,))
+            for j in range(1, level + 1):
+                path[j] = above[j]
+        path[1 + level] = slot
+
+
+@kernel
+def _tree(
+    given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
+    keys_N2, temperatures, tokens, parents, scores, steps, topk,
+    weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
+    cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, size, part, parts,
+):  # fmt: skip
+    if part == 0:
+        lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
+    wait(parts)
+    C = topk + (steps - 1) * topk * topk
+    counts, cached = carray(ints_at(given), (N,)), carray(ints_at(given + 8 * N), (N,))
+    # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
+    first, n, early, earlies, most, m = 0, N, 0, E, TAKEN_IN, 0
+    if parts > 1 and N // parts * SEQUENCES_FROM >= D:
+        most = max(TAKEN_IN // parts, 1)
+        for p in range(part + 1):
+            m += max(n * topk, min(earlies - early, most)) if p else 0
+            first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
+            early, earlies = early_before(given, first), early_before(given, first + n)
+        part, parts = 0, 1
+    both, x = both + 8 * D * m, x + 4 * D * m
+    spare, delta, qkv, q, mixed, gates, gated = room_from(
+        m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
+    )
+    normed, logits = normed + 4 * D * first * topk, logits + 4 * padded * first * topk
+    keys_N2, temperatures = keys_N2 + 8 * first, temperatures + 4 * first
+    take_in(
+        spots, E, early, earlies, most, embedding, fc, fc_start, weights, eps, both, x, qkv, cos,
+        sin, head_stride, keys, values, D, Q, H, K, size, part, parts,
+    )  # fmt: skip
+    now = spots + 32 * E + 8 * first
+    features, word, place, own, begins, seen = (
+        now, now + 40 * N, now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N
+    )  # fmt: skip
+    # After what `lay_out` fills: what is drawn for, tokens and scores of a level, and twice, for
+    # they are made of one another, nodes that are followed and their paths.
+    positions = spots + 32 * E + 96 * N + 8 * first
+    at = carray(ints_at(positions), (n,))
+    asked = carray(ints_at(drawn_at + 8 * first), (n,))
+    depth, rows = steps + 1, n * topk
+    begin = spots + 32 * E + 104 * N
+    drawn = begin + 8 * topk * topk * first
+    promised = drawn + 8 * topk * topk * N
+    begin += 16 * topk * topk * N
+    nodes = begin + 8 * _FIELDS * topk * first
+    paths = begin + 16 * _FIELDS * topk * N + 8 * depth * topk * first
+    nodes_apart, paths_apart = 8 * _FIELDS * topk * N, 8 * depth * topk * N
+    mine, my_end = n * part // parts, n * (part + 1) // parts
+    for i in range(mine, my_end):
+        at[i] = asked[i]
+    each, path, path_step = 1, 0, 0
+    for level in range(steps):
+        M = n * each
+        join(embedding, word, features, both, M, D, part, parts)
+        wait(parts)
+        product_part(both, fc, fc_start, x, M, D, 2 * D, size, part, parts)
+        wait(parts)
+        layers_part(
+            weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
+            place, own, begins, seen, path, path_step, head_stride, longest, keys, values, 0,
+            M, D, Q, H, K, W, size, part, parts,
+        )  # fmt: skip
+        wait(parts)
+        product_part(normed, lm_head, lm_start, logits, M, padded, D, size, part, parts)
+        wait(parts)
+        _draw_rows(
+            logits, padded, V, keys_N2, temperatures, positions, n, each, topk, drawn, promised,
+            M * part // parts, M * (part + 1) // parts,
+        )  # fmt: skip
+        wait(parts)
+        before, following = nodes + level % 2 * nodes_apart, nodes + (level + 1) % 2 * nodes_apart
+        above, below = paths + level % 2 * paths_apart, paths + (level + 1) % 2 * paths_apart
+        level_tokens = carray(ints_at(drawn), (M * topk,))
+        level_scores = carray(doubles_at(promised), (M * topk,))
+        for i in range(mine, my_end):
+            s = 8 * C * (first + i)
+            out_tokens = carray(ints_at(tokens + s), (C,))
+            out_parents = carray(ints_at(parents + s), (C,))
+            out = carray(doubles_at(scores + s), (C,))
+            _record(
+                level, each, topk, before, rows, i, level_tokens, level_scores, out_tokens,
+                out_parents, out,
+            )  # fmt: skip
+            if level + 1 < steps:
+                end = cached[first + i] + counts[first + i]
+                _follow(
+                    level, each, topk, following, rows, below, above, depth, i,
+                    (first + i) * H * head_stride, end, limit, normed, D, K, out_tokens, out,
+                )  # fmt: skip
+            at[i] += 1
+        wait(parts)
+        features, place, own, begins, seen, word = (
+            following, following + 8 * rows, following + 16 * rows, following + 24 * rows,
+            following + 32 * rows, following + 40 * rows,
+        )  # fmt: skip
+        each, path, path_step = topk, below, depth
+
+
+@for_team
+def _tree_shared(p):
+    _tree(*to_fixed_tuple(carray(p, (45,)), 45), part_number(), part_count())
+
+
+def tree(*arguments: int, work: int) -> None:
+    """Take in new tokens of N sequences, then draft a tree for each, `steps` levels deep. As
+    `chain`, but for:
+
+    spots: room for `tree_numbers` int64 numbers; in the place of the tokens and steps:
+    tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
+    candidates of each sequence, level by level, the token, the number of the candidate that it
+    follows (-1: none), and the score; steps; topk, at most `WIDTH`;
+    room: logits (N topk, padded), normed (N topk, D), and all else for R = `most_tree_rows` rows.
+    Drafts go to `topk` slots a level but the last, after what is taken in.
+    """
+    run(_tree, _tree_shared, arguments, work)
+
+
+def most_tree_rows(sequences: int, early: int, topk: int) -> int:
+    """Rows that `tree` computes at once, by all threads together."""
+    return sequences * topk + min(early, TAKEN_IN)
+
+
+def tree_numbers(sequences: int, early: int, steps: int, topk: int) -> int:
+    """Numbers that `tree` needs room for, to say where everything is."""
+    nodes = 2 * (_FIELDS + steps + 1) * topk
+    return 4 * early + sequences * (13 + 2 * topk * topk + nodes)

@@ -1,0 +1,54 @@
+"""The best tokens of a row under their noise, against all scores in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels.draw_top import draw_top
+from slipstream.kernels.compiling import kernel
+from slipstream.kernels.memory import doubles_at, ints_at
+from slipstream.sampling.noise import gumbel_noise
+from numba import carray
+
+
+@kernel
+def _call(scores, key, position, heat, V, best, ids, count):  # type: ignore[no-untyped-def]
+    draw_top(
+        scores, key, position, heat, V,
+        carray(doubles_at(best), (count,)), carray(ints_at(ids), (count,)),
+    )  # fmt: skip
+
+
+def top(row: torch.Tensor, key: torch.Tensor, heat: float, count: int) -> tuple[list[float], list[int]]:
+    best = torch.empty(count, dtype=torch.float64)
+    ids = torch.empty(count, dtype=torch.int64)
+    _call(
+        row.data_ptr(), key.data_ptr(), 17, heat, len(row), best.data_ptr(), ids.data_ptr(), count
+    )
+    return best.tolist(), ids.tolist()
+
+
+@pytest.mark.parametrize("vocab", [5, 300, 5000])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 20.0])
+def test_they_are_the_first_of_all_in_order(vocab: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    row = spread * torch.randn(vocab, generator=generator)
+    key = torch.tensor([[12345, -678]], dtype=torch.int32)
+    noisy = row.double() + gumbel_noise(key, torch.tensor([17]), vocab)[0]
+    values, order = noisy.sort(descending=True)
+    best, ids = top(row, key, 1.0, 8)
+    known = min(8, vocab)
+    assert ids[:known] == order[:known].tolist()
+    torch.testing.assert_close(torch.tensor(best[:known]), values[:known].float())
+    assert best[known:] == [-float("inf")] * (8 - known)
+    greedy, _ = row.sort(descending=True)
+    assert top(row, key, 0.0, 4)[0] == greedy[:4].tolist()
+
+
+def test_equals_come_in_the_order_of_their_ids_and_nan_means_none() -> None:
+    key = torch.tensor([[1, 2]], dtype=torch.int32)
+    row = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0])
+    assert top(row, key, 0.0, 4)[1] == [1, 2, 4, 0]
+    row[3] = torch.nan
+    assert top(row, key, 1.0, 2) == ([-float("inf")] * 2, [4, 4])
