@@ -44,3 +44,47 @@ def reach_of(paths, step, m, sees):
         return sees
     stem = stem_of(paths, step, m)
     return path_of(paths, step, m)[sees - stem - 1] + 1 if sees > stem else sees
+
+
+@kernel
+def place_nodes(parents, counts, lengths, trees, rows, slots, positions):
+    """Where the nodes of `trees` draft trees stand, one tree after another: the number of the tree,
+    the slot, and the position of each, int64. `counts` of nodes, `parents` of each within its tree,
+    the root first, which is the last of `lengths` tokens. Returns the depth of the deepest one."""
+    count, length = carray(ints_at(counts), (trees,)), carray(ints_at(lengths), (trees,))
+    deepest, begin = 0, 0
+    for tree in range(trees):
+        nodes = count[tree]
+        above = carray(ints_at(parents + 8 * begin), (nodes,))
+        row = carray(ints_at(rows + 8 * begin), (nodes,))
+        slot = carray(ints_at(slots + 8 * begin), (nodes,))
+        position = carray(ints_at(positions + 8 * begin), (nodes,))
+        first = length[tree] - 1
+        for i in range(nodes):
+            row[i], slot[i] = tree, first + i
+            position[i] = position[above[i]] + 1 if i else first
+            deepest = max(deepest, position[i] - first)
+        begin += nodes
+    return deepest
+
+
+@kernel
+def trace_paths(parents, counts, lengths, trees, paths, step):
+    """Their `paths`, `step` numbers each: one more than the deepest is deep. What a path is too
+    short for is 0."""
+    count, length = carray(ints_at(counts), (trees,)), carray(ints_at(lengths), (trees,))
+    begin = 0
+    for tree in range(trees):
+        nodes = count[tree]
+        above = carray(ints_at(parents + 8 * begin), (nodes,))
+        path = carray(ints_at(paths + 8 * step * begin), (nodes, step))
+        for i in range(nodes):
+            path[i, :] = 0
+            if i:
+                last = 1
+                while path[above[i], last]:
+                    path[i, last] = path[above[i], last]
+                    last += 1
+                path[i, last] = length[tree] - 1 + i
+            path[i, 0] = length[tree]
+        begin += nodes

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.inference.engine.batch_sampling import BatchSampling
 from slipstream.inference.speculation.protocol import DraftTree
+from slipstream.kernels.paths import place_nodes, trace_paths
 from slipstream.models.numerics import round_up
 from slipstream.sampling.choose import SamplingRows
 
@@ -92,16 +93,9 @@ def verification(
     if not chains:
         trees = [_filled_up(tree, width) for tree in trees]
         trees += [DraftTree.chain(0, [0] * (width - 1))] * padding
-        own = [_paths(tree, length) for tree, length in zip(trees, lengths, strict=True)]
-        paths = _as_tensor([path for found in own for path in found], device)
-        paths = paths.view(len(own), width, -1)
-        positions = torch.tensor(
-            [
-                [length + len(path) - 2 for path in found]
-                for found, length in zip(own, lengths, strict=True)
-            ],
-            device=device,
-        )
+        placed = _Placed.of(trees, lengths)
+        positions = placed.positions_M.view(-1, width).to(device)
+        paths = placed.paths_MP.view(len(trees), width, -1).to(device)
     return Verification(
         torch.tensor(ids + [[0] * width] * padding, device=device),
         slots,
@@ -121,44 +115,40 @@ def _filled_up(tree: DraftTree, width: int) -> DraftTree:
     )
 
 
-def _paths(tree: DraftTree, length: int) -> list[list[int]]:
-    """Of each node the stem and the slots after it."""
-    found: list[list[int]] = [[length]]
-    for node in range(1, len(tree)):
-        found.append([*found[tree.parents[node]], length - 1 + node])
-    return found
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where nodes of trees stand, on the CPU."""
 
+    rows_M: Tensor
+    slots_M: Tensor
+    positions_M: Tensor
+    paths_MP: Tensor
 
-def _as_tensor(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    longest = max(map(len, paths))
-    return torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)
+    @classmethod
+    def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int]) -> _Placed:
+        parents = torch.tensor([parent for tree in trees for parent in tree.parents])
+        shape = torch.tensor([[len(tree) for tree in trees], lengths])
+        rows, slots, positions = torch.empty(3, len(parents), dtype=torch.int64).unbind()
+        given = (parents.data_ptr(), *(line.data_ptr() for line in shape), len(trees))
+        deepest = place_nodes(*given, rows.data_ptr(), slots.data_ptr(), positions.data_ptr())
+        paths = torch.empty(len(parents), 2 + deepest, dtype=torch.int64)
+        trace_paths(*given, paths.data_ptr(), 2 + deepest)
+        return cls(rows, slots, positions, paths)
 
 
 def _row_by_row(
     trees: Sequence[DraftTree], lengths: Sequence[int], device: torch.device
 ) -> Verification:
     counts = list(map(len, trees))
-    slots = [
-        slot
-        for length, count in zip(lengths, counts, strict=True)
-        for slot in range(length - 1, length - 1 + count)
-    ]
-    positions, paths = slots, None
-    if not all(tree.is_chain for tree in trees):
-        own = [_paths(tree, length) for tree, length in zip(trees, lengths, strict=True)]
-        positions = [
-            length + len(path) - 2
-            for found, length in zip(own, lengths, strict=True)
-            for path in found
-        ]
-        paths = _as_tensor([path for found in own for path in found], device)[None]
+    placed = _Placed.of(trees, lengths)
+    bent = not all(tree.is_chain for tree in trees)
     return Verification(
         torch.tensor([[token for tree in trees for token in tree.tokens]], device=device),
-        torch.tensor([slots], device=device),
-        torch.tensor([positions], device=device),
+        placed.slots_M[None],
+        placed.positions_M[None],
         [0, *accumulate(counts)],
-        max(slots) + 1,
+        max(length + count - 1 for length, count in zip(lengths, counts, strict=True)),
         min(lengths),
-        torch.tensor([row for row, n in enumerate(counts) for _ in range(n)], device=device),
-        paths,
+        placed.rows_M,
+        placed.paths_MP[None] if bent else None,
     )
