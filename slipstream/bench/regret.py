@@ -251,7 +251,7 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
         if event.drafted:
             curve.record(event.drafted, event.accepted)
         if event.steady:
-            costs.record(size, depth, [(event.running, event.seconds)])
+            costs.record(size, DraftPlan.chain(depth), [(event.running, event.seconds)])
             seen[size, depth].append(event.seconds)
     if not sizes or not costs.known:
         raise ConfigError("a trace without steps; record one with speculative.trace=true")
@@ -261,7 +261,7 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
         found = seen.get((bucket_of(running), drafts), [])
         if len(found) >= _ENOUGH:
             return median(found)
-        return costs.seconds(running, drafts, bucket_of(running))
+        return costs.seconds(running, DraftPlan.chain(drafts), bucket_of(running))
 
     world = World(sizes, seconds, lambda step, running: rates)
     return world, sorted(tried)

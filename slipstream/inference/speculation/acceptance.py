@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from slipstream.inference.speculation.plan import DraftPlan
+
 _FADE = 0.99
+
+_SIBLING = 0.35
+"""What a second draft in the place of a first one counts of it, and so each further one, before
+trees have been seen."""
 
 
 class AcceptanceCurve:
@@ -71,3 +77,52 @@ def expected_accepted(rates: Sequence[float]) -> float:
         reach *= rate
         total += reach
     return total
+
+
+class TreeYields:
+    """Accepted drafts of trees against what chains let expect: the share is a plan's own as far as
+    it has been seen, and else that of all trees. Old steps fade."""
+
+    def __init__(self, *, kept: float = 200.0, trust: float = 8.0) -> None:
+        """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
+        requests."""
+        self._kept, self._trust = kept, trust
+        # Accepted and expected drafts, of requests.
+        self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
+
+    def record(self, plan: DraftPlan, accepted: float, expected: float, requests: int) -> None:
+        """So many requests had so many drafts accepted and expected, on average."""
+        right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
+        keep = max(_FADE, 1 - requests / self._kept)
+        self._seen[plan] = (
+            keep * right + requests * accepted,
+            keep * guess + requests * expected,
+            keep * count + requests,
+        )
+
+    def forget(self, keep: float) -> None:
+        """Let what was seen count only `keep` times as much."""
+        self._seen = {
+            plan: (keep * right, keep * guess, keep * count)
+            for plan, (right, guess, count) in self._seen.items()
+        }
+
+    def share(self, plan: DraftPlan, guess: float = 1.0) -> float:
+        """Accepted drafts of a plan over expected ones, `guess` where none have been seen."""
+        right, expected, count = self._seen.get(plan, (0.0, 0.0, 0.0))
+        mean = expected / count if count else 1.0
+        weight = self._trust * max(mean, 1e-3)
+        return (right + weight * self._general(guess)) / (expected + weight)
+
+    def _general(self, guess: float) -> float:
+        right = sum(seen[0] for seen in self._seen.values())
+        expected = sum(seen[1] for seen in self._seen.values())
+        return (right + self._trust * guess) / (expected + self._trust)
+
+
+def expected_of_tree(rates: Sequence[float], plan: DraftPlan) -> float:
+    """Accepted tokens of a tree, on average, as if each level had as many drafts as there are rows
+    for, where the first ones are right so often after right ones."""
+    levels = min(plan.steps, plan.verify_tokens - 1)
+    more = min(plan.topk, (plan.verify_tokens - 1) / levels) - 1
+    return expected_accepted([1 - (1 - rate) ** (1 + _SIBLING * more) for rate in rates[:levels]])

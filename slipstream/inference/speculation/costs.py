@@ -1,14 +1,14 @@
-"""What a decode step will take: seconds as a function of running requests and drafts.
+"""What a decode step will take: seconds as a function of running requests and draft plan.
 
-A few numbers fit all batch sizes and depths at once, so a batch size that has just come up needs no
+A few numbers fit all batch sizes and plans at once, so a batch size that has just come up needs no
 measuring of its own:
 
-    seconds = a + b R + c max(R - 8, 0)     R = running * (drafts + 1) rows through the policy
-            + [drafts > 0] d + e drafts + f running * drafts     the drafts themselves
+    seconds = a + b R + c max(R - 8, 0)     R = running * verify_tokens rows through the policy
+            + [steps > 0] d + e steps + f S the drafts themselves, of S rows through the drafter
 
 No number is below 0. They are fitted to relative errors by least squares in which old steps fade,
 those with drafts and those without each as new ones of their kind come.
-How a batch size and depth that has been measured differs from that is its own factor, and how the
+How a batch size and plan that has been measured differs from that is its own factor, and how the
 machine is doing, by which all steps differ for a while, is its mood. How far a step moves either
 depends on how well each is known and on how much steps vary (a filter after Kalman 1960): a plan
 that was seen often tells of the mood, a new one tells of itself, against what was measured just
@@ -26,13 +26,15 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+
 _FADE = 0.999
 _KNEE = 8
 _REFIT = 64
 """Measurements between two fits, at most."""
 
 _PRIOR_WEIGHT = 0.05
-_PRIOR_SIZES, _PRIOR_DRAFTS = (1, 4, 16, 64), (0, 1, 3, 7)
+_PRIOR_SIZES, _PRIOR_PLANS = (1, 4, 16, 64), [DraftPlan.chain(depth) for depth in (0, 1, 3, 7)]
 _FIRST = 8
 """Steps by whose median what is guessed is scaled: the very first ones may take any time."""
 
@@ -61,13 +63,15 @@ _LASTING = 0.5
 """Seconds after which a mood is e times weaker."""
 
 _UNKNOWN = 0.1**2
-"""Of how a batch size and depth that was never measured differs from the fit."""
+"""Of how a batch size and plan that was never measured differs from the fit."""
 
 _REMEMBERED = 0.999
 """How much of that difference is left a measurement later."""
 
 
 _Floats = npt.NDArray[np.float64]
+
+_Cell = tuple[int, DraftPlan]
 
 
 class _Beliefs:
@@ -76,7 +80,7 @@ class _Beliefs:
     plan's steps after another's tell how the two differ, whatever the mood."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, int], int] = {}
+        self._places: dict[_Cell, int] = {}
         self._values = np.zeros(1)
         self._unknown = np.array([_MOODY])
         self._covariance = np.diag(self._unknown)
@@ -86,7 +90,7 @@ class _Beliefs:
         """How much longer all steps take."""
         return exp(self._values[0])
 
-    def of(self, cell: tuple[int, int]) -> float:
+    def of(self, cell: _Cell) -> float:
         """Mood and cell together."""
         place = self._places.get(cell)
         return float(self._values[0] + (0.0 if place is None else self._values[place]))
@@ -99,12 +103,12 @@ class _Beliefs:
         self._covariance *= kept[:, None] * kept
         self._covariance.flat[:: len(kept) + 1] += (1 - kept**2) * self._unknown
 
-    def variance(self, cell: tuple[int, int]) -> float:
+    def variance(self, cell: _Cell) -> float:
         """Of mood and cell together."""
         row = self._with_mood(cell)
         return float(row[0] + row[self._places[cell]])
 
-    def learn(self, cell: tuple[int, int], surprise: float, total: float) -> None:
+    def learn(self, cell: _Cell, surprise: float, total: float) -> None:
         """The two together were so much more than believed, of which, with the noise of what was
         measured, the variance is `total`."""
         row = self._with_mood(cell)
@@ -112,7 +116,7 @@ class _Beliefs:
         self._values += gain * surprise
         self._covariance -= gain[:, None] * row
 
-    def _with_mood(self, cell: tuple[int, int]) -> _Floats:
+    def _with_mood(self, cell: _Cell) -> _Floats:
         if cell not in self._places:
             count = self._places[cell] = len(self._values)
             self._values = np.append(self._values, 0.0)
@@ -129,7 +133,7 @@ class StepCosts:
     """Predicts seconds, and learns from those measured."""
 
     def __init__(self) -> None:
-        size = len(_features(1, 0))
+        size = len(_features(1, OFF))
         # Of steps without drafts and of those with them: each kind fades with its own steps, for
         # where all steps are of one kind the other's say what the fit can not tell from them.
         self._left, self._right = np.zeros((2, size, size)), np.zeros((2, size))
@@ -137,7 +141,7 @@ class StepCosts:
         self._scales: list[float] = []
         self._weights: list[float] = []
         # Seconds by these weights: asked for in every step.
-        self._fitted: dict[tuple[int, int], float] = {}
+        self._fitted: dict[_Cell, float] = {}
         self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
         self._measured = 0
         # Contexts grow longer, a machine is busy.
@@ -149,14 +153,14 @@ class StepCosts:
         """Whether anything has been measured."""
         return self._measured > 0
 
-    def seconds(self, running: int, drafts: int, bucket: int) -> float:
+    def seconds(self, running: int, plan: DraftPlan, bucket: int) -> float:
         """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
-        return self._factor(drafts, bucket) * self._shape(running, drafts)
+        return self._factor(plan, bucket) * self._shape(running, plan)
 
     def record(
         self,
         bucket: int,
-        drafts: int,
+        plan: DraftPlan,
         steps: Sequence[tuple[int, float]],
         elapsed: float | None = None,
     ) -> None:
@@ -164,9 +168,9 @@ class StepCosts:
         taken so many seconds. Since the last steps that were recorded, these included, `elapsed`
         seconds have gone by: by default, what these took."""
         for running, seconds in steps[: _FIRST - len(self._scales)]:
-            self._scales.append(seconds / _guess(running, drafts))
-        factor, count = self._factor(drafts, bucket), len(steps)
-        expected = [factor * self._shape(running, drafts) for running, _ in steps]
+            self._scales.append(seconds / _guess(running, plan))
+        factor, count = self._factor(plan, bucket), len(steps)
+        expected = [factor * self._shape(running, plan) for running, _ in steps]
         taken = 0.0
         for (_, seconds), guess in zip(steps, expected, strict=True):
             taken += min(max(seconds, guess / FARTHEST), guess * FARTHEST)
@@ -174,31 +178,31 @@ class StepCosts:
         size = sum(running for running, _ in steps) / count
         shape = sum(expected) / count / factor
         target = off * factor / self._beliefs.mood
-        self._unfitted[drafts > 0].append([x / shape for x in _features(size, drafts)] + [target])
+        self._unfitted[plan != OFF].append([x / shape for x in _features(size, plan)] + [target])
         self._measured += 1
         if elapsed is None:
             elapsed = sum(seconds for _, seconds in steps)
         self._beliefs.pass_time(exp(-elapsed / _LASTING))
-        known = self._beliefs.variance((bucket, drafts))
+        known = self._beliefs.variance((bucket, plan))
         most = _SURPRISE * count * sqrt(known + self._noise / count)
         surprise = min(max(log(off), -most), most)
         noise = max(count * (surprise**2 - known), _LEAST_NOISE)
         self._noise += (noise - self._noise) / _NOISE_STEPS
-        self._beliefs.learn((bucket, drafts), surprise, known + self._noise / count)
+        self._beliefs.learn((bucket, plan), surprise, known + self._noise / count)
 
-    def _factor(self, drafts: int, bucket: int) -> float:
-        return exp(self._beliefs.of((bucket, drafts)))
+    def _factor(self, plan: DraftPlan, bucket: int) -> float:
+        return exp(self._beliefs.of((bucket, plan)))
 
-    def _shape(self, running: int, drafts: int) -> float:
+    def _shape(self, running: int, plan: DraftPlan) -> float:
         # The more steps there were, the less the next ones change. A fit takes a tenth of a small
         # model's step.
         waiting = sum(map(len, self._unfitted))
         if not self._weights or waiting >= min(1 + self._measured // 8, _REFIT):
             self._take_in()
-        known = self._fitted.get((running, drafts))
+        known = self._fitted.get((running, plan))
         if known is None:
-            pairs = zip(_features(running, drafts), self._weights, strict=True)
-            known = self._fitted[running, drafts] = max(sum(x * w for x, w in pairs), 1e-12)
+            pairs = zip(_features(running, plan), self._weights, strict=True)
+            known = self._fitted[running, plan] = max(sum(x * w for x, w in pairs), 1e-12)
         return known
 
     def _take_in(self) -> None:
@@ -215,9 +219,9 @@ class StepCosts:
         scale = median(self._scales)
         guessed = np.array(
             [
-                np.array(_features(size, drafts)) / (scale * _guess(size, drafts))
+                np.array(_features(size, plan)) / (scale * _guess(size, plan))
                 for size in _PRIOR_SIZES
-                for drafts in _PRIOR_DRAFTS
+                for plan in _PRIOR_PLANS
             ]
         )
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
@@ -243,11 +247,14 @@ def _least_squares(left: _Floats, right: _Floats) -> _Floats:
     return np.maximum(x, 0.0)
 
 
-def _features(running: float, drafts: int) -> tuple[float, ...]:
-    rows = running * (drafts + 1)
-    return 1.0, rows, max(rows - _KNEE, 0), float(drafts > 0), drafts, running * drafts
+def _features(running: float, plan: DraftPlan) -> tuple[float, ...]:
+    rows = running * plan.verify_tokens
+    drafts = float(plan != OFF)
+    return 1.0, rows, max(rows - _KNEE, 0), drafts, plan.steps, running * plan.draft_rows
 
 
-def _guess(size: int, drafts: int) -> float:
+def _guess(size: int, plan: DraftPlan) -> float:
     """Seconds, of a step without drafts of no requests, before any have been seen."""
-    return (1 + 0.05 * size) * (1 + (0.15 + drafts * (0.05 + 0.02 * size) if drafts else 0.0))
+    row = 0.01 + 0.01 * size
+    more = 0.03 * plan.steps + row * (plan.verify_tokens - 1 + plan.draft_rows)
+    return (1 + 0.05 * size) * (1 + (0.15 + more if plan != OFF else 0.0))

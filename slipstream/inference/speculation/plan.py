@@ -44,6 +44,12 @@ class DraftPlan:
         """Drafts among which those to verify are chosen."""
         return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
 
+    @property
+    def draft_rows(self) -> int:
+        """What the drafter computes of a request: the last known token, and all that is followed
+        to give more."""
+        return 1 + (self.steps - 1) * self.topk if self.steps else 0
+
     def most_drafts(self, requests: int) -> int:
         """What one of so many requests may have to verify, beyond its last known token: of a chain
         all have as much, and of trees those whose drafts promise more have more."""

@@ -14,7 +14,11 @@ from math import ceil, inf, sqrt
 from typing import Protocol
 
 from slipstream.errors import ConfigError
-from slipstream.inference.speculation.acceptance import AcceptanceCurve
+from slipstream.inference.speculation.acceptance import (
+    AcceptanceCurve,
+    TreeYields,
+    expected_of_tree,
+)
 from slipstream.inference.speculation.costs import FARTHEST, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.recess import Recess
@@ -35,6 +39,13 @@ class StepRecord:
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
     steady: bool = True
+
+    @property
+    def drawn(self) -> DraftPlan:
+        """What it took its time for: chains may turn out shorter than planned."""
+        if not self.drafted:
+            return OFF
+        return self.plan if self.plan.topk > 1 else DraftPlan.chain(max(self.drafted))
 
 
 class StrategySelector(Protocol):
@@ -81,6 +92,8 @@ class PredefinedSelector:
     def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
 
+
+_ONE = DraftPlan.chain(1)
 
 _TRUST = 30.0
 """Trials at one batch size that count as much as what is known of all."""
@@ -171,6 +184,7 @@ class _Bucket:
     """Batches of about one size."""
 
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    trees: TreeYields = field(default_factory=TreeYields)
     current: DraftPlan = OFF
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
@@ -206,27 +220,31 @@ class _Slept:
     drafting: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    seconds: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """By drafts, and in it with the requests that ran."""
+    """Of chains."""
+    trees: dict[DraftPlan, list[int]] = field(default_factory=dict)
+    """Accepted drafts of trees."""
+    seconds: dict[DraftPlan, list[tuple[int, float]]] = field(default_factory=dict)
+    """By plan, and in it with the requests that ran."""
 
     def add(self, step: StepRecord, tells: bool) -> None:
-        if step.drafted:
+        if not step.drafted:
+            self.plain += 1
+        elif step.plan.topk > 1:
+            self.trees.setdefault(step.plan, []).extend(step.accepted)
+        else:
             self.drafting += 1
             self.drafted += step.drafted
             self.accepted += step.accepted
-        else:
-            self.plain += 1
-        drafts = max(step.drafted, default=0)
-        if tells and drafts == step.plan.steps:
-            self.seconds.setdefault(drafts, []).append((step.running, step.seconds))
+        if tells and step.drawn == step.plan:
+            self.seconds.setdefault(step.plan, []).append((step.running, step.seconds))
 
 
 class CostModelSelector:
     """Tokens per second of each plan, from predicted seconds and the acceptance curve.
 
-    Acceptance is one curve for all plans, so a plan need not be tried to know what it would accept;
-    batch sizes differ from it as far as they have been seen to, for what runs last is the long and
-    difficult. Seconds are those of `StepCosts`. A plan that might be better than the current one,
+    Acceptance is one curve for all chains, so a plan need not be tried to know what it would
+    accept; trees accept more than it by shares that are theirs (`TreeYields`). Batch sizes differ
+    from that as far as they have been seen to, for what runs last is the long and difficult. Seconds are those of `StepCosts`. A plan that might be better than the current one,
     the more so the less or the longer ago it was seen, is looked at for some steps. What looks lose
     is bounded to a share of the time, and so is what thinking takes. Each batch size begins without
     drafts, to know what is lost or gained by them. Switches only where the gain is beyond
@@ -241,14 +259,14 @@ class CostModelSelector:
         hysteresis: float = 0.02,
         exploration: float = 0.005,
     ) -> None:
-        """`plans` are chains; OFF is always one of the choices. Beyond `bs_threshold` running
+        """OFF is always one of the choices. Beyond `bs_threshold` running
         requests nothing is drafted. `exploration` is the share of the time that looking at other
-        plans may lose. Raises ConfigError for no plan, or for one that is no chain."""
+        plans may lose. Raises ConfigError for no plan."""
         self.plans = (OFF, *(plan for plan in plans if plan != OFF))
-        if len(self.plans) == 1 or any(plan.topk > 1 for plan in self.plans):
-            shown = ", ".join(map(str, plans)) or "none"
-            raise ConfigError(f"a selector needs at least one draft plan, all chains; got {shown}")
+        if len(self.plans) == 1:
+            raise ConfigError("a selector needs at least one draft plan")
         self.curve = AcceptanceCurve()
+        self._trees = TreeYields()
         self._costs = StepCosts()
         self._threshold = bs_threshold
         self._hysteresis = hysteresis
@@ -360,21 +378,23 @@ class CostModelSelector:
         self._spent += step.seconds
         bucket, size = self._bucket(step.running), bucket_of(step.running)
         bucket.spent += step.seconds
-        made, drafts = 1 + sum(step.accepted) / step.running, max(step.drafted, default=0)
-        self._plain = 0 if drafts else self._plain + 1
-        if step.drafted:
+        made, drawn = 1 + sum(step.accepted) / step.running, step.drawn
+        self._plain = 0 if drawn != OFF else self._plain + 1
+        if drawn == OFF:
+            self._forget(bucket, 1)
+        elif drawn.topk > 1:
+            self._branched(size, drawn, step.accepted)
+        else:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
-        else:
-            self._forget(bucket, 1)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
-            self._measured(size, drafts, [(step.running, step.seconds)])
-        elif drafts and self._rest.missed and self._costs.known:
-            extra = step.seconds - self._costs.seconds(step.running, drafts, size)
+            self._measured(size, drawn, [(step.running, step.seconds)])
+        elif drawn != OFF and self._rest.missed and self._costs.known:
+            extra = step.seconds - self._costs.seconds(step.running, drawn, size)
             self._rest.took_in(extra, self._row(step.running))
-        self._rest.stepped(made, drafted=drafts > 0)
+        self._rest.stepped(made, drafted=drawn != OFF)
         self._recess.stepped(step.seconds, self._gained(step, made))
 
     def changed(self, *, drafter: bool = False) -> None:
@@ -382,8 +402,10 @@ class CostModelSelector:
         if drafter:
             self._recess.drafter_changed()
         self.curve.forget(0.5)
+        self._trees.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
+            bucket.trees.forget(0.5)
             bucket.seen.forget(0.5)
         self._seen.forget(0.5)
 
@@ -409,7 +431,7 @@ class CostModelSelector:
                 self._seen.record(step.plan)
             else:
                 bucket.seen.steps += 1
-            drafts = len(step.drafted) > 0
+            drafts = step.drawn != OFF
             self._plain = 0 if drafts else self._plain + 1
             self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
             made = 1 + sum(step.accepted) / step.running
@@ -426,8 +448,10 @@ class CostModelSelector:
             if slept.drafting:
                 self.curve.record(slept.drafted, slept.accepted, slept.drafting)
                 bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
-            for drafts, steps in slept.seconds.items():
-                self._measured(size, drafts, steps)
+            for plan, accepted in slept.trees.items():
+                self._branched(size, plan, accepted)
+            for plan, steps in slept.seconds.items():
+                self._measured(size, plan, steps)
                 bucket.thoughts += _LEARNING
         self._slept.clear()
 
@@ -438,22 +462,31 @@ class CostModelSelector:
         size, seconds = bucket_of(step.running), step.seconds
         if self._tells(step):
             # Beyond, something else ran.
-            expected = self._costs.seconds(step.running, max(step.drafted), size)
+            expected = self._costs.seconds(step.running, step.drawn, size)
             seconds = min(seconds, FARTHEST * expected)
-        return made * self._costs.seconds(step.running, 0, size) - seconds
+        return made * self._costs.seconds(step.running, OFF, size) - seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""
         return step.steady and not 0 < self._plain <= _SETTLED
 
-    def _measured(self, size: int, drafts: int, steps: Sequence[tuple[int, float]]) -> None:
-        self._costs.record(size, drafts, steps, self._spent - self._told)
+    def _measured(self, size: int, plan: DraftPlan, steps: Sequence[tuple[int, float]]) -> None:
+        self._costs.record(size, plan, steps, self._spent - self._told)
         self._told = self._spent
+
+    def _branched(self, size: int, plan: DraftPlan, accepted: Sequence[int]) -> None:
+        """What trees of a batch size have yielded."""
+        count, mean = len(accepted), sum(accepted) / len(accepted)
+        for trees, expected in (
+            (self._trees, expected_of_tree(self.curve.rates(plan.steps), plan)),
+            (self._buckets[size].trees, expected_of_tree(self._shares(size, plan.steps), plan)),
+        ):
+            trees.record(plan, mean, expected, count)
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
-        self.curve.forget(_FORGET**steps)
-        bucket.curve.forget(_FORGET**steps)
+        for known in (self.curve, bucket.curve, self._trees, bucket.trees):
+            known.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
         size = bucket_of(running)
@@ -472,13 +505,29 @@ class CostModelSelector:
         """`_rate` of some plans, or of all."""
         plans = self.plans if plans is None else plans
         size = bucket_of(running)
-        own, made = self._buckets[size].curve, [1.0]
-        reach = 1.0
-        for depth, guess in enumerate(self.curve.rates(max(plan.steps for plan in plans))):
-            reach *= own.share(depth, guess, _TRUST)
+        shares = self._shares(size, max(plan.steps for plan in plans))
+        made, reach = [1.0], 1.0
+        for share in shares:
+            reach *= share
             made.append(made[-1] + reach)
-        costs = self._costs
-        return {plan: made[plan.steps] / costs.seconds(running, plan.steps, size) for plan in plans}
+        trees = self._buckets[size].trees
+        return {
+            plan: (
+                made[plan.steps]
+                if plan.topk <= 1
+                else 1
+                + expected_of_tree(shares, plan) * trees.share(plan, self._trees.share(plan))
+            )
+            / self._costs.seconds(running, plan, size)
+            for plan in plans
+        }
+
+    def _shares(self, size: int, depths: int) -> list[float]:
+        """Of right drafts of chains after right ones, by depth, at a batch size."""
+        own = self._buckets[size].curve
+        return [
+            own.share(depth, guess, _TRUST) for depth, guess in enumerate(self.curve.rates(depths))
+        ]
 
     def _looked(self, running: int, look: _Look) -> None:
         """A look has ended."""
@@ -486,7 +535,7 @@ class CostModelSelector:
         # drafts were, is no loss of the look's.
         bucket = look.bucket
         rates = self._rates(running, [look.plan, bucket.current])
-        expected = self._costs.seconds(running, look.plan.steps, bucket_of(running))
+        expected = self._costs.seconds(running, look.plan, bucket_of(running))
         lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current]) * expected
         lost *= bucket.seen.steps - look.begun
         if look.plan == OFF:
@@ -497,7 +546,7 @@ class CostModelSelector:
     def _row(self, running: int) -> float:
         """Seconds that one more row of each request takes, for each."""
         size, costs = bucket_of(running), self._costs
-        more = costs.seconds(running, 1, size) - costs.seconds(running, 0, size)
+        more = costs.seconds(running, _ONE, size) - costs.seconds(running, OFF, size)
         return max(more, 0.0) / running
 
     def _least_rate(self, running: int, plain: float, beginning: float) -> float:
@@ -505,13 +554,13 @@ class CostModelSelector:
         lasts than its `beginning` costs."""
         size = bucket_of(running)
         drafting = self._rest.horizon(lambda other: self._bucket(other).current != OFF)
-        lasts = self._costs.seconds(running, 0, size) * drafting
+        lasts = self._costs.seconds(running, OFF, size) * drafting
         return plain / (1 - beginning / lasts) if beginning < lasts else inf
 
     def _allowed(self, running: int) -> float:
         """Seconds that looks at this batch size may have lost by now."""
         bucket = self._bucket(running)
-        step = self._costs.seconds(running, 0, bucket_of(running))
+        step = self._costs.seconds(running, OFF, bucket_of(running))
         early = _EARLY + _ROOT * sqrt(bucket.seen.steps)
         return self._exploration * bucket.spent + early * step
 
@@ -534,7 +583,7 @@ class CostModelSelector:
             gain = rate * (1 + 0.5 / (1 + known) ** 0.5) - least
             if gain <= 0 or known >= _ENOUGH:
                 continue
-            lost = self._costs.seconds(running, plan.steps, size) * max(1 - rate / least, _CHEAP)
+            lost = self._costs.seconds(running, plan, size) * max(1 - rate / least, _CHEAP)
             if gain / lost > most:
                 found, most = plan, gain / lost
         return found

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from slipstream.inference.speculation.costs import StepCosts, _Beliefs, _least_squares
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+
+TWO = DraftPlan.chain(2)
 
 
 def test_steps_told_together_teach_what_each_of_them_would() -> None:
@@ -16,19 +19,19 @@ def test_steps_told_together_teach_what_each_of_them_would() -> None:
     rng = random.Random(0)
     for _ in range(60):
         steps = [(4, 2e-3 * math.exp(rng.gauss(0, 0.05))) for _ in range(8)]
-        together.record(4, 0, steps)
+        together.record(4, OFF, steps)
         for step in steps:
-            alone.record(4, 0, [step])
-    assert together.seconds(4, 0, 4) == pytest.approx(alone.seconds(4, 0, 4), rel=0.02)
-    assert together.seconds(4, 0, 4) == pytest.approx(2e-3, rel=0.03)
+            alone.record(4, OFF, [step])
+    assert together.seconds(4, OFF, 4) == pytest.approx(alone.seconds(4, OFF, 4), rel=0.02)
+    assert together.seconds(4, OFF, 4) == pytest.approx(2e-3, rel=0.03)
 
 
 def test_the_very_first_step_may_take_any_time() -> None:
     costs = StepCosts()
     for seconds in (20e-3, *[2e-3] * 20):
-        costs.record(2, 0, [(2, seconds)])
+        costs.record(2, OFF, [(2, seconds)])
     # A draft was never made: about an eighth more than a step without.
-    assert costs.seconds(2, 1, 2) == pytest.approx(1.24 * 2e-3, rel=0.25)
+    assert costs.seconds(2, DraftPlan.chain(1), 2) == pytest.approx(1.24 * 2e-3, rel=0.25)
 
 
 def test_weights_below_zero_are_left_out_of_the_fit() -> None:
@@ -51,11 +54,11 @@ def test_one_mood_does_not_tell_two_plans_apart() -> None:
     # Both were measured in it, one before the other: what is mood and what is the plan's own is not
     # known, but that they are alike is.
     beliefs = _Beliefs()
-    for plan in ((8, 0), (8, 2)):
+    for plan in ((8, OFF), (8, TWO)):
         off = 0.4 - beliefs.of(plan)
         beliefs.learn(plan, off, beliefs.variance(plan) + 1e-6)
-    assert beliefs.of((8, 0)) == pytest.approx(0.4, abs=0.001)
-    assert beliefs.of((8, 2)) == pytest.approx(0.4, abs=0.001)
+    assert beliefs.of((8, OFF)) == pytest.approx(0.4, abs=0.001)
+    assert beliefs.of((8, TWO)) == pytest.approx(0.4, abs=0.001)
 
 
 def test_how_two_plans_differ_is_learned_whatever_the_mood() -> None:
@@ -65,9 +68,27 @@ def test_how_two_plans_differ_is_learned_whatever_the_mood() -> None:
     for turn in range(400):
         if turn % 3 == 0:
             mood = math.exp(rng.uniform(0, math.log(2)))
-        bucket, drafts = (8, 16)[turn // 2 % 2], turn % 2 * 2
-        factor = 1.0 if drafts == 0 else 2.0 if bucket == 16 else 1.5
-        costs.record(bucket, drafts, [(bucket, 4e-3 * factor * mood)] * 8)
+        bucket, plan = (8, 16)[turn // 2 % 2], (OFF, TWO)[turn % 2]
+        factor = 1.0 if plan == OFF else 2.0 if bucket == 16 else 1.5
+        costs.record(bucket, plan, [(bucket, 4e-3 * factor * mood)] * 8)
     for bucket, factor in ((8, 1.5), (16, 2.0)):
-        ratio = costs.seconds(bucket, 2, bucket) / costs.seconds(bucket, 0, bucket)
+        ratio = costs.seconds(bucket, TWO, bucket) / costs.seconds(bucket, OFF, bucket)
         assert ratio == pytest.approx(factor, rel=0.1)
+
+
+def test_a_tree_takes_what_its_rows_take() -> None:
+    # Chains of several depths and batch sizes tell what a row of either model takes.
+    costs, rng = StepCosts(), random.Random(2)
+
+    def seconds(running: int, plan: DraftPlan) -> float:
+        draft = 0.3e-3 + 0.1e-3 * plan.steps + 4e-6 * running * plan.draft_rows
+        rows = running * plan.verify_tokens
+        return 2e-3 + 40e-6 * rows + 30e-6 * max(rows - 8, 0) + (draft if plan != OFF else 0.0)
+
+    for _ in range(400):
+        running, plan = rng.choice([1, 2, 4, 8]), DraftPlan.chain(rng.choice([0, 1, 3, 5, 7]))
+        costs.record(running, plan, [(running, seconds(running, plan))])
+    for running, plan in ((1, DraftPlan(5, 4, 16)), (4, DraftPlan(3, 2, 8))):
+        assert costs.seconds(running, plan, running) == pytest.approx(
+            seconds(running, plan), rel=0.12
+        )
