@@ -9,7 +9,7 @@ Shapes: N requests, C candidates of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +32,16 @@ class Candidates:
         shape = requests, candidates
         return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape))
 
-    def best(self, drafts: int) -> Iterator[tuple[list[int], list[int]]]:
+    def best(self, drafts: int) -> Iterator[tuple[list[int], list[int], list[float]]]:
         """The `drafts` best of all requests together, or all that have any chance: of each request
-        tokens and parents, numbered from 1 on, 0 for none."""
+        tokens, parents, numbered from 1 on, 0 for none, and scores."""
         kept = _largest(self.scores_NC.ravel(), drafts).reshape(self.scores_NC.shape)
         numbers = kept.cumsum(1)
-        for tokens, parents, chosen, number in zip(
-            self.tokens_NC, self.parents_NC, kept, numbers, strict=True
+        for tokens, parents, scores, chosen, number in zip(
+            self.tokens_NC, self.parents_NC, self.scores_NC, kept, numbers, strict=True
         ):
-            above = parents[chosen]
-            yield tokens[chosen].tolist(), np.where(above < 0, 0, number[above]).tolist()
+            above = np.where(parents[chosen] < 0, 0, number[parents[chosen]])
+            yield tokens[chosen].tolist(), above.tolist(), scores[chosen].tolist()
 
 
 def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.bool_]:
@@ -56,3 +56,61 @@ def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.bool
     if least > -np.inf:
         kept[np.flatnonzero(scores == least)[: count - int(kept.sum())]] = True
     return kept
+
+
+@dataclass(slots=True)
+class Branches:
+    """A draft tree that grows: node 0 is the last known token, the others have scores."""
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> Branches:
+        """A copy; `scores` of all but the root."""
+        return cls([*tokens], [*parents], [0.0, *scores])
+
+    def add(self, path: Sequence[int], scores: Sequence[float]) -> None:
+        """Tokens in a row after the root. What is there already, by its tokens, keeps the better
+        score of the two."""
+        node = 0
+        for token, score in zip(path, scores, strict=True):
+            child = self._child(node, token)
+            if child is None:
+                child = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.scores.append(score)
+            self.scores[child] = max(self.scores[child], score)
+            node = child
+
+    def _child(self, node: int, token: int) -> int | None:
+        for child in range(node + 1, len(self.tokens)):
+            if self.parents[child] == node and self.tokens[child] == token:
+                return child
+        return None
+
+    def part(self, kept: Sequence[int]) -> Branches:
+        """Some of the nodes, in their order, the root among them; parents of all are."""
+        number = {node: i for i, node in enumerate(kept)}
+        return Branches(
+            [self.tokens[node] for node in kept],
+            [number.get(self.parents[node], -1) for node in kept],
+            [self.scores[node] for node in kept],
+        )
+
+
+def best_branches(trees: Sequence[Branches], drafts: int) -> list[list[int]]:
+    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own."""
+    # In the order of scores and, among equals, of nodes: parents are never after their children.
+    order = sorted(
+        (-score, node, i)
+        for i, tree in enumerate(trees)
+        for node, score in enumerate(tree.scores)
+        if node
+    )
+    kept = [[0] for _ in trees]
+    for _, node, i in order[: max(drafts, 0)]:
+        kept[i].append(node)
+    return [sorted(nodes) for nodes in kept]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.sampling.tree import Candidates
+from slipstream.sampling.tree import Branches, Candidates, best_branches
 
 NONE = -np.inf
 
@@ -18,23 +18,47 @@ def candidates(*scores: list[float]) -> Candidates:
     return found
 
 
+def best(drafts: int, *scores: list[float]) -> list[tuple[list[int], list[int]]]:
+    """Tokens and parents."""
+    return [found[:2] for found in candidates(*scores).best(drafts)]
+
+
 def test_the_batch_shares_its_budget() -> None:
     sure, unsure = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
-    found = list(candidates(sure, unsure).best(4))
-    assert found == [([10, 12], [0, 1]), ([10, 11], [0, 0])]
-    assert list(candidates(sure, unsure).best(2)) == [([10, 12], [0, 1]), ([], [])]
-    assert list(candidates(sure, unsure).best(0)) == [([], []), ([], [])]
+    assert best(4, sure, unsure) == [([10, 12], [0, 1]), ([10, 11], [0, 0])]
+    assert best(2, sure, unsure) == [([10, 12], [0, 1]), ([], [])]
+    assert best(0, sure, unsure) == [([], []), ([], [])]
+    (*_, scores), _ = candidates(sure, unsure).best(2)
+    assert scores == [-0.1, -0.2]
 
 
 def test_parents_come_first_among_equals() -> None:
     equal = [-0.5, -2.0, -0.5, -0.5, -2.0]
-    assert list(candidates(equal).best(1)) == [([10], [0])]
-    assert list(candidates(equal).best(3)) == [([10, 12, 13], [0, 1, 1])]
-    assert list(candidates(equal).best(4)) == [([10, 11, 12, 13], [0, 0, 1, 1])]
-    assert list(candidates(equal).best(9)) == [([10, 11, 12, 13, 14], [0, 0, 1, 1, 2])]
+    assert best(1, equal) == [([10], [0])]
+    assert best(3, equal) == [([10, 12, 13], [0, 1, 1])]
+    assert best(4, equal) == [([10, 11, 12, 13], [0, 0, 1, 1])]
+    assert best(9, equal) == [([10, 11, 12, 13, 14], [0, 0, 1, 1, 2])]
 
 
 def test_what_has_no_chance_is_left_out() -> None:
     few = [-0.5, NONE, -0.6, NONE, NONE]
     for budget in (4, 5, 6):
-        assert list(candidates(few, few).best(budget)) == [([10, 12], [0, 1])] * 2
+        assert best(budget, few, few) == [([10, 12], [0, 1])] * 2
+
+
+def test_a_path_is_merged_by_its_tokens() -> None:
+    tree = Branches.of([5, 10, 11, 12], [-1, 0, 0, 1], [-0.5, -1.0, -0.9])
+    tree.add([10, 13, 12], [-0.2, -0.3, -0.4])
+    assert tree.tokens == [5, 10, 11, 12, 13, 12]
+    assert tree.parents == [-1, 0, 0, 1, 1, 4]
+    assert tree.scores == [0.0, -0.2, -1.0, -0.9, -0.3, -0.4]
+    tree.add([11], [-3.0])
+    assert tree.scores[2] == -1.0
+    tree.add([], [])
+    other = Branches.of([6], [-1], [])
+    assert best_branches([tree, other], 3) == [[0, 1, 4, 5], [0]]
+    part = tree.part([0, 1, 4, 5])
+    assert part == Branches([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
+    other.add([7], [-0.35])
+    assert best_branches([tree, other], 3) == [[0, 1, 4], [0, 1]]
+    assert best_branches([tree, other], 0) == [[0], [0]]

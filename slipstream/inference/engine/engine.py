@@ -408,7 +408,7 @@ class Engine:
         if drafts:
             self._count(
                 draft_tokens=drafts,
-                head_draft_tokens=sum(len(tree) - 1 for tree in trees if tree.by_head),
+                head_draft_tokens=sum(tree.by_head for tree in trees),
                 verifications=sum(n > 0 for n in drafted),
                 draft_steps=1,
                 draft_depth=plan.steps,

@@ -188,8 +188,8 @@ class EagleProposer:
         if plan.topk > 1:
             best = draft_tree(*given, plan.topk).best(len(batch.last) * (plan.verify_tokens - 1))
             return [
-                DraftTree([last, *tokens], [-1, *parents], by_head=True)
-                for last, (tokens, parents) in zip(batch.last, best, strict=True)
+                DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
+                for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
             ]
         if self._packed.together is not None and not batch.rows.cuts:
             drafts = draft_chain(*given).t()

@@ -19,17 +19,20 @@ class DraftTree:
     """Proposed continuations of one request. Node 0 is its last known token.
 
     `parents[i]` < i is the node that node i follows; the root's is -1. A chain has i - 1 there.
-    `by_head`: drafted by a model, and not found in earlier texts.
+    `by_head`: how many of the drafts are a model's, and not only found in earlier texts. `scores`:
+    of each draft the logarithm of the chance that the policy will choose all tokens down to it, as
+    far as is known; None where nothing is.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
-    by_head: bool = False
+    by_head: int = 0
+    scores: Sequence[float] | None = None
 
     @classmethod
     def chain(cls, last: int, drafts: Sequence[int], *, by_head: bool = False) -> DraftTree:
-        """`drafts` one after the other."""
-        return cls([last, *drafts], range(-1, len(drafts)), by_head)
+        """`drafts` one after the other, all of them or none by a head."""
+        return cls([last, *drafts], range(-1, len(drafts)), len(drafts) if by_head else 0)
 
     def __len__(self) -> int:
         return len(self.tokens)

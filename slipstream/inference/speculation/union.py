@@ -1,14 +1,17 @@
-"""A draft head and history together: for each request the chain that promises more.
+"""A draft head and history together: for each request the chain that promises more, or a tree of
+what both draft.
 
 Both are asked; how often each has been right is counted, for history by how much of the context
 agrees with what it remembers. What a chain that was not verified would have yielded is seen from
-the tokens that came out, so neither needs to be tried in order to be judged.
+the tokens that came out, so neither needs to be tried in order to be judged. In a tree the two are
+merged by their tokens, and the most promising nodes of the batch are verified, whosever they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from math import log
 
 from torch import Tensor
 
@@ -20,6 +23,7 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
 )
+from slipstream.sampling.tree import Branches, best_branches
 from slipstream.types import WeightUpdate
 
 _AGREEMENTS = (4, 6, 9, 13)
@@ -44,7 +48,7 @@ class UnionProposer:
         guesses = (0.3, 0.45, 0.6, 0.75, 0.85)
         self._curves = [AcceptanceCurve(guess=guess) for guess in guesses]
         # What each request was offered: by the head, by history, and the class of agreement.
-        self._offers: dict[str, tuple[list[int], list[int], int]] = {}
+        self._offers: dict[str, tuple[DraftTree, list[int], int]] = {}
 
     def begin(
         self,
@@ -60,16 +64,20 @@ class UnionProposer:
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
         trees = self._head.propose(batch, plan)
-        chosen = list[DraftTree]()
+        found: list[tuple[list[int], AcceptanceCurve]] = []
         for name, tree in zip(batch.request_ids, trees, strict=True):
-            mine = list(tree.tokens[1:])
             past, agreement = self._history.suggest(name, plan.steps)
             kind = sum(agreement >= limit for limit in _AGREEMENTS)
-            self._offers[name] = (mine, past, kind)
-            hopes = self._curves[kind].expected(len(past))
-            better = hopes > self._head_curve.expected(len(mine))
-            chosen.append(DraftTree.chain(tree.tokens[0], past) if better else tree)
-        return chosen
+            self._offers[name] = (tree, past, kind)
+            found.append((past, self._curves[kind]))
+        if plan.topk > 1:
+            return _merged(trees, found, len(trees) * (plan.verify_tokens - 1))
+        return [
+            DraftTree.chain(tree.tokens[0], past)
+            if curve.expected(len(past)) > self._head_curve.expected(len(tree) - 1)
+            else tree
+            for tree, (past, curve) in zip(trees, found, strict=True)
+        ]
 
     def observe(
         self,
@@ -82,15 +90,13 @@ class UnionProposer:
             (curve, [], []) for curve in (*self._curves, self._head_curve)
         ]
         for name, new in zip(request_ids, tokens, strict=True):
-            mine, past, kind = self._offers.pop(name, ([], [], 0))
-            for drafts, (_, drafted, accepted) in ((past, seen[kind]), (mine, seen[-1])):
-                compared, right = _compare(drafts, new)
-                if compared:
-                    drafted.append(compared)
-                    accepted.append(right)
-        _, drafted, accepted = seen[-1]
-        compared, right = self.head_record
-        self.head_record = (compared + len(drafted), right + sum(accepted))
+            mine, past, kind = self._offers.pop(name, (DraftTree.chain(0, ()), [], 0))
+            _note(seen[kind], *_compare(past, new))
+            if mine.is_chain:
+                _note(seen[-1], *_compare(mine.tokens[1:], new))
+            if len(mine) > 1 and new:
+                compared, right = self.head_record
+                self.head_record = compared + 1, right + _right(mine, new)
         for curve, drafted, accepted in seen:
             if drafted:
                 curve.record(drafted, accepted)
@@ -112,6 +118,45 @@ class UnionProposer:
         """See `Proposer`."""
         self._head.remember(prompt, context, known)
         self._history.remember(prompt, context, known)
+
+
+def _note(
+    curve: tuple[AcceptanceCurve, list[int], list[int]], compared: int, right: int
+) -> None:
+    if compared:
+        curve[1].append(compared)
+        curve[2].append(right)
+
+
+def _right(tree: DraftTree, truth: Sequence[int]) -> int:
+    """How far down a tree the tokens go that came out."""
+    node = depth = 0
+    for child in range(1, len(tree)):
+        if tree.parents[child] == node and depth < len(truth) and tree.tokens[child] == truth[depth]:
+            node, depth = child, depth + 1
+    return depth
+
+
+def _merged(
+    trees: Sequence[DraftTree], found: Sequence[tuple[list[int], AcceptanceCurve]], drafts: int
+) -> list[DraftTree]:
+    """The best `drafts` of what heads and history have drafted for all requests together."""
+    merged = []
+    for tree, (past, curve) in zip(trees, found, strict=True):
+        scores = tree.scores
+        if scores is None:
+            # Where it says nothing of itself it drafts nothing, or a chain that is all there is.
+            scores = [0.0] * (len(tree) - 1)
+        both = Branches.of(tree.tokens, tree.parents, scores)
+        chances = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
+        both.add(past, list(accumulate(chances)))
+        merged.append(both)
+    kept = []
+    for tree, both, nodes in zip(trees, merged, best_branches(merged, drafts), strict=True):
+        part = both.part(nodes)
+        by_head = sum(0 < node < len(tree) for node in nodes)
+        kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:]))
+    return kept
 
 
 def _compare(drafts: Sequence[int], truth: Sequence[int]) -> tuple[int, int]:

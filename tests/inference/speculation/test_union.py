@@ -130,3 +130,44 @@ def test_a_step_of_many_requests_fades_what_was_seen_once() -> None:
     union.observe(names, [[7, 7, 7, 7]] * len(names), None)
     assert union._head_curve._tried[8] == pytest.approx(0.99 * before)
     assert union._head_curve._tried[0] > 30
+
+
+def test_trees_of_both_are_merged() -> None:
+    class Branching(Parrot):
+        """A head that drafts a tree, and how sure it is."""
+
+        def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+            scores = [-0.1, -2.5, -0.3, -2.0]
+            return [DraftTree([last, 23, 40, 41, 42], [-1, 0, 0, 1, 1], 4, scores) for last in batch.last]
+
+    union = UnionProposer(Branching([]), HistoryProposer())
+    text = [20, 21, 22, 23, 24, 25, 26]
+    union.begin("a", PROMPT, PROMPT, None)
+    union.observe(["a"], [text], None)
+    union.end("a")
+    union.begin("b", PROMPT, [*PROMPT, 20, 21, 22], None)
+    (tree,) = union.propose(batch("b", 22), DraftPlan(3, 2, 6))
+    # Of history 23, which the head has too, 24 and 25; the fourth by the head is not worth it.
+    assert list(tree.tokens) == [22, 23, 41, 42, 24, 25]
+    assert list(tree.parents) == [-1, 0, 1, 1, 1, 4]
+    assert tree.by_head == 3
+    assert tree.scores is not None
+    assert list(tree.scores)[:3] == [-0.1, -0.3, -2.0]
+    union.observe(["b"], [[23, 41, 50]], None)
+    assert union.head_record == (1, 2)
+    (tree,) = union.propose(batch("b", 50), DraftPlan(3, 2, 4))
+    assert list(tree.tokens) == [50, 23, 41, 42]
+
+
+@pytest.mark.parametrize("plan", [DraftPlan(4, 2, 8), DraftPlan(5, 4, 12)], ids=str)
+def test_merged_trees_do_not_matter(plan: DraftPlan) -> None:
+    requests = mixed_requests(9, tokens=30)
+    reference = make_engine().run(requests)
+    head = DraftHead(shared_decoder().config)
+    head.init_weights(0)
+    union = UnionProposer(EagleProposer(head, dtype=torch.float32), HistoryProposer())
+    engine = make_engine(proposer=union, plan=plan, max_num_seqs=4)
+    assert all_bits(engine.run(requests)) == all_bits(reference)
+    stats = engine.stats()
+    assert 0 < stats.head_draft_tokens < stats.draft_tokens
+    assert stats.accepted_tokens > 0
