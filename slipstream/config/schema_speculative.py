@@ -18,6 +18,9 @@ from slipstream.config.fields import (
     PositiveInt,
 )
 
+MOST_BRANCHES = 8
+"""Most tokens of a level that a draft tree follows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
@@ -28,15 +31,18 @@ class EagleConfig:
     spec_steps: PositiveInt = 7
     """Tokens drafted one after another, at most; how many is chosen by `tune_algorithm`."""
     spec_topk: PositiveInt = 1
-    """Branches per drafted token; only 1, chains, in this version."""
+    """1: chains; 2 to 8: trees, of which so many tokens of each level are followed, and each gives
+    as many of the next."""
     spec_verify_tokens: PositiveInt | None = None
-    """Tokens of a request that the policy checks in one pass, the last known one included; null:
-    all, `spec_steps` + 1."""
+    """Tokens of a request that the policy checks in one pass, the last known one included: of trees
+    the most promising of the whole batch, so many on average. null: all of a chain,
+    `spec_steps` + 1."""
     tune_algorithm: Literal["COST", "PREDEFINED", "EG", "UCB1", "BEG"] = "COST"
     """How the number of drafts is chosen, step by step: `COST` from measured step times and
-    acceptance, plain decoding included; `PREDEFINED` always takes `spec_steps`; FastRL's bandits
-    take what has earned most tokens a second: of `mab_configs` and the shape that the options above
-    give, `EG` (epsilon-greedy) and `UCB1` any, `BEG` one of those for the batch size."""
+    acceptance, among chains and trees up to the options above, and plain decoding; `PREDEFINED`
+    always takes the shape that they give; FastRL's bandits take what has earned most tokens a
+    second: of `mab_configs` and that shape, `EG` (epsilon-greedy) and `UCB1` any, `BEG` one of
+    those for the batch size."""
     exploration: Fraction = 0.005
     """Share of the time that looking at other numbers of drafts may lose, beyond the first looks,
     where `tune_algorithm` is COST; what epsilon is to a bandit."""

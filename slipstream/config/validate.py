@@ -13,6 +13,7 @@ from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.errors import did_you_mean
 
 GROUP_RELATIVE = frozenset(
@@ -405,16 +406,35 @@ def _speculation(config: Config) -> Iterator[str]:
             "RL with speculative.train.enable_drafter_training=true, or set "
             "speculative.spec_strategy=history"
         )
-    if eagle.spec_topk != 1:
+    if eagle.spec_topk > MOST_BRANCHES:
         yield (
-            f"{key}.spec_topk={eagle.spec_topk}: this version verifies chains, not trees; set "
-            f"{key}.spec_topk=1"
+            f"{key}.spec_topk={eagle.spec_topk}: a tree follows at most {MOST_BRANCHES} tokens of "
+            f"a level; set {key}.spec_topk={MOST_BRANCHES} or less"
         )
-    if eagle.spec_verify_tokens not in (None, eagle.spec_steps + 1) and eagle.spec_topk == 1:
+    if eagle.spec_topk == 1 and eagle.spec_verify_tokens not in (None, eagle.spec_steps + 1):
         yield (
             f"{key}.spec_verify_tokens={eagle.spec_verify_tokens}: a chain of {key}.spec_steps="
             f"{eagle.spec_steps} drafts is verified in {eagle.spec_steps + 1} rows; set "
             f"{key}.spec_verify_tokens=null"
+        )
+    if eagle.spec_topk > 1:
+        yield from _tree(eagle)
+
+
+def _tree(eagle: EagleConfig) -> Iterator[str]:
+    key, topk = "speculative.eagle", eagle.spec_topk
+    candidates = topk + (eagle.spec_steps - 1) * topk**2
+    rows = eagle.spec_verify_tokens
+    if rows is None:
+        yield (
+            f"{key}.spec_topk={topk} drafts trees: say how many of their tokens are verified, the "
+            f"last known one included, with {key}.spec_verify_tokens=16 or so"
+        )
+    elif not 2 <= rows <= candidates + 1:
+        yield (
+            f"{key}.spec_verify_tokens={rows}: {key}.spec_steps={eagle.spec_steps} of "
+            f"{key}.spec_topk={topk} give at most {candidates} drafts; set "
+            f"{key}.spec_verify_tokens={candidates + 1}, or less but 2 at least"
         )
 
 

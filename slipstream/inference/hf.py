@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.driver import AsyncEngine
-from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.batch_sampling import sampling_rows
+from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.sampling.choose import choose
 from slipstream.sampling.noise import key_words

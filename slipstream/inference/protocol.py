@@ -45,9 +45,10 @@ class EngineStats:
     their requests that nothing would be drafted, for drafts had gained nothing. Of the
     `draft_tokens` that were verified in `verifications`, one per request and step,
     `accepted_tokens` were right, among them `sibling_tokens` that were not the first drafts after
-    the tokens before them, but others of a tree. `batch_tokens` and `batch_seconds` are those of decode steps by
-    class of batch size (`batch_class`). `max_batch` is the largest number of requests in one decode
-    step. `kv_bytes`, what keys and values take now, and `running` and `waiting` are no counters.
+    the tokens before them, but others of a tree. `batch_tokens` and `batch_seconds` are those of
+    decode steps by class of batch size (`batch_class`). `max_batch` is the largest number of
+    requests in one decode step. `kv_bytes`, what keys and values take now, and `running` and
+    `waiting` are no counters.
     """
 
     version: PolicyVersion = 0

@@ -200,11 +200,48 @@ def _score(query, keys, K, n, scores, ask, end):
 
 
 @kernel
-def _go_on(weights, values, count, K, out):
-    """Add to one head's result `count` values, one after another, by their weights."""
-    for i in range(0, K - K % PANEL, PANEL):
-        at, to = values + 4 * i, out + 4 * i
-        tile_1(weights, 0, at, 4 * K, 0, count, to, to, 0, at, 0)
+def _softmax(scores, n):
+    """In place; the logarithm of the denominator."""
+    p = carray(floats_at(scores), (n,))
+    top = largest(scores, n)
+    for j in range(n):
+        p[j] = exp(p[j] - top)
+    mass = total(scores, n)
+    for j in range(n):
+        p[j] = p[j] / mass
+    return top + np.log(mass)
+
+
+@kernel
+def _mix(weights, step, values, n, K, G, zeros, out, ask):
+    """Sums of `n` values by the weights of G heads, `step` bytes apart; a share of what is asked
+    for goes with each panel of values."""
+    i = 0
+    # Two panels at a time where rows are few: more chains of additions run side by side.
+    while G <= 2 and i + 2 * PANEL <= K:
+        w, to = values + i * 4, out + i * 4
+        if G == 1:
+            tile_1x2(weights, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
+        else:
+            tile_2x2(weights, step, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
+        ask += 2 * LINE * n
+        i += 2 * PANEL
+    while i + PANEL <= K:
+        w, to = values + i * 4, out + i * 4
+        tiles(weights, step, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
+        ask += LINE * n
+        i += PANEL
+    for g in range(G):
+        if K % PANEL:
+            last = carray(floats_at(out + g * K * 4), (K,))
+            for i in range(K - K % PANEL, K):
+                last[i] = ZERO
+            _rest(weights + g * step, values, n, K, out + g * K * 4)
+
+
+@kernel
+def _rest(weights, values, count, K, out):
+    """Add to what of a result fills no panel `count` values by their weights."""
     p, v = carray(floats_at(weights), (count,)), carray(floats_at(values), (count * K,))
     o = carray(floats_at(out), (K,))
     for i in range(K - K % PANEL, K):
@@ -212,6 +249,19 @@ def _go_on(weights, values, count, K, out):
         for j in range(count):
             s += p[j] * v[j * K + i]
         o[i] = s
+
+
+@kernel
+def _go_on_along(weights, step, values, path, count, K, out, G):
+    """Add to the results of G heads, whose weights are `step` bytes apart, the values on a path."""
+    for j in range(count):
+        v = values + path[j] * K * 4
+        for g in range(G):
+            w, o = weights + g * step + 4 * j, out + g * K * 4
+            for i in range(0, K - K % PANEL, PANEL):
+                at, to = v + 4 * i, o + 4 * i
+                tile_1(w, 0, at, 4 * K, 0, 1, to, to, 0, at, 0)
+            _rest(w, v, 1, K, o)
 
 
 @kernel
@@ -241,51 +291,21 @@ def attend_part(
             weights, end = start + g * sees * 4, v_start + (g + 1) * n * K * 4 // G
             query = q + (m * Q + h * G + g) * K * 4
             ask = _score(query, k_start, K, n, weights, ask, end)
-            for j in range(sees - n):
-                slot = path_of(paths, path_step, m)[j]
-                dots(query, k_start + slot * K * 4, K, 1, weights + (n + j) * 4)
-            p = carray(floats_at(weights), (sees,))
-            top = largest(weights, sees)
-            for j in range(sees):
-                p[j] = exp(p[j] - top)
-            mass = total(weights, sees)
-            for j in range(sees):
-                p[j] = p[j] / mass
+            if bent:
+                path = path_of(paths, path_step, m)
+                for j in range(sees - n):
+                    dots(query, k_start + path[j] * K * 4, K, 1, weights + (n + j) * 4)
+            mass = _softmax(weights, sees)
             if logs:
-                carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = top + np.log(mass)
+                carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = mass
         o = out + (m * Q + h * G) * K * 4
-        # The keys of this thread's next task, a share of them by each panel of values.
+        # The keys of this thread's next task.
         after = min(task + parts, M * H - 1)
         ask = keys + (row[after // H] + after % H * head_stride) * 4
-        i = 0
-        # Two panels at a time where rows are few: more chains of additions run side by side.
-        while G <= 2 and i + 2 * PANEL <= K:
-            w, to = v_start + i * 4, o + i * 4
-            if G == 1:
-                tile_1x2(start, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
-            else:
-                tile_2x2(start, sees * 4, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
-            ask += 2 * LINE * n
-            i += 2 * PANEL
-        while i + PANEL <= K:
-            w, to = v_start + i * 4, o + i * 4
-            tiles(start, sees * 4, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
-            ask += LINE * n
-            i += PANEL
-        for i in range(K - K % PANEL, K):
-            v = carray(floats_at(v_start), (n * K,))
-            for g in range(G):
-                p = carray(floats_at(start + g * sees * 4), (n,))
-                s = ZERO
-                for j in range(n):
-                    s += p[j] * v[j * K + i]
-                carray(floats_at(o + g * K * 4), (K,))[i] = s
+        _mix(start, sees * 4, v_start, n, K, G, zeros, o, ask)
         if bent:
             path = path_of(paths, path_step, m)
-            for j in range(sees - n):
-                for g in range(G):
-                    weight = start + (g * sees + n + j) * 4
-                    _go_on(weight, v_start + path[j] * K * 4, 1, K, o + g * K * 4)
+            _go_on_along(start + n * 4, sees * 4, v_start, path, sees - n, K, o, G)
     hold(scores)
     hold(nothing)
 

@@ -284,6 +284,30 @@ def _mix_paths(
 
 
 @kernel
+def _reach(paths, path_step, count, first, some):
+    """The slots that some rows see, up to the last one, and whether one of them bends."""
+    n, bent = 0, False
+    for r in range(first, first + some):
+        n = max(n, reach_of(paths, path_step, r, count[r]))
+        bent = bent or bends(paths, path_step, r, count[r])
+    return n, bent
+
+
+@kernel
+def _rooms(sizes, at):
+    """Memory for buffers of so many bytes, which begin at lines, at these addresses."""
+    whole = 0
+    for i in range(len(sizes)):
+        whole += (sizes[i] + LINE - 1) // LINE * LINE
+    room = np.empty(LINE + whole, np.uint8)
+    place = aligned(room.ctypes.data)
+    for i in range(len(sizes)):
+        at[i] = place
+        place += (sizes[i] + LINE - 1) // LINE * LINE
+    return room
+
+
+@kernel
 def attend_bf16_part(
     q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
     part, parts,
@@ -296,16 +320,15 @@ def attend_bf16_part(
     room = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     mixed_step = 4 * max(K, BLOCK)
-    score_room = np.empty(LINE + room * width * 4, np.uint8)
-    weight_room = np.empty(LINE + room * width * 2, np.uint8)
-    query_room = np.empty(LINE + room * K * 4, np.uint8)
-    mixed_room = np.empty(LINE + room * mixed_step, np.uint8)
-    result_room = np.empty(LINE + (room * mixed_step if paths else 0), np.uint8)
-    tail_room = np.empty(LINE + ((BLOCK + width) * K * 2 if paths else 0), np.uint8)
+    turned = room * mixed_step if paths else 0
+    sizes = (
+        room * width * 4, room * width * 2, room * K * 4, room * mixed_step, turned,
+        (BLOCK + width) * K * 2 if paths else 0,
+    )  # fmt: skip
+    places = np.empty(6, np.int64)
+    held = _rooms(sizes, places)
+    scores, weights, queries, mixed, result, tail = places
     masses, nothing = np.empty(most * G, np.float32), np.zeros(2 * PANEL, np.float32)
-    scores, weights = aligned(score_room.ctypes.data), aligned(weight_room.ctypes.data)
-    queries, mixed = aligned(query_room.ctypes.data), aligned(mixed_room.ctypes.data)
-    result, tail = aligned(result_room.ctypes.data), aligned(tail_room.ctypes.data)
     zeros = nothing.ctypes.data
     if BY_MATRIX_UNIT:
         configure(K // 2)
@@ -320,11 +343,7 @@ def attend_bf16_part(
         for share in range(shares):
             r0 = m + together * share // shares
             some = m + together * (share + 1) // shares - r0
-            n = 0
-            bent = False
-            for i in range(some):
-                n = max(n, reach_of(paths, path_step, r0 + i, count[r0 + i]))
-                bent = bent or bends(paths, path_step, r0 + i, count[r0 + i])
+            n, bent = _reach(paths, path_step, count, r0, some)
             for h in range(H):
                 task += 1
                 if task % parts != part:
@@ -341,11 +360,10 @@ def attend_bf16_part(
                 pairs = slots // 2 if BY_MATRIX_UNIT else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
+                    line = scores + 4 * width * i
                     if bent:
-                        _straighten(scores + 4 * width * i, paths, path_step, r, count[r])
-                    top, masses[i] = _weigh(
-                        scores + 4 * width * i, weights + 2 * width * i, count[r], pairs, wide
-                    )
+                        _straighten(line, paths, path_step, r, count[r])
+                    top, masses[i] = _weigh(line, weights + 2 * width * i, count[r], pairs, wide)
                     if logs:
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
@@ -367,12 +385,7 @@ def attend_bf16_part(
         m += together
     if BY_MATRIX_UNIT:
         release()
-    hold(score_room)
-    hold(weight_room)
-    hold(query_room)
-    hold(mixed_room)
-    hold(result_room)
-    hold(tail_room)
+    hold(held)
     hold(nothing)
 
 

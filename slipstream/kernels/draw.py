@@ -76,9 +76,7 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
                 continue
             for i in range(size):
                 below = F(np.int32(rests[i] >> _8)) * STEP
-                if below <= ratio * weights[i] * SLACK and not (
-                    support and not allowed[start + i]
-                ):
+                if below <= ratio * weights[i] * SLACK and not (support and not allowed[start + i]):
                     u = (np.float64(ALL ^ rests[i]) + 0.5) * 2.0**-32
                     score = np.float64(s[start + i]) - np.log(-np.log(u))
                     if score > best:

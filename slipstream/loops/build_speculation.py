@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from slipstream.config.schema import Config
+from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
@@ -40,6 +41,9 @@ TRACE_FILE = "speculation.jsonl"
 DEPTHS = (1, 2, 3, 4, 5, 7, 11, 15)
 """Drafts in a row that a cost model chooses from. A request alone is verified in fours: 3, 7 and 11
 drafts fill them."""
+
+TREE_ROWS = (8, 12, 16, 24, 32, 48, 64)
+"""Tokens of a request to verify, on average, that it chooses trees by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,12 @@ def check_speculation(config: Config, policy: ModelConfig) -> None:
     speculative = config.speculative
     if speculative.enable:
         make_selector(config)
+        topk = speculative.eagle.spec_topk
+        if topk > policy.vocab_size:
+            raise ConfigError(
+                f"speculative.eagle.spec_topk={topk}: the policy has {policy.vocab_size} tokens; "
+                f"set speculative.eagle.spec_topk={policy.vocab_size} or less"
+            )
     path = speculative.eagle.spec_model_path
     if speculative.enable and speculative.spec_strategy != "history" and path is not None:
         if not Path(path).is_dir():
@@ -146,18 +156,39 @@ def check_speculation(config: Config, policy: ModelConfig) -> None:
 def make_selector(config: Config) -> StrategySelector:
     """After `speculative.eagle.tune_algorithm`."""
     speculative, eagle = config.speculative, config.speculative.eagle
-    deepest = DraftPlan.chain(eagle.spec_steps)
+    largest = _largest_plan(eagle)
     if eagle.tune_algorithm == "PREDEFINED":
-        return PredefinedSelector(deepest, bs_threshold=speculative.bs_threshold)
+        return PredefinedSelector(largest, bs_threshold=speculative.bs_threshold)
     if eagle.tune_algorithm != "COST":
-        return _bandit(config, deepest)
-    shallower = [DraftPlan.chain(depth) for depth in DEPTHS if depth < eagle.spec_steps]
+        return _bandit(config, largest)
     return CostModelSelector(
-        [*shallower, deepest],
+        [*_smaller_plans(largest), largest],
         bs_threshold=speculative.bs_threshold,
         hysteresis=eagle.hysteresis,
         exploration=eagle.exploration,
     )
+
+
+def _largest_plan(eagle: EagleConfig) -> DraftPlan:
+    """What the options ask for."""
+    if eagle.spec_topk == 1 or eagle.spec_verify_tokens is None:
+        return DraftPlan.chain(eagle.spec_steps)
+    return DraftPlan(eagle.spec_steps, eagle.spec_topk, eagle.spec_verify_tokens)
+
+
+def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
+    """Chains up to its depth, and where it is a tree, trees of fewer rows that are as deep or half
+    as deep."""
+    chains = [DraftPlan.chain(depth) for depth in DEPTHS if depth <= largest.steps]
+    if largest.topk == 1:
+        return [plan for plan in chains if plan != largest]
+    trees = []
+    for steps in dict.fromkeys([(largest.steps + 1) // 2, largest.steps]):
+        for topk in dict.fromkeys([min(2, largest.topk), largest.topk]):
+            most = topk + (steps - 1) * topk**2 + 1
+            rows = [n for n in TREE_ROWS if n < largest.verify_tokens and n <= most]
+            trees += [DraftPlan(steps, topk, n) for n in rows if n > steps]
+    return [*chains, *trees]
 
 
 def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
@@ -165,10 +196,10 @@ def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
     speculative, eagle, key = config.speculative, config.speculative.eagle, "speculative.eagle"
     try:
         plans = [*map(DraftPlan.parse, eagle.mab_configs), default]
-        trees = [str(plan) for plan in plans if plan.topk > 1]
-        if trees:
+        wide = [str(plan) for plan in plans if plan.topk > MOST_BRANCHES]
+        if wide:
             raise ConfigError(
-                f"{', '.join(trees)}: this version verifies chains, not trees; give such as 3_1_4"
+                f"{', '.join(wide)}: a tree follows at most {MOST_BRANCHES} tokens of a level"
             )
     except ConfigError as error:
         raise ConfigError(f"{key}.mab_configs: {error}") from error

@@ -110,9 +110,9 @@ class KVCache(Protocol):
         ...
 
     @property
-    def paths_BTP(self) -> Tensor | None:
-        """Where queries stand on paths through draft trees: of each how many slots from 0 on it
-        sees, its stem, and then the slots after those, in the order of positions."""
+    def paths(self) -> Tensor | None:
+        """Where queries stand on paths through draft trees, (B, T, 1 + P): of each how many slots
+        from 0 on it sees, its stem, and then the slots after those, in the order of positions."""
         ...
 
     def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
@@ -140,8 +140,8 @@ class TorchAttention:
             num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
         self._num_keys = num_keys
         self._order: Order | None = None
-        if kv_cache is not None and kv_cache.paths_BTP is not None:
-            self._order = Order.of(kv_cache.paths_BTP, positions_BT, num_keys, H, G)
+        if kv_cache is not None and kv_cache.paths is not None:
+            self._order = Order.of(kv_cache.paths, positions_BT, num_keys, H, G)
         self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
         self._cos, self._sin = rope_at(positions_BT, config, dtype)
 

@@ -24,7 +24,6 @@ from slipstream.models.decoder import PackedDecoder, layer_forward
 from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
-from slipstream.sampling.tree import Candidates
 
 Ints = npt.NDArray[np.int64]
 
@@ -126,9 +125,9 @@ def draft_tree(
     temperatures_N: Tensor,
     steps: int,
     topk: int,
-) -> Candidates:
-    """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence
-    (`kernels.tree`). Drafts take `topk` slots a level."""
+) -> tuple[Ints, Ints, npt.NDArray[np.float64]]:
+    """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence: tokens,
+    parents and scores (N, C) as in `kernels.tree`. Drafts take `topk` slots a level."""
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
     c = head.config
@@ -144,7 +143,8 @@ def draft_tree(
     given = np.concatenate([counts_N, cached_N, ids_T, features_T])
     positions_N = positions_N.contiguous()
     numbers = positions_N.new_empty(tree_numbers(n, early, steps, topk))
-    found = Candidates.room(n, topk + (steps - 1) * topk**2)
+    shape = n, topk + (steps - 1) * topk**2
+    tokens, parents, scores = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
     layer_memory, (spare, delta, *others) = together.room(like, most)
     cos, sin = rope_table(c, like.dtype, like.device)
     tree(
@@ -161,9 +161,9 @@ def draft_tree(
         padded,
         keys_N2.data_ptr(),
         temperatures_N.data_ptr(),
-        found.tokens_NC.ctypes.data,
-        found.parents_NC.ctypes.data,
-        found.scores_NC.ctypes.data,
+        tokens.ctypes.data,
+        parents.ctypes.data,
+        scores.ctypes.data,
         steps,
         topk,
         together.table,
@@ -192,7 +192,7 @@ def draft_tree(
         work=together.size,
     )
     del memory, layer_memory, given, numbers  # until here
-    return found
+    return tokens, parents, scores
 
 
 class DraftPass:
@@ -205,12 +205,17 @@ class DraftPass:
         kv: Tensor,
         slots_NC: Tensor,
         num_keys: int,
+        *,
+        positions_NC: Tensor | None = None,
+        visible_NCS: Tensor | None = None,
     ) -> None:
         """`kv` (2, rows, H, S, K) is written to, rows 0 .. N-1; `slots_NC` says where the tokens of
         each column go and that they see the slots up to there; `num_keys` is beyond all of them.
+        Where there is no compiled layer they may stand at other positions, and see other slots.
         """
         self._head, self._embedding = head, embedding_VD
-        positions = slots_NC.clamp(max=head.config.max_position_embeddings - 1)
+        positions = slots_NC if positions_NC is None else positions_NC
+        positions = positions.clamp(max=head.config.max_position_embeddings - 1)
         self._positions = positions
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
@@ -218,7 +223,9 @@ class DraftPass:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
             self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
-            self._columns = _Columns(head.config, head.eps, kv, slots_NC, positions, num_keys)
+            self._columns = _Columns(
+                head.config, head.eps, kv, slots_NC, positions, num_keys, visible_NCS
+            )
 
     def run(self, start: int, ids_NT: Tensor, features_NTD: Tensor) -> Tensor:
         """Predicted features (N, T, D) of `ids_NT`, which stand in the columns from `start` on,
@@ -249,12 +256,15 @@ class _Columns:
         slots_NC: Tensor,
         positions_NC: Tensor,
         num_keys: int,
+        visible_NCS: Tensor | None,
     ) -> None:
         _, rows, heads, slots, width = kv.shape
         n = len(slots_NC)
         self.config, self.eps = config, eps
         self.cos, self.sin = rope_at(positions_NC, config, kv.dtype)
-        unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
+        if visible_NCS is None:
+            visible_NCS = torch.arange(num_keys, device=kv.device) <= slots_NC[:, :, None]
+        unseen = ~visible_NCS
         mask = torch.zeros(unseen.shape, dtype=kv.dtype, device=kv.device)
         mask.masked_fill_(unseen, float("-inf"))
         self.mask_NCS = mask.repeat_interleave(heads, 0) if heads > 1 else mask

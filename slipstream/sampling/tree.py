@@ -1,4 +1,4 @@
-"""Which candidates of draft trees are verified: the most promising ones, over all requests together.
+"""Which candidates of draft trees are verified: the most promising ones of all requests together.
 
 A budget of rows for the whole batch goes where it is most likely to be of use: a request whose
 drafts promise much has more of them, one whose next token is anybody's guess has none. The drafts

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.runner import Runner
+from slipstream.inference.engine.verification import Verification
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
@@ -94,10 +94,10 @@ def test_noise_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     choose, decode = Runner.choose, Runner.decode
     width = 1
 
-    def watched(self: Runner, store: KVStore, ids_NW: Tensor, *rest: Any) -> Tensor:
+    def watched(self: Runner, store: KVStore, step: Verification) -> Tensor:
         nonlocal width
-        width = ids_NW.shape[1]
-        return decode(self, store, ids_NW, *rest)
+        width = step.ids_BT.shape[1]
+        return decode(self, store, step)
 
     def shifted(self: Runner, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
         return choose(self, hidden_ND, positions_N + (width > 1), rows)

@@ -195,9 +195,22 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_topk=9 speculative.eagle.spec_verify_tokens=16",
+            "a tree follows at most 8 tokens of a level",
+            "speculative.eagle.spec_topk=8",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_topk=4",
-            "verifies chains, not trees",
-            "speculative.eagle.spec_topk=1",
+            "say how many of their tokens are verified",
+            "speculative.eagle.spec_verify_tokens=16",
+        ),
+        (
+            "speculative.enable=true speculative.eagle.spec_model_path=x "
+            "speculative.eagle.spec_steps=2 speculative.eagle.spec_topk=2 "
+            "speculative.eagle.spec_verify_tokens=9",
+            "spec_steps=2 of speculative.eagle.spec_topk=2 give at most 6 drafts",
+            "speculative.eagle.spec_verify_tokens=7",
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from numba import carray
 
-from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.memory import doubles_at, ints_at
 from slipstream.sampling.noise import gumbel_noise
-from numba import carray
 
 
 @kernel
@@ -20,7 +20,9 @@ def _call(scores, key, position, heat, V, best, ids, count):  # type: ignore[no-
     )  # fmt: skip
 
 
-def top(row: torch.Tensor, key: torch.Tensor, heat: float, count: int) -> tuple[list[float], list[int]]:
+def top(
+    row: torch.Tensor, key: torch.Tensor, heat: float, count: int
+) -> tuple[list[float], list[int]]:
     best = torch.empty(count, dtype=torch.float64)
     ids = torch.empty(count, dtype=torch.int64)
     _call(

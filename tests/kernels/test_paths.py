@@ -35,9 +35,10 @@ def packed(keys_HSK: Tensor, values_HSK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run(
-    q_MHGK: Tensor, keys: Tensor, values: Tensor, seen: list[int], paths: Tensor | None
+    q_MHGK: Tensor, kv: tuple[Tensor, Tensor], seen: list[int], paths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     M, H, G, K = q_MHGK.shape
+    keys, values = kv
     narrow = keys.dtype == torch.bfloat16
     q = q_MHGK.transpose(0, 1).bfloat16().contiguous() if narrow else q_MHGK.contiguous()
     out, logs = torch.empty(M, H * G * K), torch.empty(M, H * G)
@@ -69,12 +70,13 @@ def test_a_node_has_the_bits_of_its_path_in_a_row(
         paths[node, 0], paths[node, 1 : 1 + len(own)] = stem, own
     seen = [stem + len(path_to(node)) for node in range(M)]
     kept = packed(keys, values) if narrow else (keys, values)
-    out, logs = run(q, *kept, seen, paths)
+    out, logs = run(q, kept, seen, paths)
     for node in range(M):
         in_a_row = torch.arange(SLOTS)
         own = slots[path_to(node)]
         in_a_row[stem : stem + len(own)] = own
         moved = keys[:, in_a_row].contiguous(), values[:, in_a_row].contiguous()
-        alone, log = run(q[node, None], *(packed(*moved) if narrow else moved), seen[node : node + 1], None)
+        there = packed(*moved) if narrow else moved
+        alone, log = run(q[node, None], there, seen[node : node + 1], None)
         assert torch.equal(out[node], alone[0]), node
         assert torch.equal(logs[node], log[0])

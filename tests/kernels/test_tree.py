@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.config.schema_speculative import MOST_BRANCHES
 from slipstream.kernels.tree import WIDTH
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_pass import DraftPass, draft_tree
@@ -60,8 +61,7 @@ def test_candidates_are_those_of_each_path_by_itself(
             best, order = scores.topk(WIDTH)
             return order[:topk].tolist(), torch.log_softmax(best, 0)[:topk]
 
-        tokens, parents = found.tokens_NC[n].tolist(), found.parents_NC[n].tolist()
-        scores = found.scores_NC[n]
+        tokens, parents, scores = found[0][n].tolist(), found[1][n].tolist(), found[2][n]
         level = [-1]
         first = 0
         for depth in range(steps):
@@ -84,3 +84,7 @@ def test_candidates_are_those_of_each_path_by_itself(
             level = [first + int(i) for i in order[:topk]]
             first += size
         assert first == len(tokens)
+
+
+def test_options_allow_what_a_tree_can_follow() -> None:
+    assert MOST_BRANCHES == WIDTH

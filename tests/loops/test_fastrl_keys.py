@@ -290,7 +290,11 @@ EFFECTS: dict[str, tuple[str, Seen, object, object]] = {
 
 REFUSED: dict[str, tuple[str, str, str]] = {
     # Key: what is set, why not, and the remedy, which works.
-    "eagle.spec_topk": ("eagle.spec_topk=4", "chains, not trees", "eagle.spec_topk=1"),
+    "eagle.spec_topk": (
+        "eagle.spec_topk=4",
+        "say how many of their tokens are verified",
+        "eagle.spec_verify_tokens=16",
+    ),
     "eagle.spec_verify_tokens": (
         "eagle.spec_verify_tokens=48",
         "a chain of speculative.eagle.spec_steps=7 drafts is verified in 8 rows",
@@ -417,7 +421,10 @@ def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("eagle.tune_algorithm=EG", "mab_configs: 8_4_32, 8_4_16, 8_4_8: this version verifies"),
+        (
+            "eagle.tune_algorithm=EG eagle.mab_configs=['3_9_16']",
+            "mab_configs: 3_9_16: a tree follows at most 8 tokens of a level",
+        ),
         (
             "eagle.tune_algorithm=EG eagle.mab_configs=['3-1-4']",
             "mab_configs: draft plan '3-1-4': expected steps_topk_verify, for example 3_1_4",
@@ -475,3 +482,18 @@ def test_what_another_setting_makes_ineffective_is_refused(
     for remedy in remedies:
         assert f"speculative.{remedy}" in str(caught.value)
         load(f"{broken} {remedy}")
+
+
+def test_trees_are_among_what_is_chosen_from() -> None:
+    tree = "eagle.spec_steps=6 eagle.spec_topk=3 eagle.spec_verify_tokens=16"
+    fixed = make_selector(load(f"eagle.tune_algorithm=PREDEFINED {tree}"))
+    assert fixed.select(4) == DraftPlan(6, 3, 16)
+    by_cost = make_selector(load(tree))
+    assert isinstance(by_cost, CostModelSelector)
+    assert {str(plan) for plan in by_cost.plans} == {
+        *("0_0_1", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6"),
+        *("3_2_8", "3_3_8", "3_3_12", "6_2_8", "6_2_12", "6_3_8", "6_3_12", "6_3_16"),
+    }
+    bandit = make_selector(load("eagle.tune_algorithm=EG"))
+    assert isinstance(bandit, BanditSelector)
+    assert [str(plan) for plan in bandit.buckets[1]] == ["8_4_32", "8_4_16", "8_4_8", "7_1_8"]

@@ -35,7 +35,7 @@ from slipstream.inference.speculation.protocol import (
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.kernels.team import by_itself
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import check_widths, round_up
+from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
 from slipstream.sampling.noise import key_words
@@ -372,9 +372,7 @@ class Engine:
         for request in running:
             request.kv_weights.add(self._weights)
         paths = self._accept(running, trees, choice, hidden, step.starts)
-        tokens = [
-            request.context[known:] for request, known in zip(running, lengths, strict=True)
-        ]
+        tokens = [request.context[known:] for request, known in zip(running, lengths, strict=True)]
         self._straighten(paths, lengths)
         if self._proposer is not None:
             features = step.along(hidden, paths)

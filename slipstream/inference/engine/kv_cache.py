@@ -210,7 +210,7 @@ class PrefillView:
     row, and with `places` the other rows get it from there in `finish`.
     """
 
-    paths_BTP = None
+    paths = None
 
     def __init__(
         self, store: KVStore, rows: Sequence[int], sources: Sequence[int], length: int
@@ -267,7 +267,7 @@ class ExtendView:
     new tokens follow. The others are padding: they are not stored, and nothing looks at them.
     """
 
-    paths_BTP = None
+    paths = None
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class DecodeView:
         shortest: int,
         paths_NWP: Tensor | None = None,
     ) -> None:
-        self.paths_BTP = paths_NWP
+        self.paths = paths_NWP
         self._store = store
         self._slots_NW = slots_NW
         self._length = length
@@ -382,8 +382,8 @@ class DecodeView:
 
 
 class RowView:
-    """`PlacedKVCache` of a decode step row by row, for compiled kernels alone: new tokens of `rows_M`
-    in `slots_M`, at `positions_M`, each of which sees what `paths` says (`kernels.paths`)."""
+    """`PlacedKVCache` of a decode step row by row, for compiled kernels alone: new tokens of
+    `rows_M` in `slots_M`, at `positions_M`, which see what `paths` says (`kernels.paths`)."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class RowView:
         length: int,
     ) -> None:
         """`length`: slots of the longest context, all new tokens included."""
-        self.paths_BTP = None
+        self.paths = None
         found = KeyPlaces.of(store.data, rows_M, slots_M, length)
         self._places = replace(found, seen_M=positions_M + 1, paths=paths)
 

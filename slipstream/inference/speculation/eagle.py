@@ -1,4 +1,5 @@
-"""Drafts from an EAGLE head: a chain of tokens, each from the predicted feature of the one before.
+"""Drafts from an EAGLE head: chains or trees of tokens, each from the predicted feature of the one
+before.
 
 The head keeps keys and values of its own, one row per running request, from true features only:
 what it computed over its own predictions lies in later slots and is overwritten. Features that came
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.waiting import (
@@ -33,6 +35,7 @@ from slipstream.models.draft_pass import DraftPass, Ints, draft_chain, draft_tre
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
+from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
@@ -172,6 +175,7 @@ class EagleProposer:
     def _drafts(
         self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
     ) -> list[DraftTree]:
+        compiled = self._packed.together is not None
         given = (
             self._packed,
             batch.policy,
@@ -186,12 +190,18 @@ class EagleProposer:
             plan.steps,
         )
         if plan.topk > 1:
-            best = draft_tree(*given, plan.topk).best(len(batch.last) * (plan.verify_tokens - 1))
+            # Of laws that are cut, too: what is cut off is seldom among the best.
+            candidates = (
+                Candidates(*draft_tree(*given, plan.topk))
+                if compiled
+                else self._by_levels(batch, plan, starts_N, waiting)
+            )
+            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1))
             return [
                 DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
                 for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
             ]
-        if self._packed.together is not None and not batch.rows.cuts:
+        if compiled and not batch.rows.cuts:
             drafts = draft_chain(*given).t()
         else:
             drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
@@ -210,6 +220,28 @@ class EagleProposer:
         self, batch: DraftBatch, steps: int, starts_N: Ints, waiting: Waiting
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
+        run, columns, hidden_ND = self._caught_up(batch, starts_N, waiting, steps)
+        drafts = [_choose(batch, hidden_ND, 0)]
+        for step in range(1, steps):
+            column = columns + step - 1
+            hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
+            drafts.append(_choose(batch, hidden_ND, step))
+        return torch.stack(drafts, 1)
+
+    def _by_levels(
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
+    ) -> Candidates:
+        """Candidates of trees, by one call for each level."""
+        _, _, hidden_ND = self._caught_up(batch, starts_N, waiting, 1)
+        ends_N = torch.from_numpy(starts_N + waiting.counts_N).to(hidden_ND.device)
+        kv = self._store.data[0]
+        return tree_by_levels(self._packed, kv, batch, ends_N, hidden_ND, plan.steps, plan.topk)
+
+    def _caught_up(
+        self, batch: DraftBatch, starts_N: Ints, waiting: Waiting, steps: int
+    ) -> tuple[DraftPass, int, Tensor]:
+        """The head takes in what waits: the pass, which has room for `steps` drafts, the column of
+        the first of them, and the features (N, D) that it predicts next."""
         ids_NT, features_NTD = waiting.padded()
         width = ids_NT.shape[1]
         ends_N1 = (starts_N + waiting.counts_N)[:, None]
@@ -229,12 +261,7 @@ class EagleProposer:
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
         hidden_ND = all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
-        drafts = [_choose(batch, hidden_ND, 0)]
-        for step in range(1, steps):
-            column = width - done + step - 1
-            hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
-            drafts.append(_choose(batch, hidden_ND, step))
-        return torch.stack(drafts, 1)
+        return run, width - done, hidden_ND
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""

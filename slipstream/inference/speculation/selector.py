@@ -244,11 +244,12 @@ class CostModelSelector:
 
     Acceptance is one curve for all chains, so a plan need not be tried to know what it would
     accept; trees accept more than it by shares that are theirs (`TreeYields`). Batch sizes differ
-    from that as far as they have been seen to, for what runs last is the long and difficult. Seconds are those of `StepCosts`. A plan that might be better than the current one,
-    the more so the less or the longer ago it was seen, is looked at for some steps. What looks lose
-    is bounded to a share of the time, and so is what thinking takes. Each batch size begins without
-    drafts, to know what is lost or gained by them. Switches only where the gain is beyond
-    `hysteresis`. After rollouts whose drafts gained nothing, some are decoded plainly (`recess`).
+    from that as far as they have been seen to, for what runs last is the long and difficult.
+    Seconds are those of `StepCosts`. A plan that might be better than the current one, the more so
+    the less or the longer ago it was seen, is looked at for some steps. What looks lose is bounded
+    to a share of the time, and so is what thinking takes. Each batch size begins without drafts, to
+    know what is lost or gained by them. Switches only where the gain is beyond `hysteresis`. After
+    rollouts whose drafts gained nothing, some are decoded plainly (`recess`).
     """
 
     def __init__(
@@ -515,8 +516,7 @@ class CostModelSelector:
             plan: (
                 made[plan.steps]
                 if plan.topk <= 1
-                else 1
-                + expected_of_tree(shares, plan) * trees.share(plan, self._trees.share(plan))
+                else 1 + expected_of_tree(shares, plan) * trees.share(plan, self._trees.share(plan))
             )
             / self._costs.seconds(running, plan, size)
             for plan in plans

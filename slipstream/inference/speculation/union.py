@@ -120,9 +120,7 @@ class UnionProposer:
         self._history.remember(prompt, context, known)
 
 
-def _note(
-    curve: tuple[AcceptanceCurve, list[int], list[int]], compared: int, right: int
-) -> None:
+def _note(curve: tuple[AcceptanceCurve, list[int], list[int]], compared: int, right: int) -> None:
     if compared:
         curve[1].append(compared)
         curve[2].append(right)
@@ -132,7 +130,11 @@ def _right(tree: DraftTree, truth: Sequence[int]) -> int:
     """How far down a tree the tokens go that came out."""
     node = depth = 0
     for child in range(1, len(tree)):
-        if tree.parents[child] == node and depth < len(truth) and tree.tokens[child] == truth[depth]:
+        if (
+            tree.parents[child] == node
+            and depth < len(truth)
+            and tree.tokens[child] == truth[depth]
+        ):
             node, depth = child, depth + 1
     return depth
 

@@ -349,7 +349,9 @@ def test_plain_steps_are_learned_from_and_count_as_missed() -> None:
     selector._remember()
     selector._learn()
     selector._asleep = False
-    assert selector._costs.seconds(4, DraftPlan.chain(0), bucket_of(4)) == pytest.approx(2e-3, rel=0.1)
+    assert selector._costs.seconds(4, DraftPlan.chain(0), bucket_of(4)) == pytest.approx(
+        2e-3, rel=0.1
+    )
     assert selector._buckets[bucket_of(4)].seen.steps == 880
     assert selector._spent == pytest.approx(0.08 + 1.6)
     plan, drafted, accepted = DraftPlan.chain(3), [3] * 4, [2] * 4

@@ -138,7 +138,10 @@ def test_trees_of_both_are_merged() -> None:
 
         def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
             scores = [-0.1, -2.5, -0.3, -2.0]
-            return [DraftTree([last, 23, 40, 41, 42], [-1, 0, 0, 1, 1], 4, scores) for last in batch.last]
+            return [
+                DraftTree([last, 23, 40, 41, 42], [-1, 0, 0, 1, 1], 4, scores)
+                for last in batch.last
+            ]
 
     union = UnionProposer(Branching([]), HistoryProposer())
     text = [20, 21, 22, 23, 24, 25, 26]

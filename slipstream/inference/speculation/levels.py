@@ -1,0 +1,88 @@
+"""Draft trees by torch's operations, level by level: what `kernels.tree` does in one call, where
+there is no compiled layer.
+
+Shapes: N sequences, F nodes of a level that are followed, k candidates of each, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.kernels.tree import WIDTH
+from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_pass import DraftPass
+from slipstream.sampling.noise import gumbel_noise
+from slipstream.sampling.tree import Candidates
+
+
+def tree_by_levels(
+    head: PackedDraftHead,
+    kv: Tensor,
+    batch: DraftBatch,
+    ends_N: Tensor,
+    hidden_ND: Tensor,
+    steps: int,
+    topk: int,
+) -> Candidates:
+    """From the features `hidden_ND` that the head predicts after the first `ends_N` slots of `kv`:
+    drafts go to the slots after those."""
+    N, device = len(ends_N), kv.device
+    num_keys = int(ends_N.max()) + (steps - 1) * topk
+    visible_NFS = (torch.arange(num_keys, device=device) < ends_N[:, None])[:, None]
+    hidden_NFD = hidden_ND[:, None]
+    scores_NF = torch.zeros(N, 1, dtype=torch.float64, device=device)
+    numbers_NF = torch.full((N, 1), -1, device=device)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    count = 0
+    for level in range(steps):
+        F = hidden_NFD.shape[1]
+        tokens_NC, promised_NFk = _promising(batch, hidden_NFD, level, topk)
+        scores_NC = (scores_NF[..., None] + promised_NFk).flatten(1)
+        found.append((tokens_NC, numbers_NF.repeat_interleave(topk, 1), scores_NC))
+        if level + 1 == steps:
+            break
+        best_NF = scores_NC.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+        parent_NF = best_NF // topk
+        slots_NF = ends_N[:, None] + level * topk + torch.arange(topk, device=device)
+
+        def of_parents(x_NFX: Tensor) -> Tensor:
+            index = parent_NF[..., None].expand(-1, -1, x_NFX.shape[-1])  # noqa: B023
+            return x_NFX.gather(1, index)
+
+        visible_NFS = of_parents(visible_NFS).scatter(2, slots_NF[..., None], True)
+        run = DraftPass(
+            head,
+            batch.policy.embedding,
+            kv,
+            slots_NF,
+            num_keys,
+            positions_NC=(ends_N + level)[:, None].expand_as(slots_NF),
+            visible_NCS=visible_NFS,
+        )
+        hidden_NFD = run.run(0, tokens_NC.gather(1, best_NF), of_parents(hidden_NFD))
+        scores_NF, numbers_NF = scores_NC.gather(1, best_NF), count + best_NF
+        count += F * topk
+    join: Callable[[int], Tensor] = lambda i: torch.cat([part[i] for part in found], 1).cpu()  # noqa: E731
+    return Candidates(join(0).numpy(), join(1).numpy(), join(2).numpy())
+
+
+def _promising(
+    batch: DraftBatch, hidden_NFD: Tensor, level: int, topk: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens (N, F * k) and the logarithms of what they promise (N, F, k); see `kernels.tree`."""
+    N, F = hidden_NFD.shape[:2]
+    rows = batch.rows.repeated(F)
+    scores_MV = batch.policy.lm_head(hidden_NFD.flatten(0, 1)).double()
+    greedy_M1 = (rows.temperature_N == 0)[:, None]
+    scores_MV = scores_MV / torch.where(greedy_M1, 1.0, rows.temperature_N[:, None])
+    if rows.any_sampled:
+        positions = (batch.positions_N + level).repeat_interleave(F)
+        noise = gumbel_noise(rows.keys_N2, positions, scores_MV.shape[1])
+        scores_MV = scores_MV + noise.masked_fill(greedy_M1, 0.0)
+    best, tokens = scores_MV.topk(min(WIDTH, scores_MV.shape[1]))
+    promised = torch.log_softmax(best, -1)[:, :topk]
+    return tokens[:, :topk].reshape(N, -1), promised.view(N, F, topk)

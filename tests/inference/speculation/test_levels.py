@@ -1,0 +1,55 @@
+"""Trees level by level are those of the compiled call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.inference.speculation.levels import tree_by_levels
+from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_pass import DraftPass, draft_tree
+from slipstream.sampling.choose import SamplingRows
+from tests.inference.helpers import make_decoder
+
+
+@pytest.mark.parametrize(("steps", "topk"), [(1, 3), (4, 2), (3, 5)])
+@torch.no_grad()
+def test_trees_are_those_of_the_compiled_call(steps: int, topk: int) -> None:
+    decoder = make_decoder()
+    config = decoder.config
+    head = DraftHead(config)
+    head.init_weights(1)
+    packed, policy = head.pack(torch.float32), decoder.pack(torch.float32)
+    generator = torch.Generator().manual_seed(steps)
+    counts = np.array([4, 4, 4])
+    ids = torch.randint(0, config.vocab_size, (3, 4), generator=generator)
+    features = torch.randn(3, 4, config.hidden_size, generator=generator)
+    rows = SamplingRows.of(
+        [(1, 2), (3, 4), (5, 6)],
+        temperatures=[1.0, 0.0, 0.6],
+        top_ks=[0] * 3,
+        top_ps=[1.0] * 3,
+        min_ps=[0.0] * 3,
+        device=torch.device("cpu"),
+    )
+    positions = torch.tensor([9, 12, 30])
+    kv = torch.zeros(2, 3, config.num_kv_heads, 64, config.head_dim)
+    addresses = np.array([row.data_ptr() for row in features.view(12, -1)])
+    expected = draft_tree(
+        packed, policy, kv, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
+        rows.keys_N2, positions, rows.temperature_N, steps, topk,
+    )  # fmt: skip
+    batch = DraftBatch(
+        request_ids=["a", "b", "c"], last=[0] * 3, positions_N=positions, rows=rows, policy=policy
+    )
+    plain, room = replace(packed, together=None), torch.zeros_like(kv)
+    run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
+    hidden = run.run(0, ids, features)[:, -1]
+    found = tree_by_levels(plain, room, batch, torch.tensor([4, 4, 4]), hidden, steps, topk)
+    assert (found.tokens_NC == expected[0]).all()
+    assert (found.parents_NC == expected[1]).all()
+    np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
