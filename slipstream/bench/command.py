@@ -600,7 +600,8 @@ def _report_differences(rows: Sequence[Row]) -> int:
     found = different(rows)
     print(
         f"\n{total(rows, 'tokens'):,} tokens compared, {total(rows, 'accepted'):,} of them from "
-        f"accepted drafts; {found:,} differ in id or log-probs"
+        f"accepted drafts, {total(rows, 'siblings'):,} of which were not their parents' first; "
+        f"{found:,} differ in id or log-probs"
     )
     return found
 

@@ -19,18 +19,74 @@ import torch
 from slipstream.bench.waves import LosslessBench, Wave
 from slipstream.errors import EngineError
 from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    UpperConfidenceBound,
+    buckets_by_rows,
+)
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StepRecord,
+    StrategySelector,
+)
 from slipstream.models.decoder import Decoder
 from slipstream.types import GenerateRequest, Generation, KVPolicy, WeightUpdate
 
-PLANS = (OFF, DraftPlan.chain(1), DraftPlan.chain(3), DraftPlan.chain(5))
+CHAINS = tuple(DraftPlan.chain(drafts) for drafts in (1, 3, 5))
+TREES = (DraftPlan(2, 3, 6), DraftPlan(4, 2, 8), DraftPlan(6, 4, 16))
+PLANS = (OFF, *CHAINS, *TREES)
 
 Written = tuple[list[int], list[float], list[float]]
 """Of one response: token ids, full log-probs, log-probs of the law that was sampled from."""
 
 
-def make_engine(bench: LosslessBench, limit: int, proposer: Proposer | None = None) -> Engine:
+class Shifting:
+    """`StrategySelector` that does as one of several do, now this one and now that: fixed plans,
+    the cost model and FastRL's bandits, which all see what comes of it."""
+
+    def __init__(self) -> None:
+        chosen: list[StrategySelector] = [CostModelSelector(PLANS)]
+        chosen += [
+            BanditSelector({1: PLANS}, rule) for rule in (EpsilonGreedy(), UpperConfidenceBound())
+        ]
+        sizes = [2**i for i in range(len({plan.verify_tokens for plan in PLANS}))]
+        chosen.append(BanditSelector(buckets_by_rows(PLANS, sizes), EpsilonGreedy()))
+        self._all = [*map(PredefinedSelector, PLANS), *chosen]
+        self._now = 0
+
+    def shift(self, rng: Random) -> None:
+        """On to another one."""
+        self._now = (self._now + rng.randrange(1, len(self._all))) % len(self._all)
+
+    def begins(self, requests: int) -> int:
+        """See `StrategySelector`."""
+        return 0
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
+        return [selector.select(running) for selector in self._all][self._now]
+
+    def record(self, step: StepRecord) -> None:
+        """See `StrategySelector`."""
+        for selector in self._all:
+            selector.record(step)
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """See `StrategySelector`."""
+        for selector in self._all:
+            selector.changed(drafter=drafter)
+
+
+def make_engine(
+    bench: LosslessBench,
+    limit: int,
+    proposer: Proposer | None = None,
+    selector: Shifting | None = None,
+) -> Engine:
     """An engine with weights of its own: updates write into them."""
     settings = EngineSettings(
         max_model_len=bench.target.decoder.config.max_position_embeddings,
@@ -38,18 +94,20 @@ def make_engine(bench: LosslessBench, limit: int, proposer: Proposer | None = No
         max_num_seqs=limit,
         free_cache_engine=False,
     )
-    plan = OFF if proposer is None else DraftPlan.chain(3)
-    return Engine(deepcopy(bench.target.decoder), settings, proposer=proposer, plan=plan)
+    policy = deepcopy(bench.target.decoder)
+    return Engine(policy, settings, proposer=proposer, selector=selector)
 
 
-def drive(engine: Engine, wave: Wave, rng: Random, events: Counter[str]) -> dict[str, Written]:
+def drive(
+    engine: Engine, shifting: Shifting, wave: Wave, rng: Random, events: Counter[str]
+) -> dict[str, Written]:
     """Generate a wave while plans switch and requests are preempted, aborted and resumed."""
     done: dict[str, Written] = {r.request_id: ([], [], []) for r in wave.requests}
     open_requests = {r.request_id: r for r in wave.requests}
     for request in wave.requests:
         engine.add(request)
     while engine.has_work():
-        _switch(engine, rng, events)
+        _switch(shifting, rng, events)
         for generation in engine.step():
             _append(done, generation)
             del open_requests[generation.request_id]
@@ -80,15 +138,19 @@ def written_by(generation: Generation) -> Written:
     return generation.token_ids, generation.log_probs, generation.sampling_log_probs
 
 
-def _switch(engine: Engine, rng: Random, events: Counter[str]) -> None:
+def _switch(shifting: Shifting, rng: Random, events: Counter[str]) -> None:
     if rng.random() < 0.3:
-        plan = rng.choice([plan for plan in PLANS if plan != engine.plan])
-        engine.plan = plan
+        shifting.shift(rng)
         events["switched"] += 1
 
 
 def drive_updates(
-    engine: Engine, wave: Wave, policies: Sequence[Decoder], rng: Random, events: Counter[str]
+    engine: Engine,
+    shifting: Shifting,
+    wave: Wave,
+    policies: Sequence[Decoder],
+    rng: Random,
+    events: Counter[str],
 ) -> list[Generation]:
     """Generate a wave; the weights change twice, after some steps each."""
     assert wave.updates is not None
@@ -102,7 +164,7 @@ def drive_updates(
         for _ in range(rng.randrange(2, 5) if policy is not policies[-1] else sys.maxsize):
             if not engine.has_work():
                 break
-            _switch(engine, rng, events)
+            _switch(shifting, rng, events)
             done += engine.step()
             if rng.random() < 0.3:
                 engine.preempt([rng.choice(wave.requests).request_id])

@@ -1,8 +1,8 @@
 """Speculation against plain decoding, bit for bit: token ids and both log-probs of every token.
 
-Each wave (see `waves`) is generated plainly once and then with each proposer, while plans switch
-and requests are preempted, aborted, resumed and updated (see `driving`). A proposer has one row:
-what was compared, what was equal, and what happened.
+Each wave (see `waves`) is generated plainly once and then with each proposer, while selectors take
+turns, each with chains and trees, and requests are preempted, aborted, resumed and updated (see
+`driving`). A proposer has one row: what was compared, what was equal, and what happened.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from slipstream.bench.drafters import Counted, LyingOracle, history_of
 from slipstream.bench.driving import (
     PLANS,
+    Shifting,
     Written,
     drive,
     drive_updates,
@@ -35,7 +36,11 @@ from slipstream.inference.speculation.union import UnionProposer
 
 HISTORY_LIES, ORACLE_LIES = 1 / 16, 0.2
 
-EVENTS = ("accepted", "rejected", "switched", "preempted", "aborted", "resumed", "updated")
+EVENTS = (
+    *("accepted", "siblings", "rejected", "switched", "preempted", "aborted", "resumed"),
+    "updated",
+)
+"""`siblings`: accepted drafts that were not the first ones after the tokens before them."""
 
 
 @dataclass(slots=True)
@@ -101,19 +106,21 @@ def _check(
     """Generate a wave with drafts, compare, and add to `tally`."""
     known = {name: written[0] for name, written in plain.items()}
     proposer = Counted(_proposer(name, bench, wave, known))
-    engine = make_engine(bench, wave.limit, proposer)
+    shifting = Shifting()
+    engine = make_engine(bench, wave.limit, proposer, shifting)
     rng = Random(f"{wave.name} {wave.requests[0].request_id} {name}")
     if wave.updates is None:
-        done = drive(engine, wave, rng, tally.events)
+        done = drive(engine, shifting, wave, rng, tally.events)
         expected = plain
     else:
         policies = versions_of(bench.target.decoder)
-        generations = drive_updates(engine, wave, policies, rng, tally.events)
+        generations = drive_updates(engine, shifting, wave, policies, rng, tally.events)
         done = {g.request_id: written_by(g) for g in generations}
         expected = replay(bench, wave, generations, policies)
     stats = engine.stats()
     tally.events.update(
         accepted=stats.accepted_tokens,
+        siblings=stats.sibling_tokens,
         rejected=stats.draft_tokens - stats.accepted_tokens,
         preempted=stats.preempted,
         aborted=stats.aborted,
