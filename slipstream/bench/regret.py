@@ -33,7 +33,7 @@ from statistics import median
 from time import perf_counter
 
 from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.speculation import DEPTHS, plans
+from slipstream.bench.speculation import DEPTHS, chains
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
 from slipstream.inference.speculation.bandits import (
@@ -245,6 +245,11 @@ def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
     for event in read_trace(lines):
         if not isinstance(event, StepRecord):
             continue
+        if event.plan.topk > 1:
+            raise ConfigError(
+                f"a trace with draft trees, such as {event.plan}: only chains are replayed; record "
+                "one with speculative.eagle.spec_topk=1"
+            )
         depth, size = max(event.drafted, default=0), bucket_of(event.running)
         sizes.append(event.running)
         tried.add(DraftPlan.chain(depth))
@@ -275,7 +280,7 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
     if not traces:
         by_seed = [simulated(seed) for seed in range(seeds)]
         return [
-            _row(name, [worlds[name] for worlds in by_seed], plans(), selector)
+            _row(name, [worlds[name] for worlds in by_seed], chains(), selector)
             for name in by_seed[0]
             for selector in SELECTORS
         ]

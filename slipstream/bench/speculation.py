@@ -55,7 +55,12 @@ UNTRAINED = "untrained"
 ORACLE = "oracle"
 RIGHT_HEAD = "right_head"
 
+CHAINS = "chains"
+
 DEPTHS = (1, 2, 3, 4, 5, 7)
+
+TREES = ("4_2_8", "4_4_12", "6_2_8", "6_2_12", "6_3_16", "6_4_16", "6_4_24", "8_4_16", "8_4_32")
+"""Levels, tokens followed of each, tokens verified, as in FastRL's grid."""
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Classes of `EngineStats.batch_seconds` with four or fewer requests."""
@@ -102,9 +107,14 @@ class SpeculationBench:
             )
 
 
-def plans() -> list[DraftPlan]:
-    """Of the grid, OFF first."""
+def chains() -> list[DraftPlan]:
+    """OFF first."""
     return [OFF, *(DraftPlan.chain(depth) for depth in DEPTHS)]
+
+
+def plans() -> list[DraftPlan]:
+    """Of the grid: chains, then trees."""
+    return [*chains(), *map(DraftPlan.parse, TREES)]
 
 
 class _Generator:
@@ -146,9 +156,9 @@ class _Generator:
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with a
-    head, with history, with both, with drafts that always are right, in the head's time and in
-    none, and peers."""
+    """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with
+    chains of a head, with its trees too, with history, with both, with drafts that always are
+    right, in the head's time and in none, and peers."""
     trained = load_trained(bench.policy)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
@@ -166,6 +176,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     # about as fast as plain decoding runs next to it, so that little changes in between.
     proposers: dict[str, tuple[Proposer, Callable[[], object]]] = {
         UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
+        CHAINS: (make_eagle(trained, bench.dtype), lambda: None),
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
         "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
@@ -175,7 +186,8 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     generators = {PLAIN: _Generator(plain, chosen)}
     generators[AGAIN] = _Generator(make_engine(trained, bench.dtype), chosen)
     for name, (proposer, prepare) in proposers.items():
-        selector = CostModelSelector(plans())
+        branches = name in (UNTRAINED, "eagle", "union")
+        selector = CostModelSelector(plans() if branches else chains())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
         generators[name] = _Generator(engine, chosen, prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
