@@ -163,7 +163,9 @@ def _backward_shared(p):
 
 @for_team
 def _backward_amx_shared(p):
-    backward_amx_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
+    # Compiled on import: where there is no such unit, there are no instructions for it either.
+    if BY_MATRIX_UNIT:
+        backward_amx_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
 
 
 def attend_backward(

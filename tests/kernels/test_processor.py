@@ -39,10 +39,18 @@ def test_kernels_without_the_matrix_unit() -> None:
         *("tests/models/test_linear.py", "tests/inference/speculation/test_eagle.py"),
         *("-k", "not test_eagle or threads_draft"),
     ]
+    # Nor may its instructions be compiled: a processor that has no such unit knows none of them.
+    known = binding.get_host_cpu_features()
+    features = ",".join(
+        f"{'+' if there and not name.startswith('amx') else '-'}{name}"
+        for name, there in known.items()
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files],
         cwd=ROOT,
-        env=os.environ | {processor.NO_AMX: "1"},
+        env=os.environ
+        | {processor.NO_AMX: "1", "NUMBA_CPU_FEATURES": features}
+        | {"NUMBA_CPU_NAME": binding.get_host_cpu_name()},
         capture_output=True,
         text=True,
         check=False,
