@@ -2,7 +2,7 @@
 
 Nothing that a draft is changes what is generated, so nothing here needs exact mode: no padding of
 rows and keys, no sums in order. What several steps of one draft share (rotations, masks, where keys
-go) is computed once. Training uses `PackedDraftHead.unroll`; `tests/models/test_draft_pass.py`
+go) is computed once. Training uses `PackedDraft.unroll`; `tests/models/test_draft_pass.py`
 holds the two together. Knows nothing of sampling or requests.
 
 Shapes: N sequences, T columns of new tokens, C columns of a whole draft, H key-value heads, S slots
@@ -19,8 +19,9 @@ from torch import Tensor
 from slipstream.kernels.chain import chain, chain_numbers, most_rows
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
-from slipstream.models.decoder import PackedDecoder, layer_forward
+from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
 
@@ -116,7 +117,7 @@ class DraftPass:
 
     def __init__(
         self,
-        head: PackedDraftHead,
+        head: PackedDraft,
         embedding_VD: Tensor,
         kv: Tensor,
         slots_NC: Tensor,
@@ -136,21 +137,22 @@ class DraftPass:
         else:
             self._columns = _Columns(head.config, head.eps, kv, slots_NC, positions, num_keys)
 
-    def run(self, start: int, ids_NT: Tensor, features_NTD: Tensor) -> Tensor:
-        """Predicted features (N, T, D) of `ids_NT`, which stand in the columns from `start` on,
-        each from the feature before it."""
+    def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
+        """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
+        the state before it."""
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        x = head.join(ids_NT, features_NTD, self._embedding)
         if head.together is not None and self._places is not None:
+            x, given = head.enter(ids_NT, states_NTD, self._embedding)
             places = self._places.columns(columns)
-            out = head.together(x, self._positions[:, columns], places)
+            # What is added to is written over, and may be the states themselves.
+            x = x if given is None else x.clone()
+            out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
         else:
             assert self._columns is not None
             attention = _ColumnAttention(self._columns, columns)
-            x, delta = layer_forward(head.layer, 0, x, None, attention, head.eps)
-            out = x.add_(delta)
+            out = head.step(ids_NT, states_NTD, self._embedding, attention)
         return out.view(n, T, -1)
 
 

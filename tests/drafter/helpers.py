@@ -52,7 +52,7 @@ def responses(decoder: Decoder, asked: Sequence[GenerateRequest]) -> list[HeldOu
         assert answer.hidden_states is not None
         sequence = DraftSequence(
             tokens=[*request.prompt_ids, *answer.token_ids],
-            features_TD=torch.cat([features[:-1], answer.hidden_states]),
+            features_TF=torch.cat([features[:-1], answer.hidden_states]),
             loss_mask=[0.0] * len(request.prompt_ids) + [1.0] * len(answer.token_ids),
         )
         found.append(HeldOut(sequence=sequence, key=request.key, params=request.params))

@@ -63,7 +63,7 @@ def test_they_are_what_the_engine_hands_over() -> None:
         assert ours["loss_mask"] == list(sequence.loss_mask)
         assert ours["step"] == 3
         # The engine stops before the last token's.
-        assert torch.equal(ours["features"][: len(sequence.features_TD)], sequence.features_TD)
+        assert torch.equal(ours["features"][: len(sequence.features_TF)], sequence.features_TF)
 
 
 def test_nothing_is_kept_of_steps_that_are_not_wanted() -> None:
@@ -99,7 +99,7 @@ def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
     assert not trained_on & {one.key.uid for one in sink.held_out}
     assert max(len(one.sequence.tokens) for one in sink.held_out) <= 6
     for one in sink.held_out:
-        features = one.sequence.features_TD
+        features = one.sequence.features_TF
         assert features.untyped_storage().nbytes() == features.nbytes
     other = collector(held_out_every=3, held_out=5, max_length=6)
     other.load_state_dict(sink.state_dict())

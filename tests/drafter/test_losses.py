@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.drafter.losses import DraftSamples, acceptance_loss, eagle_loss
+from slipstream.drafter.losses import DraftSamples, acceptance_loss, draft_loss
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.linear import PackedLinear
@@ -25,7 +25,8 @@ def random_batch(seed: int = 0) -> DraftSamples:
     mask[1, 7:] = 0
     return DraftSamples(
         tokens_BT=torch.randint(0, V, (B, T), generator=generator),
-        features_BTD=torch.randn(B, T, D, generator=generator),
+        features_BTF=(features := torch.randn(B, T, D, generator=generator)),
+        final_BTD=features,
         loss_mask_BT=mask,
         embedding_VD=torch.randn(V, D, generator=generator),
         lm_head=PackedLinear.of(torch.randn(V, D, generator=generator) * 0.3),
@@ -46,13 +47,13 @@ def passing_on() -> DraftHead:
 
 def test_the_loss_is_that_of_a_loop() -> None:
     batch = random_batch()
-    loss = eagle_loss(passing_on().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
+    loss = draft_loss(passing_on().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
     value, soft, hits = [], [], []
     for b in range(B):
         for t in range(T - 2):
             if not batch.loss_mask_BT[b, t + 2]:
                 continue
-            given, wanted = batch.features_BTD[b, t].double(), batch.features_BTD[b, t + 1].double()
+            given, wanted = batch.features_BTF[b, t].double(), batch.features_BTF[b, t + 1].double()
             value.append(F.smooth_l1_loss(given, wanted))
             weight = batch.lm_head.weight.double()
             p, q = torch.softmax(weight @ wanted, -1), torch.softmax(weight @ given, -1)
@@ -72,23 +73,24 @@ def test_padding_on_the_right_does_not_matter() -> None:
     batch = random_batch()
     padded = DraftSamples(
         tokens_BT=F.pad(batch.tokens_BT, (0, 5), value=7),
-        features_BTD=F.pad(batch.features_BTD, (0, 0, 0, 5), value=9.0),
+        features_BTF=F.pad(batch.features_BTF, (0, 0, 0, 5), value=9.0),
+        final_BTD=F.pad(batch.final_BTD, (0, 0, 0, 5), value=9.0),
         loss_mask_BT=F.pad(batch.loss_mask_BT, (0, 5)),
         embedding_VD=batch.embedding_VD,
         lm_head=batch.lm_head,
     )
-    one, other = (eagle_loss(head.pack(torch.float32), b) for b in (batch, padded))
+    one, other = (draft_loss(head.pack(torch.float32), b) for b in (batch, padded))
     assert one.slots == other.slots
     torch.testing.assert_close(one.total, other.total)
 
 
 def test_no_gradient_reaches_the_policy() -> None:
     batch = random_batch()
-    features = batch.features_BTD.clone().requires_grad_()
+    features = batch.features_BTF.clone().requires_grad_()
     embedding = batch.embedding_VD.clone().requires_grad_()
     head = passing_on()
-    batch = replace(batch, features_BTD=features, embedding_VD=embedding)
-    eagle_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
+    batch = replace(batch, features_BTF=features, final_BTD=features, embedding_VD=embedding)
+    draft_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
     assert features.grad is None
     assert embedding.grad is None
     assert all(p.grad is not None for p in head.parameters())
@@ -97,16 +99,16 @@ def test_no_gradient_reaches_the_policy() -> None:
 def test_a_batch_without_a_slot_is_refused() -> None:
     batch = replace(random_batch(), loss_mask_BT=torch.zeros(B, T))
     with pytest.raises(DataError, match="no token of the batch can be drafted"):
-        eagle_loss(passing_on().pack(torch.float32), batch)
+        draft_loss(passing_on().pack(torch.float32), batch)
 
 
 def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
-    loss = eagle_loss(packed, batch, value_weight=0.7, soft_weight=0.2, depth=3, depth_decay=0.5)
+    loss = draft_loss(packed, batch, value_weight=0.7, soft_weight=0.2, depth=3, depth_decay=0.5)
     with torch.no_grad():
-        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTF[:, :-1]
         unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
     total, weight = 0.0, 1.0
     for k, predicted in enumerate(unrolled):
@@ -114,7 +116,7 @@ def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
         for b in range(B):
             for t in range(T - 2 - k):
                 if batch.loss_mask_BT[b, t + 2 + k]:
-                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    mine, true = predicted[b, t].double(), batch.features_BTF[b, t + 1 + k].double()
                     value.append(float(F.smooth_l1_loss(mine, true)))
                     lm = batch.lm_head.weight.double()
                     p, log_q = torch.softmax(lm @ true, -1), torch.log_softmax(lm @ mine, -1)
@@ -160,11 +162,11 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
     plain, loss = (
-        eagle_loss(packed, batch, depth=3, depth_decay=0.5, acceptance_weight=weight)
+        draft_loss(packed, batch, depth=3, depth_decay=0.5, acceptance_weight=weight)
         for weight in (0.0, 0.7)
     )
     with torch.no_grad():
-        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTF[:, :-1]
         unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
     expected = []
     for k, predicted in enumerate(unrolled):
@@ -172,7 +174,7 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
         for b in range(B):
             for t in range(T - 2 - k):
                 if batch.loss_mask_BT[b, t + 2 + k]:
-                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    mine, true = predicted[b, t].double(), batch.features_BTF[b, t + 1 + k].double()
                     lm = batch.lm_head.weight.double()
                     p, q = torch.softmax(lm @ true, -1), torch.softmax(lm @ mine, -1)
                     shares.append(-math.log(float(torch.minimum(p, q).sum())))

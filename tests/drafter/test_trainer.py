@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafter.acceptance import measure_acceptance
-from slipstream.drafter.losses import eagle_loss
+from slipstream.drafter.losses import draft_loss
 from slipstream.drafter.sequences import DraftSequence, collate, passes
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
@@ -68,13 +68,13 @@ def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
     return head
 
 
-def _late(features_TD: Tensor) -> Tensor:
-    return torch.cat([features_TD[:1], features_TD[:-1]])
+def _late(features_TF: Tensor) -> Tensor:
+    return torch.cat([features_TF[:1], features_TF[:-1]])
 
 
 ALIGNMENTS: dict[str, Callable[[DraftSequence], DraftSequence]] = {
     "right": lambda s: s,
-    "features one late": lambda s: replace(s, features_TD=_late(s.features_TD)),
+    "features one late": lambda s: replace(s, features_TF=_late(s.features_TF)),
     "tokens one late": lambda s: replace(s, tokens=[s.tokens[0], *s.tokens[:-1]]),
     "tokens one early": lambda s: replace(s, tokens=[*s.tokens[1:], 0]),
 }
@@ -179,7 +179,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     good = sequences(decoder, 4)
     bad = DraftSequence(
         tokens=good[0].tokens,
-        features_TD=torch.full_like(good[0].features_TD, float("nan")),
+        features_TF=torch.full_like(good[0].features_TF, float("nan")),
         loss_mask=good[0].loss_mask,
     )
     with pytest.raises(TrainingError, match=r"step 1: loss nan .* lower the learning rates of"):
@@ -224,7 +224,7 @@ def test_noise_is_on_what_is_given_and_not_on_what_is_wanted() -> None:
     assert 0.24 < float(noise.max()) <= 0.25
     assert -0.25 <= float(noise.min()) < -0.24
     packed = made.head.pack(torch.float32)
-    plain, noisy = eagle_loss(packed, batch), eagle_loss(packed, batch, noise_BTD=noise)
+    plain, noisy = draft_loss(packed, batch), draft_loss(packed, batch, noise_BTF=noise)
     assert float(noisy.value) > float(plain.value)
     again = made._noise(batch)
     made.step += 1

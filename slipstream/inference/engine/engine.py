@@ -32,7 +32,7 @@ from slipstream.inference.speculation.protocol import (
 )
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.kernels.team import by_itself
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths, round_up
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
@@ -59,15 +59,25 @@ class Engine:
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
         selector: StrategySelector | None = None,
+        taps: tuple[int, ...] = (),
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
 
         `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
-        changed between steps.
+        changed between steps. `taps` are layers whose inputs hidden states come with; those that
+        a proposer asks for need not be named.
 
-        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan or
-        selector without a proposer, or a plan other than a chain.
+        Raises ConfigError for a model whose widths exact mode does not cover, for a plan or
+        selector without a proposer, or a plan other than a chain, and for other taps than the
+        proposer's.
         """
+        if isinstance(proposer, LearningProposer) and proposer.taps != taps:
+            if taps:
+                raise ConfigError(
+                    f"engine: taps {list(taps)}, and the proposer's are {list(proposer.taps)}; "
+                    "leave them out"
+                )
+            taps = proposer.taps
         config = decoder.config
         check_widths(
             hidden_size=config.hidden_size,
@@ -77,7 +87,7 @@ class Engine:
         self.settings = settings
         self.version = 0
         self._decode_text = decode
-        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager)
+        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager, taps=taps)
         self._scheduler = Scheduler(
             self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
             max_num_seqs=settings.max_num_seqs,
@@ -320,34 +330,36 @@ class Engine:
 
     def _begin(self, admission: Admission, admitted: list[Running]) -> None:
         """Let requests that have just taken a row begin: fresh ones with a token."""
-        features: Mapping[str, Tensor] = {}
+        states: Mapping[str, Tensor] = {}
         fresh = admission.fresh
         if fresh:
             done = self._prefill.together(admission)
-            features, hidden = done.features, done.hidden_MD
+            states, hidden = done.states, done.last.final
             positions = torch.tensor([r.length for r in fresh], device=hidden.device)
             choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
             for request in fresh:
                 request.kv_weights = {self._weights}
                 drafts = self._proposer is not None and len(request.request.prompt_ids) >= BLOCK
                 if drafts or request.wants_context:
-                    request.keep_features(features[request.request_id], for_drafts=drafts)
+                    request.keep_features(states[request.request_id], for_drafts=drafts)
             self._count(
                 prompt_tokens=done.computed,
                 shared_prompt_tokens=done.shared,
                 reused_prompt_tokens=done.reused,
             )
             trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-            self._accept(fresh, trees, choice, hidden)
-        self._begin_drafts(admitted, features)
+            self._accept(fresh, trees, choice, done.last)
+        self._begin_drafts(admitted, states)
         self._collect(admitted)
 
-    def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
+    def _begin_drafts(self, admitted: list[Running], states: Mapping[str, Tensor]) -> None:
         self._behind = True
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
-                self._proposer.begin(name, prompt, request.context, features.get(name))
+                known = states.get(name)
+                features = None if known is None else self._runner.split(known).features
+                self._proposer.begin(name, prompt, request.context, features)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -376,12 +388,12 @@ class Engine:
             self._scheduler.store, ids_NW, slots_NW, max(lengths) + width - 1, min(lengths)
         )
         positions = (slots_NW[:count] + 1).flatten()
-        choice = self._runner.choose(hidden, positions, sampling.repeated(width))
+        choice = self._runner.choose(hidden.final, positions, sampling.repeated(width))
         for request in running:
             request.kv_weights.add(self._weights)
         tokens = self._accept(running, trees, choice, hidden)
         if self._proposer is not None:
-            features = hidden[: count * width].view(count, width, -1)
+            features = hidden.features[: count * width].view(count, width, -1)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(
@@ -467,7 +479,7 @@ class Engine:
         requests: list[Running],
         trees: Sequence[DraftTree],
         choice: Choice,
-        hidden: Tensor,
+        hidden: HiddenStates,
     ) -> list[list[int]]:
         """Hand each request its tokens, as far as its drafts are what the policy chose. Returns
         them."""
@@ -486,7 +498,7 @@ class Engine:
                     break
                 accepted += node > 0
                 if request.request.return_hidden_states:
-                    request.hidden.append(hidden[row].clone())
+                    request.hidden.append(hidden.at(row))
                 if request.stop_reason is not None:
                     break
             news.append(request.context[known:])

@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE head: a chain of tokens, each from the predicted feature of the one before.
+"""Drafts from an EAGLE head: a chain of tokens, each from the head's state at the one before.
 
 The head keeps keys and values of its own, one row per running request, from true features only:
 what it computed over its own predictions lies in later slots and is overwritten. Features that came
@@ -28,7 +28,8 @@ from slipstream.inference.speculation.waiting import (
     WaitingFeatures,
 )
 from slipstream.inference.weights import checked_tensors
-from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_model import DraftModel, PackedDraft
 from slipstream.models.draft_pass import DraftPass, Ints, draft_chain
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
@@ -42,11 +43,11 @@ _COLUMNS = 64
 
 
 class EagleProposer:
-    """`Proposer` by a draft head of the policy's own size."""
+    """`Proposer` by a draft head."""
 
     def __init__(
         self,
-        head: DraftHead,
+        head: DraftModel,
         *,
         dtype: torch.dtype,
         kv_budget_bytes: int = 1 << 30,
@@ -59,10 +60,11 @@ class EagleProposer:
         forgotten and rows begin anew after them. With
         `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
-        device = head.fc.weight.device
+        device = head.device
         self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
+        self._width = head.config.hidden_size * max(1, len(head.taps))
         with torch.no_grad():
-            self._packed: PackedDraftHead = head.pack(dtype)
+            self._packed: PackedDraft = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, Row] = {}
         self._order: list[str] = []
@@ -73,6 +75,11 @@ class EagleProposer:
         self._waiting = WaitingFeatures(waiting_bytes)
         self._short_of_memory = False
         self._free_cache = free_cache
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `LearningProposer`."""
+        return self._head.taps
 
     def begin(
         self,
@@ -147,7 +154,7 @@ class EagleProposer:
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
         rows = self._in_order(batch.request_ids)
-        ours, theirs = self._packed.fc.weight.dtype, batch.policy.compute_dtype
+        ours, theirs = self._packed.dtype, batch.policy.compute_dtype
         if ours != theirs:
             # Kernels would read past the end of one of them.
             raise EngineError(f"the policy computes in {theirs}, and the draft head in {ours}")
@@ -163,9 +170,11 @@ class EagleProposer:
             self._say_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        if self._packed.together is not None and not batch.rows.cuts:
+        packed = self._packed
+        at_once = isinstance(packed, PackedDraftHead) and packed.together is not None
+        if at_once and not batch.rows.cuts:
             drafts = draft_chain(
-                self._packed,
+                packed,
                 batch.policy,
                 self._store.data[0],
                 starts_N,
@@ -197,7 +206,8 @@ class EagleProposer:
         self, batch: DraftBatch, steps: int, starts_N: Ints, waiting: Waiting
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
-        ids_NT, features_NTD = waiting.padded()
+        ids_NT, features_NTF = waiting.padded()
+        states_NTD = self._packed.taken(features_NTF)
         width = ids_NT.shape[1]
         ends_N1 = (starts_N + waiting.counts_N)[:, None]
         columns = starts_N[:, None] + np.arange(width), ends_N1 + np.arange(steps - 1)
@@ -209,25 +219,27 @@ class EagleProposer:
         while width - done > _COLUMNS:
             part = slice(done, done + _COLUMNS)
             early = self._pass(batch, slots_NC[:, part], num_keys)
-            hidden.append(early.run(0, ids_NT[:, part], features_NTD[:, part]))
+            hidden.append(early.run(0, ids_NT[:, part], states_NTD[:, part]))
             done += _COLUMNS
         run = self._pass(batch, slots_NC[:, done:], num_keys)
-        hidden.append(run.run(0, ids_NT[:, done:], features_NTD[:, done:]))
+        hidden.append(run.run(0, ids_NT[:, done:], states_NTD[:, done:]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
         hidden_ND = all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
-        drafts = [_choose(batch, hidden_ND, 0)]
+        drafts = [_choose(batch, self._packed, hidden_ND, 0)]
         for step in range(1, steps):
             column = width - done + step - 1
             hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
-            drafts.append(_choose(batch, hidden_ND, step))
+            drafts.append(_choose(batch, self._packed, hidden_ND, step))
         return torch.stack(drafts, 1)
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
-        if features.dtype != self._features_dtype:
+        found, wanted = (features.shape[-1], features.dtype), (self._width, self._features_dtype)
+        if found != wanted:
             raise EngineError(
-                f"features are {features.dtype}, and the draft head takes {self._features_dtype}"
+                f"features are {found[0]} numbers of {found[1]}, and the draft head takes "
+                f"{wanted[0]} of {wanted[1]}: it taps the layers {list(self.taps)}"
             )
         return features.contiguous()
 
@@ -246,13 +258,13 @@ class EagleProposer:
         self._short_of_memory = True
 
 
-def _choose(batch: DraftBatch, hidden_ND: Tensor, step: int) -> Tensor:
+def _choose(batch: DraftBatch, head: PackedDraft, states_ND: Tensor, step: int) -> Tensor:
     """Drafted tokens (N,): argmax of log q + G, with the noise of the position that they are for.
 
     Over the temperature, logits and log q differ by a constant, so no distribution is needed.
     """
     rows, positions = batch.rows, batch.positions_N + step
-    logits_NV = batch.policy.lm_head(hidden_ND).float()
+    logits_NV = head.logits(states_ND, batch.policy.lm_head)
     if rows.cuts:
         return choose(logits_NV, positions, rows).tokens
     if rows.any_tempered:
