@@ -163,7 +163,6 @@ def brief_head(
             DraftSamples(
                 tokens_BT=ids,
                 features_BTF=features,
-                final_BTD=features,
                 loss_mask_BT=torch.ones(ids.shape),
                 embedding_VD=policy.embedding,
                 lm_head=policy.lm_head,

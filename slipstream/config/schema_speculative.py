@@ -27,8 +27,8 @@ class EagleConfig:
     """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it, as
     what it is: EAGLE or EAGLE3."""
     spec_algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE"
-    """What a new draft model is: `EAGLE` (1 and 2) goes on from the policy's final hidden states and
-    uses its LM head; `EAGLE3` from those of three layers, with an LM head of its own."""
+    """What a new draft model is: `EAGLE` (1 and 2) goes on from the policy's final hidden states
+    and uses its LM head; `EAGLE3` from those of three layers, with an LM head of its own."""
     draft_vocab_size: PositiveInt | None = None
     """Tokens that a new draft model of EAGLE3 can draft: the most frequent ones of the responses
     that `slipstream draft` begins with; null: all."""

@@ -161,7 +161,7 @@ def measure_acceptance(
         right = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         unrolled = packed.unroll(
             batch.tokens_BT.roll(-1, -1),
-            batch.features_BTF,
+            batch.given,
             ends.embedding_VD,
             depth,
             lengths=batch.lengths,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import DataError
+from slipstream.models.decoder import HiddenStates
 from slipstream.models.draft_model import PackedDraft
 from slipstream.models.linear import PackedLinear
 
@@ -22,18 +23,27 @@ from slipstream.models.linear import PackedLinear
 class DraftSamples:
     """Sequences to learn from: padded on the right, or with `lengths` one after another, B = 1.
 
-    `features_BTF` are what a head is given (`DraftModel.taps`), `final_BTD` the policy's final
-    hidden states, which may be the same; `loss_mask_BT` is 1 on tokens that the policy wrote.
-    `embedding_VD` and `lm_head` are the policy's at the time of the features.
+    `features_BTF` are the policy's hidden states: those that a head taps, if it does
+    (`DraftModel.taps`), and then the final ones, side by side; `loss_mask_BT` is 1 on tokens that
+    the policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
     """
 
     tokens_BT: Tensor
     features_BTF: Tensor
-    final_BTD: Tensor
     loss_mask_BT: Tensor
     embedding_VD: Tensor
     lm_head: PackedLinear
     lengths: Sequence[int] | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """What a head is given: taps, else the final hidden states."""
+        return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).features
+
+    @property
+    def final(self) -> Tensor:
+        """The final hidden states."""
+        return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).final
 
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row (M,): its sequence, its place there, and how many rows come after it."""
@@ -60,8 +70,8 @@ class DraftLoss:
     mean over slots.
 
     `value` (None of a head that predicts no features), `soft`, `acceptance` (None where it has no
-    weight) and `accuracy` are those of the first draft, `depth_accuracy` has that of every depth. Accuracy: how often the head's likeliest
-    token is the policy's likeliest one.
+    weight) and `accuracy` are those of the first draft, `depth_accuracy` has that of every depth.
+    Accuracy: how often the head's likeliest token is the policy's likeliest one.
     """
 
     total: Tensor
@@ -82,7 +92,7 @@ def draft_loss(
     acceptance_weight: float = 0.0,
     depth: int = 1,
     depth_decay: float = 1.0,
-    noise_BTF: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> DraftLoss:
     """Cross-entropy to the policy's own distribution over slots whose drafted token the policy
     wrote; for a head that predicts features also smooth L1 between these and true ones (EAGLE, Li
@@ -93,7 +103,7 @@ def draft_loss(
     token t + 2. No gradient reaches the policy. With `depth` above 1 the head also drafts from its
     own states, so many tokens far (`PackedDraft.unroll`), and depth k, from 0, counts
     `depth_decay`^k in a weighted mean (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et
-    al. 2024). `noise_BTF` is added to the features that the head is given, not to those that it is
+    al. 2024). `noise` is added to the features that the head is given, not to those that it is
     to predict.
 
     Of a head with a draft vocabulary, both distributions are those among its tokens, and slots
@@ -102,16 +112,16 @@ def draft_loss(
 
     Raises DataError for a batch without a slot to learn from.
     """
-    features = batch.features_BTF.detach()
-    final = batch.final_BTD.detach().flatten(0, 1)
+    given = batch.given.detach()
+    final = batch.final.detach().flatten(0, 1)
     unrolled = head.unroll(
         batch.tokens_BT.roll(-1, -1),
-        features if noise_BTF is None else features + noise_BTF,
+        given if noise is None else given + noise,
         batch.embedding_VD.detach(),
         depth,
         lengths=batch.lengths,
     )
-    total = torch.zeros((), device=features.device)
+    total = torch.zeros((), device=given.device)
     weights, first, accuracies = 0.0, None, list[Tensor]()
     for k, states in enumerate(unrolled):
         # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.

@@ -83,7 +83,7 @@ def collate(
             together[0, start : start + rows] = sequence.features_TF
         return DraftSamples(
             tokens_BT=torch.tensor([[t for s in sequences for t in s.tokens]], device=like.device),
-            **_of_features(together, ends),
+            features_BTF=together,
             loss_mask_BT=torch.tensor(
                 [[m for s in sequences for m in s.loss_mask]], device=like.device
             ),
@@ -102,18 +102,11 @@ def collate(
         features[b, : len(sequence.features_TF)] = sequence.features_TF
     return DraftSamples(
         tokens_BT=ids.to(like.device),
-        **_of_features(features, ends),
+        features_BTF=features,
         loss_mask_BT=mask.to(like.device),
         embedding_VD=like,
         lm_head=ends.lm_head,
     )
-
-
-def _of_features(features: Tensor, ends: PolicyEnds) -> dict[str, Tensor]:
-    """What a head is given, and the final hidden states, of both side by side."""
-    D = ends.embedding_VD.shape[1]
-    given = features[..., :-D].contiguous() if features.shape[-1] > D else features
-    return {"features_BTF": given, "final_BTD": features[..., -D:].contiguous()}
 
 
 def length_buckets(lengths: Sequence[int], batch_size: int, key: str) -> list[list[int]]:

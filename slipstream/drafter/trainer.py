@@ -143,7 +143,7 @@ class DraftTrainer:
             acceptance_weight=s.acceptance_weight,
             depth=s.depth,
             depth_decay=s.depth_decay,
-            noise_BTF=self._noise(batch),
+            noise=self._noise(batch),
         )
         loss.total.backward()  # type: ignore[no-untyped-call]
         norm = float(
@@ -169,7 +169,7 @@ class DraftTrainer:
         }
 
     def _noise(self, batch: DraftSamples) -> Tensor | None:
-        width, like = self.settings.feature_noise, batch.features_BTF
+        width, like = self.settings.feature_noise, batch.given
         if not width:
             return None
         key = hashlib.blake2b(f"{self.settings.seed}/{self.step}".encode(), digest_size=8).digest()

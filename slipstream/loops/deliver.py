@@ -144,8 +144,8 @@ def _aside(output: Path) -> Iterator[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The type of the weights in a Hugging Face folder; the widest where they differ. (Whole numbers
-    are no weights.)"""
+    """The type of the weights in a Hugging Face folder, which whole numbers are not; the widest
+    where they differ."""
     found: set[torch.dtype] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

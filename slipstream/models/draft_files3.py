@@ -77,7 +77,11 @@ def head_of(
             for name, theirs, ours in (
                 ("vocab_size", own.vocab_size, policy.vocab_size),
                 ("hidden_size", own.hidden_size, policy.hidden_size),
-                ("target_hidden_size", raw.get("target_hidden_size", own.hidden_size), own.hidden_size),
+                (
+                    "target_hidden_size",
+                    raw.get("target_hidden_size", own.hidden_size),
+                    own.hidden_size,
+                ),
             )
             if theirs != ours
         ]

@@ -88,6 +88,6 @@ class PackedDraftHead(PackedDraft):
         embedded = F.embedding(ids_BT.flatten(), embedding_VD)
         return self.fc(torch.cat([embedded, states_BTD.reshape(len(embedded), -1)], -1)), None
 
-    def draft_logits(self, states: Tensor, lm_head: PackedLinear) -> Tensor:
+    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
         """See `PackedDraft`."""
-        return lm_head(states)
+        return lm_head(states_MD)

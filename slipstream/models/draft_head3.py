@@ -163,11 +163,9 @@ class PackedEagle3Head(PackedDraft):
         )
         return states, torch.cat(halves, -1)
 
-    def draft_logits(self, states: Tensor, lm_head: PackedLinear) -> Tensor:
+    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
         """See `PackedDraft`; the policy's LM head is not needed."""
-        rows = states.reshape(-1, states.shape[-1])
-        normed = add_norm(rows, None, self.norm, self.eps)[1]
-        return self.lm_head(normed).view(*states.shape[:-1], -1)
+        return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 
 def _check_taps(taps: tuple[int, ...], num_layers: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.models.config import ModelConfig
 from slipstream.models import draft_files3
+from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_layouts import own_tensors

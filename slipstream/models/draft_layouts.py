@@ -67,9 +67,9 @@ LAYOUTS: Mapping[str, Layout] = {
         fc_bias=True,
         untied=True,
         by_outputs=True,
-        usage="python -m sglang.launch_server --model-path {policy} --speculative-algorithm {algorithm} "
-        "--speculative-draft-model-path {head} --speculative-num-steps 3 "
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+        usage="python -m sglang.launch_server --model-path {policy} "
+        "--speculative-algorithm {algorithm} --speculative-draft-model-path {head} "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     ),
 }
 

@@ -115,8 +115,8 @@ class PackedDraft(ABC):
         where that is something else: of tokens, each with the state before it."""
 
     @abstractmethod
-    def draft_logits(self, states: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Logits (..., Z) of the token after next; `lm_head` is the policy's."""
+    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
+        """Logits (M, Z) of the token after next; `lm_head` is the policy's."""
 
     def logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
         """Logits (M, V) in fp32 over the policy's vocabulary; -inf where nothing is drafted."""

@@ -205,7 +205,8 @@ def write_tensors(
     dtype: torch.dtype,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `config.json` and `tensors`, over what `folder` holds; floating-point ones as `dtype`."""
+    """Write `config.json` and `tensors`, those of floating-point numbers as `dtype`, over what
+    `folder` holds."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     tensors = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from tests.drafter.helpers import requests, responses
 from tests.inference.helpers import shared_decoder
 
 
-def collector(**settings: int) -> FeatureCollector:
-    values = {"max_length": 100, "held_out": 4, "held_out_every": 1000, **settings}
+def collector(**settings: Any) -> FeatureCollector:
+    values: dict[str, Any] = {"max_length": 100, "held_out": 4, "held_out_every": 1000, **settings}
     params = SamplingParams(max_tokens=24)
     return FeatureCollector(
         DraftBuffer(BufferSettings(lookback_steps=1)),

@@ -25,8 +25,7 @@ def random_batch(seed: int = 0) -> DraftSamples:
     mask[1, 7:] = 0
     return DraftSamples(
         tokens_BT=torch.randint(0, V, (B, T), generator=generator),
-        features_BTF=(features := torch.randn(B, T, D, generator=generator)),
-        final_BTD=features,
+        features_BTF=torch.randn(B, T, D, generator=generator),
         loss_mask_BT=mask,
         embedding_VD=torch.randn(V, D, generator=generator),
         lm_head=PackedLinear.of(torch.randn(V, D, generator=generator) * 0.3),
@@ -60,6 +59,7 @@ def test_the_loss_is_that_of_a_loop() -> None:
             soft.append(-(p * q.log()).sum())
             hits.append(float(p.argmax() == q.argmax()))
     assert loss.slots == len(value) == 5 + 5 + 7
+    assert loss.value is not None
     assert float(loss.value) == pytest.approx(float(sum(value)) / len(value), rel=1e-5)
     assert float(loss.soft) == pytest.approx(float(sum(soft)) / len(soft), rel=1e-5)
     assert float(loss.accuracy) == pytest.approx(sum(hits) / len(hits))
@@ -74,7 +74,6 @@ def test_padding_on_the_right_does_not_matter() -> None:
     padded = DraftSamples(
         tokens_BT=F.pad(batch.tokens_BT, (0, 5), value=7),
         features_BTF=F.pad(batch.features_BTF, (0, 0, 0, 5), value=9.0),
-        final_BTD=F.pad(batch.final_BTD, (0, 0, 0, 5), value=9.0),
         loss_mask_BT=F.pad(batch.loss_mask_BT, (0, 5)),
         embedding_VD=batch.embedding_VD,
         lm_head=batch.lm_head,
@@ -89,7 +88,7 @@ def test_no_gradient_reaches_the_policy() -> None:
     features = batch.features_BTF.clone().requires_grad_()
     embedding = batch.embedding_VD.clone().requires_grad_()
     head = passing_on()
-    batch = replace(batch, features_BTF=features, final_BTD=features, embedding_VD=embedding)
+    batch = replace(batch, features_BTF=features, embedding_VD=embedding)
     draft_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
     assert features.grad is None
     assert embedding.grad is None

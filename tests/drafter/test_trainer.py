@@ -18,12 +18,13 @@ from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
 from tests.inference.helpers import shared_decoder
 
 
-def same(one: DraftHead, other: DraftHead) -> bool:
+def same(one: DraftModel, other: DraftModel) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -224,7 +225,9 @@ def test_noise_is_on_what_is_given_and_not_on_what_is_wanted() -> None:
     assert 0.24 < float(noise.max()) <= 0.25
     assert -0.25 <= float(noise.min()) < -0.24
     packed = made.head.pack(torch.float32)
-    plain, noisy = draft_loss(packed, batch), draft_loss(packed, batch, noise_BTF=noise)
+    plain, noisy = draft_loss(packed, batch), draft_loss(packed, batch, noise=noise)
+    assert noisy.value is not None
+    assert plain.value is not None
     assert float(noisy.value) > float(plain.value)
     again = made._noise(batch)
     made.step += 1

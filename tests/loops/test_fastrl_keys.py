@@ -108,7 +108,7 @@ def parts(overrides: str) -> Parts:
     return Parts(
         speculation=make_speculation(
             config,
-            decoder.config,
+            decoder,
             dtype=torch.float32,
             device=torch.device("cpu"),
             kv_budget_bytes=1 << 20,

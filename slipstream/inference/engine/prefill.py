@@ -26,8 +26,8 @@ class Prefilled:
     """Result of a prefill of M requests.
 
     `last` are the states of their last tokens (M, ...); `states` those of all tokens, side by side
-    (T, F) by request id, less what was taken over; then tokens: computed, of equal contexts, taken over from
-    other requests.
+    (T, F) by request id, less what was taken over; then tokens: computed, of equal contexts, taken
+    over from other requests.
     """
 
     last: HiddenStates

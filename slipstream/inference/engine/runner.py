@@ -96,9 +96,7 @@ class Runner:
         first_U1 = torch.tensor(starts, device=self.device)[:, None]
         positions = self._positions(first_U1 + torch.arange(width, device=self.device))
         view = ExtendView(store, rows, starts, [len(rest) for rest in rests], width)
-        return self.packed.forward(
-            ids, positions, kv_cache=view, taps=self.taps
-        ).side_by_side()
+        return self.packed.forward(ids, positions, kv_cache=view, taps=self.taps).side_by_side()
 
     def split(self, states: Tensor) -> HiddenStates:
         """Of states that stand side by side."""

@@ -171,8 +171,8 @@ class EagleProposer:
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
         packed = self._packed
-        at_once = isinstance(packed, PackedDraftHead) and packed.together is not None
-        if at_once and not batch.rows.cuts:
+        in_one_call = packed.together is not None and not batch.rows.cuts
+        if in_one_call and isinstance(packed, PackedDraftHead):
             drafts = draft_chain(
                 packed,
                 batch.policy,
