@@ -155,7 +155,8 @@ class PackedEagle3Head(PackedDraft):
     ) -> tuple[Tensor, Tensor | None]:
         """See `PackedDraft`."""
         embedded = F.embedding(ids_BT.flatten(), embedding_VD)
-        states = states_BTD.reshape(len(embedded), -1)
+        # Kernels read rows by address.
+        states = states_BTD.reshape(len(embedded), -1).contiguous()
         assert self.layer.input_norm is not None
         halves = (
             add_norm(embedded, None, self.layer.input_norm, self.eps)[1],
