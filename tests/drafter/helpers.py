@@ -42,11 +42,13 @@ def requests(count: int, *, seed: int = 0, **settings: Any) -> list[GenerateRequ
     ]
 
 
-def responses(decoder: Decoder, asked: Sequence[GenerateRequest]) -> list[HeldOut]:
-    done = make_engine(decoder).run(asked)
+def responses(
+    decoder: Decoder, asked: Sequence[GenerateRequest], *, taps: tuple[int, ...] = ()
+) -> list[HeldOut]:
+    done = make_engine(decoder, taps=taps).run(asked)
     with torch.no_grad():
         policy = decoder.pack(torch.float32)
-    before = policy_features(policy, [r.prompt_ids for r in asked])
+    before = policy_features(policy, [r.prompt_ids for r in asked], taps=taps)
     found = []
     for request, answer, features in zip(asked, done, before, strict=True):
         assert answer.hidden_states is not None
@@ -59,8 +61,10 @@ def responses(decoder: Decoder, asked: Sequence[GenerateRequest]) -> list[HeldOu
     return found
 
 
-def sequences(decoder: Decoder, count: int, *, seed: int = 0) -> list[DraftSequence]:
-    found = [r.sequence for r in responses(decoder, requests(count, seed=seed))]
+def sequences(
+    decoder: Decoder, count: int, *, seed: int = 0, taps: tuple[int, ...] = ()
+) -> list[DraftSequence]:
+    found = [r.sequence for r in responses(decoder, requests(count, seed=seed), taps=taps)]
     return [s for s in found if s.slots]
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from slipstream.drafter.losses import DraftSamples, acceptance_loss, draft_loss
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.linear import PackedLinear
 from tests.models.helpers import config
 
@@ -183,3 +184,49 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     assert float(loss.acceptance) == pytest.approx(expected[0], rel=1e-5)
     more = 0.7 * (expected[0] + expected[1] / 2 + expected[2] / 4) / 1.75
     assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
+
+
+def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
+    """The loss of an EAGLE-3 head with some of the tokens, against a loop over slots."""
+    tokens, steps = [*range(0, V, 3)], 2
+    head = Eagle3Head(config("qwen3", hidden_size=D, vocab_size=V), (0, 1, 2), tokens)
+    head.init_weights(0)
+    wide = torch.randn(B, T, 4 * D, generator=torch.Generator().manual_seed(4))
+    batch = replace(random_batch(), features_BTF=wide)
+    packed = head.pack(torch.float32)
+    weights: dict[str, float] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
+    loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
+    assert loss.value is None
+    assert torch.equal(batch.given, wide[..., : 3 * D])
+    assert torch.equal(batch.final, wide[..., 3 * D :])
+    total = outside = 0.0
+    with torch.no_grad():
+        unrolled = list(
+            packed.unroll(batch.tokens_BT.roll(-1, -1), batch.given, batch.embedding_VD, steps)
+        )
+        for k, states in enumerate(unrolled):
+            soft, accepted, hits = [], [], []
+            for b in range(B):
+                for t in range(T - 2 - k):
+                    if not batch.loss_mask_BT[b, t + 2 + k]:
+                        continue
+                    logits = batch.lm_head(batch.final[b, t + 1 + k][None])[0].double()
+                    mine = packed.draft_logits(states[b, t][None], batch.lm_head)[0].double()
+                    p, q = torch.softmax(logits[tokens], -1), torch.softmax(mine, -1)
+                    known = int(logits.argmax()) in tokens
+                    outside += not known
+                    soft.append(-float((p * q.log()).sum()) if known else 0.0)
+                    mass = torch.softmax(logits, -1)[tokens]
+                    accepted.append(-float(torch.minimum(mass, q).sum().log()))
+                    hits.append(tokens[int(mine.argmax())] == int(logits.argmax()))
+            mean = 0.2 * sum(soft) / len(soft) + 0.3 * sum(accepted) / len(accepted)
+            total += 0.5**k * mean
+            assert float(loss.depth_accuracy[k]) == pytest.approx(sum(hits) / len(hits))
+            if k == 0:
+                assert float(loss.soft) == pytest.approx(sum(soft) / len(soft), rel=1e-5)
+                assert loss.acceptance is not None
+                assert float(loss.acceptance) == pytest.approx(
+                    sum(accepted) / len(accepted), rel=1e-5
+                )
+    assert outside > 5
+    assert float(loss.total.detach()) == pytest.approx(total / 1.5, rel=1e-5)

@@ -18,10 +18,11 @@ from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
-from tests.inference.helpers import shared_decoder
+from tests.inference.helpers import VOCAB, make_decoder, shared_decoder
 
 
 def same(one: DraftModel, other: DraftModel) -> bool:
@@ -43,6 +44,24 @@ def test_training_makes_more_drafts_right() -> None:
     assert history[-1]["draft/loss"] < 0.8 * history[0]["draft/loss"]
     assert after.at_depth(1) > before.at_depth(1) + 0.05
     assert after.at_depth(2) > before.at_depth(2) + 0.05
+
+
+@pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 2)]])
+def test_responses_are_learned_by_an_eagle3_head(tokens: list[int] | None) -> None:
+    decoder = make_decoder(num_layers=4)
+    head, ends = Eagle3Head(decoder.config, (0, 1, 3), tokens), ends_of(decoder)
+    head.init_weights(1)
+    known = responses(decoder, requests(32, seed=8), taps=head.taps)
+    before = measure_acceptance(head, known, ends, depth=3)
+    made = trainer(head, lr=1e-2, value_weight=0.0, soft_weight=1.0, depth=3, depth_decay=0.8)
+    data = [one.sequence for one in known if one.sequence.slots]
+    history = made.train(passes(data, 16, "learn"), ends, steps=60)
+    after = measure_acceptance(head, known, ends, depth=3)
+    check_names(history[0])
+    assert "draft/value_loss" not in history[0]
+    assert history[-1]["draft/loss"] < 0.95 * history[0]["draft/loss"]
+    for k in (1, 2, 3):
+        assert after.at_depth(k) > before.at_depth(k) + 0.05
 
 
 def test_the_acceptance_loss_alone_makes_more_drafts_right() -> None:
