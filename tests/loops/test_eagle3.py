@@ -96,10 +96,13 @@ def test_a_training_of_another_head_does_not_go_on(
 ) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(finished, folder)
+    # With it, other settings are seen before.
+    (folder / "config.yaml").unlink()
     for other in ((), THIRD, (*THIRD, f"{EAGLE}.draft_vocab_size=13")):
         more = "speculative.draft.total_training_steps=9"
         assert main(line(trained, folder, *other, more)) == 4
         assert "a draft head of another algorithm, or with other taps" in capsys.readouterr().err
+        (folder / "config.yaml").unlink(missing_ok=True)
 
 
 def test_training_goes_on_from_a_head_as_what_it_is(
