@@ -98,7 +98,7 @@ def head_of(
         tokens = _tokens(raw, tensors, own.vocab_size)
         head = Eagle3Head(config, taps, tokens)
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+        raise _unfit(folder, error) from error
     # vLLM's own name of the layer is the other one.
     weights = {
         name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
@@ -114,6 +114,13 @@ def head_of(
             "so, or train one with `slipstream draft`"
         ) from error
     return head
+
+
+def _unfit(folder: Path, why: object) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {why}. It is the head's files that say so: export it anew, or train one with "
+        "`slipstream draft`"
+    )
 
 
 def _setting(raw: Mapping[str, Any], name: str) -> object:
@@ -133,9 +140,9 @@ def _taps(raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path) -> t
         try:
             return default_taps(policy.num_layers)
         except ConfigError as error:
-            raise CheckpointError(f"{folder}: config.json names no taps, and {error}") from error
+            raise _unfit(folder, f"config.json names no taps, and {error}") from error
     if not isinstance(ids, Sequence) or not all(type(i) is int for i in ids):
-        raise CheckpointError(f"{folder}: {_IDS} must be layers' numbers, got {ids!r}")
+        raise _unfit(folder, f"{_IDS} must be layers' numbers, got {ids!r}")
     return tuple(ids)
 
 

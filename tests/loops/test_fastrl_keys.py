@@ -451,7 +451,7 @@ def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None
         (
             "train.depth_decay=0.8",
             "depth_decay=0.8 has no effect with speculative.train.depth=1",
-            ["train.depth=2", "train.depth_decay=1"],
+            ["train.depth=2", "train.depth_decay=null"],
         ),
         (
             f"{PREDEFINED} eagle.exploration=0.1",

@@ -106,9 +106,7 @@ def rename(tensors: dict[str, Any]) -> None:
         tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
 
 
-def changed(
-    folder: Path, tensors: Callable[[dict[str, Any]], object], **settings: object
-) -> None:
+def changed(folder: Path, tensors: Callable[[dict[str, Any]], object], **settings: object) -> None:
     save_draft_head(made(), folder)
     found, path = load_file(folder / WEIGHTS), folder / "config.json"
     tensors(found)

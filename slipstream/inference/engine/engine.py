@@ -29,6 +29,7 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
     Proposer,
+    taps_of,
 )
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.kernels.team import by_itself
@@ -71,13 +72,12 @@ class Engine:
         selector without a proposer, or a plan other than a chain, and for other taps than the
         proposer's.
         """
-        if isinstance(proposer, LearningProposer) and proposer.taps != taps:
-            if taps:
-                raise ConfigError(
-                    f"engine: taps {list(taps)}, and the proposer's are {list(proposer.taps)}; "
-                    "leave them out"
-                )
-            taps = proposer.taps
+        wanted = taps_of(proposer)
+        if taps and wanted and taps != wanted:
+            raise ConfigError(
+                f"engine: taps {list(taps)}, and the proposer's are {list(wanted)}; leave them out"
+            )
+        taps = wanted or taps
         config = decoder.config
         check_widths(
             hidden_size=config.hidden_size,

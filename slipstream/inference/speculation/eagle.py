@@ -78,7 +78,7 @@ class EagleProposer:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `LearningProposer`."""
+        """See `Tapping`."""
         return self._head.taps
 
     def begin(

@@ -73,7 +73,7 @@ class Proposer(Protocol):
         """A request starts to run. `context` begins with `prompt` and holds all that is known;
         `features_TD` are the policy's features over all of it but the last token, or over the end
         of that where earlier ones are not at hand; None where none is. Features are final hidden
-        states, or the inputs of the layers that a `LearningProposer` taps, side by side."""
+        states, or the inputs of the layers that the proposer taps (`Tapping`), side by side."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
@@ -102,13 +102,23 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class LearningProposer(Proposer, Protocol):
-    """A proposer whose weights are trained elsewhere."""
+class Tapping(Protocol):
+    """A proposer that may ask for other features than final hidden states."""
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the policy whose inputs are its features; none: final hidden states are."""
         ...
+
+
+def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
+    """What `proposer` asks for."""
+    return proposer.taps if isinstance(proposer, Tapping) else ()
+
+
+@runtime_checkable
+class LearningProposer(Proposer, Tapping, Protocol):
+    """A proposer whose weights are trained elsewhere."""
 
     def update(self, update: WeightUpdate) -> None:
         """Take new weights, also while requests run: later drafts come from them.

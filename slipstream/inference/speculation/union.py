@@ -48,7 +48,7 @@ class UnionProposer:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """See `LearningProposer`."""
+        """See `Tapping`."""
         return self._head.taps
 
     def begin(

@@ -79,9 +79,7 @@ def test_drafts_are_those_of_the_head_over_all_true_taps(
         packed, head = policy().pack(torch.float32), proposer._head.pack(torch.float32)
         for name, length, chain in proposer.drafted:
             known = texts[name][:length]
-            taps = packed.forward(
-                torch.tensor([known]), torch.arange(length)[None], taps=TAPS
-            ).taps
+            taps = packed.forward(torch.tensor([known]), torch.arange(length)[None], taps=TAPS).taps
             assert taps is not None
             ids = torch.tensor([[*known[1:], *chain]])
             given = torch.nn.functional.pad(taps[:, : length - 1], (0, 0, 0, len(chain)))
