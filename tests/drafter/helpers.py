@@ -17,6 +17,7 @@ from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_featu
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from slipstream.types import GenerateRequest
 from tests.inference.helpers import make_engine, make_request, random_prompt
@@ -72,7 +73,7 @@ def ends_of(decoder: Decoder) -> PolicyEnds:
     return PolicyEnds.of(decoder, torch.float32)
 
 
-def trainer(head: DraftHead, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
+def trainer(head: DraftModel, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
     optim = settings.pop("optim", OptimSettings(lr=lr, weight_decay=0.0, warmup_steps=2))
     return DraftTrainer(head, DraftTrainSettings(optim=optim, **settings))
 

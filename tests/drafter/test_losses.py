@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
     wide = torch.randn(B, T, 4 * D, generator=torch.Generator().manual_seed(4))
     batch = replace(random_batch(), features_BTF=wide)
     packed = head.pack(torch.float32)
-    weights: dict[str, float] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
+    weights: dict[str, Any] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
     loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
     assert loss.value is None
     assert torch.equal(batch.given, wide[..., : 3 * D])

@@ -115,9 +115,9 @@ def test_chains_and_gradients_are_those_of_each_sequence(dtype: torch.dtype, clo
             with patch.object(draft_model, "takes_sequences_in_a_row", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
                 drafts = [packed.draft_logits(x[0], None) for x in chains]  # type: ignore[arg-type]
-            sum((w[own] * x).sum() for w, x in zip(wanted, drafts, strict=True)).backward(  # type: ignore[union-attr]
-                retain_graph=True
-            )
+            loss = sum((w[own] * x).sum() for w, x in zip(wanted, drafts, strict=True))
+            assert isinstance(loss, torch.Tensor)
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             logits[:, own] = torch.stack(drafts).detach()
         assert given.grad is not None
         grads = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
