@@ -105,6 +105,17 @@ def test_what_a_head_drafts_does_not_matter(dtype: torch.dtype, tokens: list[int
         assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
+@pytest.mark.usefixtures("without_kernels")
+def test_nor_does_it_where_torch_computes() -> None:
+    """As on a GPU."""
+    requests = mixed_requests(8, tokens=20)
+    reference = all_bits(make_engine(policy()).run(requests))
+    proposer = EagleProposer(new_head([*range(0, VOCAB, 2)]), dtype=torch.float32)
+    engine = make_engine(policy(), proposer=proposer, plan=DraftPlan.chain(3))
+    assert all_bits(engine.run(requests)) == reference
+    assert engine.stats().accepted_tokens > 0
+
+
 def test_rows_follow_preemption_switching_and_aborts() -> None:
     requests = mixed_requests(7, tokens=24, seed=2)
     reference = all_bits(make_engine(policy()).run(requests))
