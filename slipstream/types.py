@@ -418,14 +418,15 @@ class Features:
     """Hidden states that a trainer's forward pass hands to a `FeatureSink`.
 
     `hidden` (T, D) is the final hidden state (the input of the LM head) of the T tokens `tokens`;
-    `taps` are chosen intermediate states (T, D) by layer. `optimizer_step` produced the weights.
+    `taps` (T, n * D) are the inputs of the n layers that were asked for, side by side; None where
+    none was. `optimizer_step` produced the weights.
     """
 
     uid: str
     tokens: list[int]
     loss_mask: list[float]
     hidden: Tensor
-    taps: dict[int, Tensor]
+    taps: Tensor | None
     optimizer_step: int
     key: NoiseKey | None = None
 
@@ -435,7 +436,7 @@ class FeatureSink(Protocol):
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs are wanted next to the final hidden state."""
+        """Layers whose inputs are wanted next to the final hidden state, in order."""
         ...
 
     def select(self, batch: TrainBatch) -> set[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer, taps_of
 from slipstream.types import GenerateRequest
 
 
@@ -113,6 +113,7 @@ class RightHead:
         """What `head` drafts is replaced by what `oracle` does."""
         self._head = head
         self._oracle = oracle
+        self.taps = taps_of(head)
         self.remember = head.remember
 
     def begin(
@@ -152,6 +153,7 @@ class Counted:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
+        self.taps = taps_of(proposer)
         self.begin = proposer.begin
         self.observe = proposer.observe
         self.end = proposer.end

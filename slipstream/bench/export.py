@@ -3,7 +3,8 @@
 The policy and its head go to vLLM as files, as `slipstream export` writes them, and both
 engines answer the same prompts greedily, with chains of the same depths. Both must write the same
 tokens where their sums agree, which the benchmark counts, and accept as many drafts. vLLM's class
-for EAGLE heads is one of the Llama family. It is asked one prompt at a time: on a CPU, vLLM 0.32
+for EAGLE-1 heads is one of the Llama family, that for EAGLE-3 heads is for policies of all of ours.
+It is asked one prompt at a time: on a CPU, vLLM 0.32
 accepts fewer of the drafts after the first one the more requests run, whoever trained the head
 (docs/log.md). Times are not compared: that is `rollout --policy`.
 """
@@ -24,6 +25,7 @@ from slipstream.bench.trained import Trained, load_trained, make_engine
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_layouts import export_draft_head
 from slipstream.models.hf_io import save_checkpoint
 
@@ -39,7 +41,7 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportBench:
-    """Responses of `new_tokens` to `prompts` prompts of a policy of the Llama family, by chains of
+    """Responses of `new_tokens` to `prompts` prompts of a policy, by chains of
     each of `depths` drafts; vLLM is given `at_once` prompts together. Raises ConfigError for
     impossible values."""
 
@@ -70,10 +72,11 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
     for such responses, or vLLM is not installed."""
     trained = load_trained(bench.policy)
     family = trained.decoder.config.family
-    if family != "llama":
+    if family != "llama" and not isinstance(trained.head, Eagle3Head):
         raise ConfigError(
             f"{bench.policy} has a policy of the family {family}, and vLLM's class for EAGLE heads "
-            "is one of Llama's; train one with actor_rollout_ref.model.init.family=llama"
+            "is one of Llama's; train one with actor_rollout_ref.model.init.family=llama, or a "
+            "head with speculative.eagle.spec_algorithm=EAGLE3, whose class is for all"
         )
     workload = _workload(trained, bench)
     rows = []
@@ -84,7 +87,8 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
         for depth in bench.depths:
             say(f"{len(workload.prompts)} prompts, chains of {depth}: here, and in vLLM")
             ours = _ours(trained, workload, bench.dtype, depth)
-            theirs, versions = _theirs(policy, head, workload, bench, depth)
+            method = trained.head.algorithm.lower()
+            theirs, versions = _theirs(policy, head, method, workload, bench, depth)
             rows.append(_row(bench, workload, depth, ours, theirs, versions))
     return rows
 
@@ -129,15 +133,15 @@ def _ours(trained: Trained, workload: Workload, dtype: torch.dtype, depth: int) 
 
 
 def _theirs(
-    policy: Path, head: Path, workload: Workload, bench: ExportBench, depth: int
+    policy: Path, head: Path, method: str, workload: Workload, bench: ExportBench, depth: int
 ) -> tuple[Accepted, Mapping[str, str]]:
     settings = VllmSettings(
         dtype=str(bench.dtype).removeprefix("torch."),
         eager=True,
-        speculative={"method": "eagle", "model": str(head), "num_speculative_tokens": depth},
+        speculative={"method": method, "model": str(head), "num_speculative_tokens": depth},
     )
     positions = max(map(len, workload.prompts)) + max(workload.lengths)
-    with vllm_of(f"vllm-eagle-{depth}", settings, policy, positions, 0.0) as peer:
+    with vllm_of(f"vllm-{method}-{depth}", settings, policy, positions, 0.0) as peer:
         token_ids = list[list[int]]()
         for start in range(0, len(workload.prompts), bench.at_once):
             some = slice(start, start + bench.at_once)

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from slipstream.bench.shapes import SHAPES
-from slipstream.drafter.losses import DraftSamples, eagle_loss
+from slipstream.drafter.losses import DraftSamples, draft_loss
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_model import DraftModel
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
@@ -46,7 +47,7 @@ class Target:
 
     name: str
     decoder: Decoder
-    head: DraftHead
+    head: DraftModel
     texts: Sequence[Sequence[int]]
 
 
@@ -85,6 +86,7 @@ def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 
     texts = own_texts(decoder, count=NUM_TEXTS, length=TEXT_LENGTH)
     if head is None and (folder / "draft").is_dir():
         head = folder / "draft"
+    drafter: DraftModel
     if head is None:
         drafter = brief_head(decoder, texts, steps=head_steps)
     else:
@@ -156,11 +158,11 @@ def brief_head(
         with torch.no_grad():
             positions = torch.arange(ids.shape[1]).expand(rows, -1)
             features = policy.forward(ids, positions).final
-        loss = eagle_loss(
+        loss = draft_loss(
             head.pack(torch.float32),
             DraftSamples(
                 tokens_BT=ids,
-                features_BTD=features,
+                features_BTF=features,
                 loss_mask_BT=torch.ones(ids.shape),
                 embedding_VD=policy.embedding,
                 lm_head=policy.lm_head,

@@ -21,8 +21,8 @@ from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.loops import build
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_model import DraftModel
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
@@ -38,7 +38,7 @@ class Trained:
     """A policy, its draft head, and prompts of its task as token ids."""
 
     decoder: Decoder
-    head: DraftHead
+    head: DraftModel
     prompts: Sequence[Sequence[int]]
     max_model_len: int
 

@@ -60,9 +60,20 @@ def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
 
 
 def _training(speculative: SpeculativeConfig) -> Iterator[str]:
-    train, usual, key = speculative.train, SpeculativeConfig().train, "speculative.train"
-    if train.depth == 1 and train.depth_decay != usual.depth_decay:
+    train, eagle, key = speculative.train, speculative.eagle, "speculative.train"
+    new = eagle.spec_model_path is None
+    # Of a head that is read from files it is not known here what it is.
+    depth = 1 if train.depth is None and new and eagle.spec_algorithm == "EAGLE" else train.depth
+    if depth == 1 and train.depth_decay not in (None, 1):
         yield (
             f"{key}.depth_decay={train.depth_decay:g} has no effect with {key}.depth=1; set "
-            f"{key}.depth=2 or {key}.depth_decay={usual.depth_decay:g}"
+            f"{key}.depth=2 or {key}.depth_decay=null"
         )
+    if new and eagle.spec_algorithm == "EAGLE":
+        for name in ("draft_vocab_size", "aux_hidden_state_layer_ids"):
+            if getattr(eagle, name) is not None:
+                yield (
+                    f"speculative.eagle.{name} has no effect with "
+                    "speculative.eagle.spec_algorithm=EAGLE; set "
+                    f"speculative.eagle.spec_algorithm=EAGLE3 or speculative.eagle.{name}=null"
+                )

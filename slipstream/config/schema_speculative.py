@@ -27,7 +27,17 @@ class EagleConfig:
     """Shape of the draft and its tuning."""
 
     spec_model_path: str | None = None
-    """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it."""
+    """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it, as
+    what it is: EAGLE or EAGLE3."""
+    spec_algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE"
+    """What a new draft model is: `EAGLE` (1 and 2) goes on from the policy's final hidden states
+    and uses its LM head; `EAGLE3` from those of three layers, with an LM head of its own."""
+    draft_vocab_size: PositiveInt | None = None
+    """Tokens that a new draft model of EAGLE3 can draft: the most frequent ones of the responses
+    that `slipstream draft` begins with; null: all."""
+    aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = None
+    """Three layers of the policy, counted from 0, whose inputs a new draft model of EAGLE3 goes on
+    from; null: 2, half the number of layers, and the last but two."""
     spec_steps: PositiveInt = 7
     """Tokens drafted one after another, at most; how many is chosen by `tune_algorithm`."""
     spec_topk: PositiveInt = 1
@@ -147,18 +157,20 @@ class DrafterTrainConfig:
     collect_hidden_states_from_engine: bool = False
     """Take features from the engine's decoding; of responses that it has none of, or of more than
     one policy version, from the trainer's forward pass."""
-    value_weight: NonNegativeFloat = 1.0
-    """Weight of the distance between predicted and true features (smooth L1)."""
+    value_weight: NonNegativeFloat | None = None
+    """Weight of the distance between predicted and true features (smooth L1); null: 1 of an EAGLE
+    head. EAGLE3 predicts none."""
     soft_weight: NonNegativeFloat = 0.5
     """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
     acceptance_weight: NonNegativeFloat = 0.0
     """Weight of -log sum min(p, q), the probability that a draft sampled from the head's q is
     accepted under the policy's p (LK loss, Samarin et al. 2026)."""
-    depth: PositiveInt = 1
+    depth: PositiveInt | None = None
     """Drafts in a row that a step trains: from the second on the head is given its own
-    predictions."""
-    depth_decay: NonNegativeFloat = 1.0
-    """What each deeper draft counts, relative to the one before."""
+    predictions; null: 1 of an EAGLE head, 5 of EAGLE3, which needs more than one."""
+    depth_decay: NonNegativeFloat | None = None
+    """What each deeper draft counts, relative to the one before; null: 1 of an EAGLE head, 0.8 of
+    EAGLE3."""
     feature_noise: NonNegativeFloat = 0.0
     """Width of the uniform noise on the features that the head is given."""
     grad_clip: PositiveFloat | None = 1.0

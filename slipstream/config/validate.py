@@ -460,7 +460,8 @@ def _drafter(config: Config) -> Iterator[str]:
         if (one.min_lr_ratio or 0) > 1:
             key = f"speculative.{name}.optim"
             yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
-    if not (train.value_weight or train.soft_weight or train.acceptance_weight):
+    value_weight = 1 if train.value_weight is None else train.value_weight
+    if not (value_weight or train.soft_weight or train.acceptance_weight):
         yield (
             "speculative.train.value_weight=0, soft_weight=0 and acceptance_weight=0 leave a draft "
             "model nothing to learn; set speculative.train.value_weight=1, or "
@@ -485,6 +486,13 @@ def _cotraining(config: Config) -> Iterator[str]:
         yield (
             f"{key}.enable_drafter_training=true trains a draft model that nothing drafts with; "
             f"set speculative.enable=true speculative.spec_strategy=eagle, or {off}"
+        )
+    eagle = speculative.eagle
+    if eagle.draft_vocab_size is not None and eagle.spec_model_path is None:
+        yield (
+            f"speculative.eagle.draft_vocab_size={eagle.draft_vocab_size}: a draft model that "
+            "begins in RL has no responses to count tokens in; train one with `slipstream draft` "
+            "first, or set speculative.eagle.draft_vocab_size=null"
         )
     if train.min_workers_for_training != 1:
         yield (

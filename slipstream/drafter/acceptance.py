@@ -17,7 +17,7 @@ import torch
 
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.models.decoder import takes_sequences_in_a_row
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
@@ -137,7 +137,7 @@ class Acceptance:
 
 @torch.no_grad()
 def measure_acceptance(
-    head: DraftHead,
+    head: DraftModel,
     held_out: Sequence[HeldOut],
     ends: PolicyEnds,
     *,
@@ -161,16 +161,16 @@ def measure_acceptance(
         right = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         unrolled = packed.unroll(
             batch.tokens_BT.roll(-1, -1),
-            batch.features_BTD,
+            batch.given,
             ends.embedding_VD,
             depth,
             lengths=batch.lengths,
         )
         for k, predicted in enumerate(unrolled):
-            features, slots = predicted.flatten(0, 1), batch.drafted(2 + k)
+            states, slots = predicted.flatten(0, 1), batch.drafted(2 + k)
             # Those whose drafts so far were right.
             for some in torch.split(slots[right[slots] == k], ROWS_AT_ONCE):
-                logits = ends.lm_head(pad_rows(features[some])).float()[: len(some)]
+                logits = packed.logits(pad_rows(states[some]), ends.lm_head)[: len(some)]
                 drafts = choose(logits, place_M[some] + (2 + k), rows.part(sequence_M[some])).tokens
                 right[some] += drafts == ids[some + (2 + k)]
         for row, index in enumerate(part):

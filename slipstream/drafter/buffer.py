@@ -36,7 +36,7 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """Of the features: tokens are nothing beside them."""
-        return self.sequence.features_TD.nbytes
+        return self.sequence.features_TF.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def to_tree(kept: Kept) -> dict[str, Any]:
     sequence = kept.sequence
     return {
         "tokens": list(sequence.tokens),
-        "features": sequence.features_TD,
+        "features": sequence.features_TF,
         "loss_mask": list(sequence.loss_mask),
         "key": list(astuple(kept.key)),
         "step": kept.step,
@@ -193,7 +193,7 @@ def from_tree(tree: Mapping[str, Any]) -> Kept:
     """What `to_tree` made."""
     return Kept(
         sequence=DraftSequence(
-            tokens=tree["tokens"], features_TD=tree["features"], loss_mask=tree["loss_mask"]
+            tokens=tree["tokens"], features_TF=tree["features"], loss_mask=tree["loss_mask"]
         ),
         key=NoiseKey(*tree["key"]),
         step=tree["step"],

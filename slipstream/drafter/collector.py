@@ -1,7 +1,7 @@
 """Rows of an RL step with their features, kept for the draft head.
 
 A `FeatureSink`: rows are chosen before the trainer's forward pass, which computes the features
-anyway, and their final hidden states come with the tokens they belong to; those that an engine has
+anyway, and their hidden states come with the tokens they belong to; those that an engine has
 handed over while it decoded (`decoded`) are not asked for again. Works on the trainer's compute
 thread.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.drafter.acceptance import HeldOut
@@ -31,13 +32,15 @@ class CollectorSettings:
 
     `held_out` is how many responses are kept to measure acceptance on: one in `held_out_every`,
     never trained on, the newest ones. `params` is how responses are sampled. What follows after
-    `max_length` tokens is left out. Raises ConfigError for counts below 1.
+    `max_length` tokens is left out. `taps` are the head's (`DraftModel`). Raises ConfigError for
+    counts below 1.
     """
 
     params: SamplingParams
     max_length: int
     held_out: int
     held_out_every: int
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("max_length", 2), ("held_out", 1), ("held_out_every", 2)):
@@ -55,8 +58,6 @@ class RowCollector:
     stops there does not compute them.
     """
 
-    tap_layers: tuple[int, ...] = ()
-
     def __init__(
         self,
         settings: CollectorSettings,
@@ -64,6 +65,7 @@ class RowCollector:
         decoded: DecodedFeatures | None = None,
     ) -> None:
         """Every row goes to `keep`; `decoded` has what came from an engine."""
+        self.tap_layers = settings.taps
         self._settings = settings
         self._keep = keep
         self._decoded = decoded
@@ -96,7 +98,10 @@ class RowCollector:
 
     def receive(self, features: Features) -> None:
         """See `FeatureSink`."""
-        self._add(features.tokens, features.loss_mask, features.hidden, features.key)
+        hidden = features.hidden
+        if features.taps is not None:
+            hidden = torch.cat([features.taps, hidden], -1)
+        self._add(features.tokens, features.loss_mask, hidden, features.key)
 
     def _add(
         self, tokens: list[int], loss_mask: list[float], hidden: Tensor, key: NoiseKey | None
@@ -110,7 +115,7 @@ class RowCollector:
         self._keep(
             Kept(
                 sequence=DraftSequence(
-                    tokens=tokens[:length], features_TD=hidden, loss_mask=loss_mask[:length]
+                    tokens=tokens[:length], features_TF=hidden, loss_mask=loss_mask[:length]
                 ),
                 key=key,
                 step=self._step,

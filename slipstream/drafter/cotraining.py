@@ -23,7 +23,7 @@ from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.types import PolicyVersion
 
 
@@ -77,7 +77,7 @@ class CoTraining:
     """
 
     def __init__(
-        self, head: DraftHead, collector: FeatureCollector, settings: CoTrainSettings
+        self, head: DraftModel, collector: FeatureCollector, settings: CoTrainSettings
     ) -> None:
         """`head` learns; as it is now it is in use, as version 0."""
         self.collector = collector
@@ -89,7 +89,7 @@ class CoTraining:
         """The newest policy whose responses the head in use was trained on; None: of none that is
         known."""
         self.lost = Loss()
-        self.used = DraftHead(head.config).to(head.fc.weight.device)
+        self.used = head.blank().to(head.device)
         self.used.load_state_dict(head.state_dict())
 
     def published(self) -> list[tuple[str, Tensor]]:
@@ -201,9 +201,9 @@ class CoTraining:
         self.version, self.trained_to, self.lost = version, trained_to, Loss()
 
     @property
-    def _averaged(self) -> DraftHead:
+    def _averaged(self) -> DraftModel:
         head = self.average.module
-        assert isinstance(head, DraftHead)
+        assert isinstance(head, DraftModel)
         return head
 
     def _begin_anew(self) -> None:
@@ -218,7 +218,7 @@ class CoTraining:
             yield batch
 
     def _accepted(
-        self, head: DraftHead, held_out: Sequence[HeldOut], ends: PolicyEnds
+        self, head: DraftModel, held_out: Sequence[HeldOut], ends: PolicyEnds
     ) -> Acceptance | None:
         """None where there is nothing to measure on."""
         if not held_out:
@@ -229,7 +229,7 @@ class CoTraining:
         )
 
 
-def _average(head: DraftHead, decay: float) -> AveragedModel:
+def _average(head: DraftModel, decay: float) -> AveragedModel:
     """Of nothing yet: its first update takes the weights as they are."""
 
     def update(averages: PARAM_LIST, weights: PARAM_LIST, taken: Tensor | int) -> None:
@@ -239,7 +239,7 @@ def _average(head: DraftHead, decay: float) -> AveragedModel:
     return AveragedModel(head, multi_avg_fn=update)
 
 
-def _tensors(head: DraftHead) -> dict[str, Tensor]:
+def _tensors(head: DraftModel) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in head.named_parameters()}
 
 

@@ -1,7 +1,7 @@
 """What a draft head is trained on: the policy's own features and distributions.
 
-Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D hidden width,
-M = B * T rows.
+Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D hidden width, F width
+of a feature, M = B * T rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import DataError
-from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.decoder import HiddenStates
+from slipstream.models.draft_model import PackedDraft
 from slipstream.models.linear import PackedLinear
 
 
@@ -22,16 +23,27 @@ from slipstream.models.linear import PackedLinear
 class DraftSamples:
     """Sequences to learn from: padded on the right, or with `lengths` one after another, B = 1.
 
-    `features_BTD` are the policy's final hidden states, `loss_mask_BT` is 1 on tokens that the
-    policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
+    `features_BTF` are the policy's hidden states: those that a head taps, if it does
+    (`DraftModel.taps`), and then the final ones, side by side; `loss_mask_BT` is 1 on tokens that
+    the policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
     """
 
     tokens_BT: Tensor
-    features_BTD: Tensor
+    features_BTF: Tensor
     loss_mask_BT: Tensor
     embedding_VD: Tensor
     lm_head: PackedLinear
     lengths: Sequence[int] | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """What a head is given: taps, else the final hidden states."""
+        return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).features
+
+    @property
+    def final(self) -> Tensor:
+        """The final hidden states."""
+        return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).final
 
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row (M,): its sequence, its place there, and how many rows come after it."""
@@ -57,13 +69,13 @@ class DraftLoss:
     """`total` = value_weight * `value` + soft_weight * `soft` + acceptance_weight * `acceptance`, a
     mean over slots.
 
-    `value`, `soft`, `acceptance` (None where it has no weight) and `accuracy` are those of the
-    first draft, `depth_accuracy` has that of every depth. Accuracy: how often the head's likeliest
-    token is the policy's likeliest one.
+    `value` (None of a head that predicts no features), `soft`, `acceptance` (None where it has no
+    weight) and `accuracy` are those of the first draft, `depth_accuracy` has that of every depth.
+    Accuracy: how often the head's likeliest token is the policy's likeliest one.
     """
 
     total: Tensor
-    value: Tensor
+    value: Tensor | None
     soft: Tensor
     acceptance: Tensor | None
     accuracy: Tensor
@@ -71,8 +83,8 @@ class DraftLoss:
     depth_accuracy: Sequence[Tensor]
 
 
-def eagle_loss(
-    head: PackedDraftHead,
+def draft_loss(
+    head: PackedDraft,
     batch: DraftSamples,
     *,
     value_weight: float = 1.0,
@@ -80,56 +92,72 @@ def eagle_loss(
     acceptance_weight: float = 0.0,
     depth: int = 1,
     depth_decay: float = 1.0,
-    noise_BTD: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> DraftLoss:
-    """Smooth L1 between predicted and true features, and cross-entropy to the policy's own
-    distribution (EAGLE, Li et al. 2024), over slots whose drafted token the policy wrote.
-    With `acceptance_weight` also `acceptance_loss`. Distributions are those of temperature 1.
+    """Cross-entropy to the policy's own distribution over slots whose drafted token the policy
+    wrote; for a head that predicts features also smooth L1 between these and true ones (EAGLE, Li
+    et al. 2024). With `acceptance_weight` also `acceptance_loss`. Distributions are those of
+    temperature 1.
 
-    Slot t holds the feature of token t and the embedding of token t + 1; its prediction is the
-    feature of token t + 1, which gives the law of token t + 2. No gradient reaches the policy.
-    With `depth` above 1 the head also drafts from its own predictions, so many tokens far
-    (`PackedDraftHead.unroll`), and depth k, from 0, counts `depth_decay`^k in a weighted mean
-    (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et al. 2024). `noise_BTD` is added to
-    the features that the head is given, not to those that it is to predict.
+    Slot t holds the feature of token t and the embedding of token t + 1; its state gives the law of
+    token t + 2. No gradient reaches the policy. With `depth` above 1 the head also drafts from its
+    own states, so many tokens far (`PackedDraft.unroll`), and depth k, from 0, counts
+    `depth_decay`^k in a weighted mean (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et
+    al. 2024). `noise` is added to the features that the head is given, not to those that it is
+    to predict.
+
+    Of a head with a draft vocabulary, both distributions are those among its tokens, and slots
+    whose likeliest token is none of them count nothing (as in EAGLE-3's published training); what
+    is accepted counts with the policy's whole distribution.
 
     Raises DataError for a batch without a slot to learn from.
     """
-    features = batch.features_BTD.detach()
-    given = features if noise_BTD is None else features + noise_BTD
+    given = batch.given.detach()
+    final = batch.final.detach().flatten(0, 1)
     unrolled = head.unroll(
         batch.tokens_BT.roll(-1, -1),
-        given,
+        given if noise is None else given + noise,
         batch.embedding_VD.detach(),
         depth,
         lengths=batch.lengths,
     )
-    total = torch.zeros((), device=features.device)
+    total = torch.zeros((), device=given.device)
     weights, first, accuracies = 0.0, None, list[Tensor]()
-    for k, predicted in enumerate(unrolled):
+    for k, states in enumerate(unrolled):
         # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.
         counted = batch.drafted(2 + k)
         if not len(counted):
             break
-        mine = predicted.flatten(0, 1)[counted]
-        true = features.flatten(0, 1)[counted + 1 + k]
-        value = F.smooth_l1_loss(mine.float(), true.float())
-        log_q = torch.log_softmax(batch.lm_head(mine).float(), -1)
+        mine, true = states.flatten(0, 1)[counted], final[counted + 1 + k]
+        log_q = torch.log_softmax(head.draft_logits(mine, batch.lm_head).float(), -1)
         with torch.no_grad():
             logits = batch.lm_head(true).float()
-        soft = -(torch.softmax(logits, -1) * log_q).sum(-1).mean()
-        accuracy = (log_q.argmax(-1) == logits.argmax(-1)).float().mean()
-        weighted, acceptance = value_weight * value + soft_weight * soft, None
+            likeliest, theirs, counts = logits.argmax(-1), logits, None
+            if head.tokens is not None:
+                theirs = logits[:, head.tokens]
+                counts = torch.isin(likeliest, head.tokens).float()
+        soft = -(torch.softmax(theirs, -1) * log_q).sum(-1)
+        soft = (soft if counts is None else soft * counts).mean()
+        weighted = soft_weight * soft
+        value = acceptance = None
+        if head.predicts_features:
+            value = F.smooth_l1_loss(mine.float(), true.float())
+            weighted = weighted + value_weight * value
         if acceptance_weight:
-            acceptance = acceptance_loss(torch.log_softmax(logits, -1), log_q)
+            log_p = torch.log_softmax(logits, -1)
+            if head.tokens is not None:
+                log_p = log_p[:, head.tokens]
+            acceptance = acceptance_loss(log_p, log_q)
             weighted = weighted + acceptance_weight * acceptance
+        drafted = log_q.argmax(-1)
+        if head.tokens is not None:
+            drafted = head.tokens[drafted]
         weight = depth_decay**k
         total = total + weight * weighted
         weights += weight
-        accuracies.append(accuracy)
+        accuracies.append((drafted == likeliest).float().mean())
         if first is None:
-            shown = None if acceptance is None else acceptance.detach()
-            first = (value.detach(), soft.detach(), shown, len(counted))
+            first = (_shown(value), soft.detach(), _shown(acceptance), len(counted))
     if first is None:
         raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
     return DraftLoss(
@@ -143,8 +171,13 @@ def eagle_loss(
     )
 
 
+def _shown(loss: Tensor | None) -> Tensor | None:
+    return None if loss is None else loss.detach()
+
+
 def acceptance_loss(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Mean over rows of -log sum_v min(p(v), q(v)), in nats, of log-probabilities (N, V).
+    """Mean over rows of -log sum_v min(p(v), q(v)), in nats, of log-probabilities (N, V), which
+    may be those of some tokens only.
 
     The sum, 1 - TV(p, q), is how often speculative sampling (Leviathan et al. 2023) keeps a draft
     from q where the policy's distribution is p; drafts by shared noise are kept in at least

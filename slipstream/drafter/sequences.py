@@ -1,6 +1,7 @@
 """Sequences that a draft head learns from, and how they become batches.
 
-Knows tokens and features, not where they come from. Shapes: T tokens, D hidden width, V vocabulary.
+Knows tokens and features, not where they come from. Shapes: T tokens, D hidden width, F that
+of what a sequence keeps of each token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from slipstream.types import TrainBatch, TrainRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSequence:
-    """Tokens, what the policy's final hidden states were over them, and which ones it wrote.
+    """Tokens, what the policy's hidden states were over them, and which ones it wrote.
 
-    `features_TD` may lack the last token's row, as an engine that stops there does not compute it.
-    Raises DataError where lengths disagree.
+    `features_TF` are what a head taps, if it does, and then the final ones, side by side; they may
+    lack the last token's row, as an engine that stops there does not compute it. Raises DataError
+    where lengths disagree.
     """
 
     tokens: Sequence[int]
-    features_TD: Tensor
+    features_TF: Tensor
     loss_mask: Sequence[float]
 
     def __post_init__(self) -> None:
-        T, rows = len(self.tokens), len(self.features_TD)
+        T, rows = len(self.tokens), len(self.features_TF)
         if len(self.loss_mask) != T or rows not in (T, T - 1):
             raise DataError(
                 f"a sequence of {T} tokens has {rows} features and a loss mask of "
@@ -73,15 +75,15 @@ def collate(
     """One batch, padded on the right or one sequence after another, on the device and in the dtype
     of `ends`."""
     lengths = [len(s.tokens) for s in sequences]
-    like = ends.embedding_VD
+    like, width = ends.embedding_VD, sequences[0].features_TF.shape[1]
     if not padded:
-        together = like.new_zeros(1, sum(lengths), like.shape[1])
+        together = like.new_zeros(1, sum(lengths), width)
         for start, sequence in zip(accumulate(lengths, initial=0), sequences, strict=False):
-            rows = len(sequence.features_TD)
-            together[0, start : start + rows] = sequence.features_TD
+            rows = len(sequence.features_TF)
+            together[0, start : start + rows] = sequence.features_TF
         return DraftSamples(
             tokens_BT=torch.tensor([[t for s in sequences for t in s.tokens]], device=like.device),
-            features_BTD=together,
+            features_BTF=together,
             loss_mask_BT=torch.tensor(
                 [[m for s in sequences for m in s.loss_mask]], device=like.device
             ),
@@ -89,18 +91,18 @@ def collate(
             lm_head=ends.lm_head,
             lengths=lengths,
         )
-    width = round_up(max(lengths), LENGTH_MULTIPLE)
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
-    mask = torch.zeros(len(sequences), width)
-    features = like.new_zeros(len(sequences), width, like.shape[1])
+    longest = round_up(max(lengths), LENGTH_MULTIPLE)
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    mask = torch.zeros(len(sequences), longest)
+    features = like.new_zeros(len(sequences), longest, width)
     for b, sequence in enumerate(sequences):
         T = len(sequence.tokens)
         ids[b, :T] = torch.tensor(sequence.tokens)
         mask[b, :T] = torch.tensor(sequence.loss_mask)
-        features[b, : len(sequence.features_TD)] = sequence.features_TD
+        features[b, : len(sequence.features_TF)] = sequence.features_TF
     return DraftSamples(
         tokens_BT=ids.to(like.device),
-        features_BTD=features,
+        features_BTF=features,
         loss_mask_BT=mask.to(like.device),
         embedding_VD=like,
         lm_head=ends.lm_head,
@@ -135,9 +137,13 @@ def passes(
 
 @torch.no_grad()
 def policy_features(
-    policy: PackedDecoder, texts: Sequence[Sequence[int]], *, max_tokens: int = 8192
+    policy: PackedDecoder,
+    texts: Sequence[Sequence[int]],
+    *,
+    taps: Sequence[int] = (),
+    max_tokens: int = 8192,
 ) -> list[Tensor]:
-    """The policy's final hidden states over each text, (T, D), by its forward pass.
+    """The policy's hidden states over each text as in `DraftSequence`, (T, F), by its forward pass.
 
     At most `max_tokens` tokens, with padding where there is any, go through at once. Raises
     DataError for a text of more, or of more than the policy has positions.
@@ -160,8 +166,8 @@ def policy_features(
         micro = build_micro_batch(
             batch, indices, pad_id=0, max_positions=limit, device=device, padded=padded
         )
-        final = policy.forward(micro.ids, micro.positions, lengths=micro.lengths).final
-        rows = final.flatten(0, 1)
+        states = policy.forward(micro.ids, micro.positions, lengths=micro.lengths, taps=taps)
+        rows = states.side_by_side().flatten(0, 1)
         for start, index in zip(micro.starts, indices, strict=True):
             found[index] = rows[start : start + lengths[index]].clone()
     return found

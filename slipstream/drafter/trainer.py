@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.drafter.losses import DraftLoss, DraftSamples, eagle_loss
+from slipstream.drafter.losses import DraftLoss, DraftSamples, draft_loss
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.decoder import takes_sequences_in_a_row
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
 Metrics = dict[str, float]
@@ -29,7 +29,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainSettings:
-    """What one optimizer step does; see `eagle_loss` for the weights and depths.
+    """What one optimizer step does; see `draft_loss` for the weights and depths.
 
     `compute_dtype` is what the run computes in. `grad_clip` bounds the norm of the gradient, None
     leaves it. `feature_noise` is the width of
@@ -66,7 +66,7 @@ class DraftTrainSettings:
 class DraftTrainer:
     """An optimizer over the parameters of `head`, and how many steps it has taken."""
 
-    def __init__(self, head: DraftHead, settings: DraftTrainSettings) -> None:
+    def __init__(self, head: DraftModel, settings: DraftTrainSettings) -> None:
         self.head = head
         self.settings = settings
         self.step = 0
@@ -135,7 +135,7 @@ class DraftTrainer:
         padded = not takes_sequences_in_a_row(self.head.config, ends.dtype, like.device)
         batch = collate(sequences, ends, padded=padded)
         self._optimizer.zero_grad()
-        loss = eagle_loss(
+        loss = draft_loss(
             self.head.pack(ends.dtype),
             batch,
             value_weight=s.value_weight,
@@ -143,7 +143,7 @@ class DraftTrainer:
             acceptance_weight=s.acceptance_weight,
             depth=s.depth,
             depth_decay=s.depth_decay,
-            noise_BTD=self._noise(batch),
+            noise=self._noise(batch),
         )
         loss.total.backward()  # type: ignore[no-untyped-call]
         norm = float(
@@ -169,7 +169,7 @@ class DraftTrainer:
         }
 
     def _noise(self, batch: DraftSamples) -> Tensor | None:
-        width, like = self.settings.feature_noise, batch.features_BTD
+        width, like = self.settings.feature_noise, batch.given
         if not width:
             return None
         key = hashlib.blake2b(f"{self.settings.seed}/{self.step}".encode(), digest_size=8).digest()
@@ -179,12 +179,9 @@ class DraftTrainer:
 
 
 def _metrics(loss: DraftLoss, total: float) -> Metrics:
-    acceptance = {}
-    if loss.acceptance is not None:
-        acceptance["draft/acceptance_loss"] = float(loss.acceptance)
-    return acceptance | {
+    some = {"draft/value_loss": loss.value, "draft/acceptance_loss": loss.acceptance}
+    return {name: float(part) for name, part in some.items() if part is not None} | {
         "draft/loss": total,
-        "draft/value_loss": float(loss.value),
         "draft/soft_loss": float(loss.soft),
         "draft/accuracy": float(loss.accuracy),
         "draft/slots": loss.slots,

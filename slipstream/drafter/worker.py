@@ -40,8 +40,7 @@ from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import Metrics
 from slipstream.drafter.worker_process import AWARE
 from slipstream.errors import TrainingError
-from slipstream.models.config import ModelConfig
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.types import PolicyVersion
 
 _SETUP = "setup.pickle"
@@ -51,11 +50,11 @@ _CLOSING_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What a worker begins with: the head in use (`weights`, of a policy of `config`) as `version`,
+    """What a worker begins with: the head in use (`weights`, of a head like `blank`) as `version`,
     `trained_to` a version of the policy (see `CoTraining`), and how it is to learn. With
     `stands_still` it stops, once it has begun, until it is told to `go_on`."""
 
-    config: ModelConfig
+    blank: DraftModel
     weights: Mapping[str, Tensor]
     version: int
     collector: CollectorSettings
@@ -329,7 +328,7 @@ def _work(folder: Path, lines: _Lines, answer: int) -> None:
 
 
 def _training(setup: WorkerSetup) -> CoTraining:
-    head = DraftHead(setup.config)
+    head = setup.blank.blank()
     collector = FeatureCollector(DraftBuffer(setup.buffer), setup.collector)
     training = CoTraining(head, collector, setup.train)
     training.begin_with(setup.weights, setup.version, setup.trained_to)

@@ -17,7 +17,7 @@ from slipstream.kernels.attend_backward_amx import ROWS as WIDTH_AMX
 from slipstream.kernels.attend_backward_amx import backward_amx_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, hold, ints_at
-from slipstream.kernels.numeric import ZERO, dots, exp
+from slipstream.kernels.numeric import ZERO, F, dots, exp
 from slipstream.kernels.product import pack_part
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT
 from slipstream.kernels.team import for_team, part_count, part_number, run
@@ -26,6 +26,11 @@ from slipstream.kernels.tile import PANEL, tiles
 _BLOCK = PANEL
 """Queries whose scores are computed at once, over the keys up to the last of them, in whole panels;
 larger blocks compute more that lies in the future, which short responses feel."""
+
+_NOTHING = F(-60.0)
+"""Logarithm of weights below which nothing is given back. What they would give is far from any sum
+that it is added to, but in columns of keys that nobody looks at such products make numbers so small
+that a processor takes a hundred times as long for each."""
 
 
 @kernel
@@ -74,7 +79,10 @@ def _weigh(scores, dweights, step, logs, along, row_step, T):
         mass = carray(floats_at(logs + i * row_step), (1,))[0]
         less = carray(floats_at(along + i * 4), (1,))[0]
         for j in range(i + 1):
-            s[j] = exp(s[j] - mass)
+            log = s[j] - mass
+            weight = exp(log)
+            # NaN stays NaN.
+            s[j] = ZERO if log < _NOTHING else weight
         for j in range(i + 1):
             d[j] = s[j] * (d[j] - less)
         for j in range(i + 1, width):

@@ -151,7 +151,8 @@ def _chain(
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
             now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N, 0, 0,
-            head_stride, longest, keys, values, 0, n, D, Q, H, K, W, size, part, parts,
+            head_stride, longest, keys, values, 0, 0, 0, 0, 0, 0,
+            n, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         now, words = later, tokens + step * N * 8

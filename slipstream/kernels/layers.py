@@ -14,7 +14,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.attend import attend_part, place_part
 from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import ints_at
+from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.product import BF16, product_part
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT, gated_product_part, narrow_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
@@ -50,25 +50,40 @@ def _attend_sized(size, arguments, part, parts):
 
 
 @kernel
+def _tap_part(x, taps, stride, M, D, part, parts):
+    """Rows of `x` to places `stride` bytes apart. Nobody waits: `x` is written over only after the
+    layer's products."""
+    for m in range(M * part // parts, M * (part + 1) // parts):
+        row = carray(floats_at(x + m * D * 4), (D,))
+        kept = carray(floats_at(taps + m * stride), (D,))
+        for i in range(D):
+            kept[i] = row[i]
+
+
+@kernel
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step,
-    M, D, Q, H, K, W, size, part, parts,
+    layer_step, taps, columns, tapped, given, E, M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     table = carray(ints_at(weights), (layers * WEIGHTS,))
+    places = carray(ints_at(columns), (layers if taps else 0,))
     now, other, added = x, spare, 0
     for layer in range(layers):
         t = layer * WEIGHTS
-        rows = now
-        if table[t]:
+        rows, width = now, D
+        if given and layer == 0:
+            rows, width = given, E
+        elif table[t]:
             rows = normed
             add_norm_part(now, added, table[t], eps, other, normed, M, D, part, parts)
             if added:
                 now, other = other, now
             wait(parts)
+        if taps and places[layer] >= 0:
+            _tap_part(now, taps + places[layer] * D * 4, tapped * D * 4, M, D, part, parts)
         product_part(
-            rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, D, size, part, parts
+            rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, width, size, part, parts
         )
         wait(parts)
         k, v = keys + layer * layer_step, values + layer * layer_step
@@ -147,8 +162,7 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step,
-    M, D, Q, H, K, W, size, part, parts,
+    layer_step, taps, columns, tapped, given, E, M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     m, rows = 0, M
     if _by_sequences(first, M, D, size, parts):
@@ -158,17 +172,22 @@ def _layers(
     spare, delta, qkv, q, mixed, gates, gated = room_from(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
     )
+    if taps:
+        taps += 4 * tapped * D * m
+    if given:
+        given += 4 * E * m
     layers_part(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
-        keys, values, layer_step, rows, D, Q, H, K, W, size, part, parts,
+        keys, values, layer_step, taps, columns, tapped, given, E,
+        rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (33,)), 33), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (38,)), 38), part_number(), part_count())
 
 
 def layers(*arguments: int, work: int) -> None:
@@ -180,6 +199,10 @@ def layers(*arguments: int, work: int) -> None:
     normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
+    taps (M, tapped, D), written: what goes into some of the layers, before any norm (0: none);
+    columns: int64, for each layer its place among these, or -1; tapped;
+    given (M, E): what the products of the first layer take in place of its input and norm, as
+    packed for E inputs (0: none); E;
     M, D, Q, H, K, W; size: bytes of a packed weight, and
     of a key's and a value's numbers (2: they lie as in `attend_bf16`).
     """

@@ -178,7 +178,7 @@ def _tree(
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
             place, own, begins, seen, path, path_step, head_stride, longest, keys, values, 0,
-            M, D, Q, H, K, W, size, part, parts,
+            0, 0, 0, 0, 0, M, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         product_part(normed, lm_head, lm_start, logits, M, padded, D, size, part, parts)

@@ -351,7 +351,7 @@ def make_engine(
     if speculate is not None:
         speculation = make_speculation(
             config,
-            own.config,
+            own,
             dtype=settings.dtype,
             device=device,
             kv_budget_bytes=settings.kv_budget_bytes,

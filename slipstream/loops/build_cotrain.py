@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.loops import build
 from slipstream.loops.build_draft import train_settings
-from slipstream.loops.build_speculation import first_head
+from slipstream.loops.build_speculation import first_head, head_to_be
 from slipstream.loops.cotrain import DraftReceiver, IntervalTraining
 from slipstream.loops.opportunistic import OpportunisticTraining
 from slipstream.loops.stages import Stages
@@ -50,7 +50,8 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
         )
     longest = min(train.max_seq_len, build.max_model_len(config))
-    nbytes = longest * policy.hidden_size * build.rollout_dtype(config).itemsize
+    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).taps))
+    nbytes = longest * numbers * build.rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
         raise ConfigError(
             f"speculative.train.buffer_bytes={train.buffer_bytes}: prompt and response may take "
@@ -115,14 +116,16 @@ def make_cotraining(
         long_share=train.long_share,
         max_uses=train.max_epochs,
     )
+    head, _ = first_head(config, policy)
     collector = CollectorSettings(
         params=build.sampling_params(config),
         max_length=train.max_seq_len,
         held_out=train.held_out_samples,
         held_out_every=train.held_out_every,
+        taps=head.taps,
     )
     settings = CoTrainSettings(
-        train=train_settings(config, train.optim, training_steps(config, total_steps)),
+        train=train_settings(config, head, train.optim, training_steps(config, total_steps)),
         updates=train.updates_per_training,
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,
@@ -131,11 +134,10 @@ def make_cotraining(
     decoded = None
     if train.collect_hidden_states_from_engine:
         decoded = DecodedFeatures(train.buffer_bytes)
-    head, _ = first_head(config, policy.config)
     dtype = build.rollout_dtype(config)
     if train.mode == "opportunistic":
         setup = WorkerSetup(
-            config=head.config,
+            blank=head.blank(),
             weights={name: p.detach().clone() for name, p in head.named_parameters()},
             version=0,
             collector=collector,

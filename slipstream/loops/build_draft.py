@@ -7,7 +7,7 @@ thread.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +30,11 @@ from slipstream.loops.draft_data import (
     RecordedResponses,
     Responder,
     SequenceSource,
+    most_frequent,
     read_rollouts,
 )
+from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from slipstream.types import Prompt
 
@@ -93,16 +96,34 @@ def make_parts(
     decoder = build.make_decoder(config, tokenizer, policy)
     build.check_engine(config, decoder.config)
     engine_settings = build.engine_settings(config, decoder.config)
-    decode = build.decode_with(tokenizer)
-    responder = Responder(
-        engine=Engine(decoder, engine_settings, decode=decode),
-        params=build.sampling_params(config),
-        seed=config.trainer.seed,
-    )
     data = build.make_data_buffer(config, tokenizer, task)
+    records = None
+    if draft.rollout_files is not None:
+        records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
+
+    def answering(taps: tuple[int, ...] = ()) -> Responder:
+        decode = build.decode_with(tokenizer)
+        return Responder(
+            engine=Engine(decoder, engine_settings, decode=decode, taps=taps),
+            params=build.sampling_params(config),
+            seed=config.trainer.seed,
+        )
+
+    def frequent(size: int) -> list[int]:
+        if records is not None:
+            answers: Iterable[Sequence[int]] = (response for _, response in records)
+        else:
+            # Those of the first round, which will be given again.
+            before = data.state_dict()
+            answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
+            data.load_state_dict(before)
+        return most_frequent(answers, size, decoder.config.vocab_size)
+
+    head, _ = first_head(config, decoder, frequent)
+    responder = answering(head.taps)
     held_out = build.validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
-    if draft.rollout_files is None:
+    if records is None:
         source = FreshResponses(
             responder, data, samples=draft.samples_per_round, max_length=train.max_seq_len
         )
@@ -111,12 +132,12 @@ def make_parts(
             packed = decoder.pack(engine_settings.dtype)
         source = RecordedResponses(
             packed,
-            read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size),
+            records,
             samples=draft.samples_per_round,
             max_length=train.max_seq_len,
             seed=config.trainer.seed,
+            taps=head.taps,
         )
-    head, _ = first_head(config, decoder.config)
     ends = PolicyEnds.of(decoder, engine_settings.dtype)
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in decoder.named_parameters():
@@ -125,7 +146,7 @@ def make_parts(
     return DraftParts(
         trainer=DraftTrainer(
             head.to(build.device_of(config)),
-            train_settings(config, draft.optim, draft.total_training_steps),
+            train_settings(config, head, draft.optim, draft.total_training_steps),
         ),
         source=source,
         ends=ends,
@@ -137,10 +158,17 @@ def make_parts(
 
 
 def train_settings(
-    config: Config, optim: DrafterOptimConfig, total_steps: int
+    config: Config, head: DraftModel, optim: DrafterOptimConfig, total_steps: int
 ) -> DraftTrainSettings:
-    """What one training step does: `speculative.train`, with an optimizer for so many steps."""
-    train = config.speculative.train
+    """What one training step of `head` does: `speculative.train`, with an optimizer for so many
+    steps. Raises ConfigError for a loss that such a head does not have."""
+    train, eagle3 = config.speculative.train, isinstance(head, Eagle3Head)
+    value_weight, depth, depth_decay = (0.0, 5, 0.8) if eagle3 else (1.0, 1, 1.0)
+    if eagle3 and train.value_weight:
+        raise ConfigError(
+            f"speculative.train.value_weight={train.value_weight:g}: an EAGLE3 head predicts no "
+            "features; set speculative.train.value_weight=null"
+        )
     return DraftTrainSettings(
         optim=OptimSettings(
             lr=optim.lr,
@@ -155,11 +183,11 @@ def train_settings(
         ),
         compute_dtype=build.rollout_dtype(config),
         grad_clip=train.grad_clip,
-        value_weight=train.value_weight,
+        value_weight=value_weight if train.value_weight is None else train.value_weight,
         soft_weight=train.soft_weight,
         acceptance_weight=train.acceptance_weight,
-        depth=train.depth,
-        depth_decay=train.depth_decay,
+        depth=depth if train.depth is None else train.depth,
+        depth_decay=depth_decay if train.depth_decay is None else train.depth_decay,
         feature_noise=train.feature_noise,
         seed=config.trainer.seed,
     )

@@ -5,7 +5,7 @@ Called by `build.make_engine`, on the compute thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +33,11 @@ from slipstream.inference.speculation.selector import (
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import head_folder
 from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head, default_taps
 from slipstream.models.draft_io import load_draft_head
+from slipstream.models.draft_model import DraftModel
 
 TRACE_FILE = "speculation.jsonl"
 
@@ -56,7 +59,7 @@ class Speculation:
 
 def make_speculation(
     config: Config,
-    policy: ModelConfig,
+    policy: Decoder,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -88,7 +91,7 @@ def make_speculation(
         proposer = EagleProposer(
             head.to(device),
             dtype=dtype,
-            kv_budget_bytes=kv_budget_bytes // policy.num_layers,
+            kv_budget_bytes=kv_budget_bytes // policy.config.num_layers,
             free_cache=free_cache,
         )
         if speculative.spec_strategy == "union":
@@ -105,15 +108,68 @@ def make_speculation(
     return Speculation(proposer=proposer, selector=reported)
 
 
-def first_head(config: Config, policy: ModelConfig) -> tuple[DraftHead, Path | None]:
-    """The head to begin with, and its folder: `speculative.eagle.spec_model_path`, or a new one."""
-    path = config.speculative.eagle.spec_model_path
-    if path is not None:
-        folder = head_folder(Path(path))
-        return load_draft_head(folder, policy), folder
-    head = DraftHead(policy)
-    head.init_weights(config.trainer.seed)
+def first_head(
+    config: Config, policy: Decoder, frequent: Callable[[int], Sequence[int]] | None = None
+) -> tuple[DraftModel, Path | None]:
+    """The head to begin with, and its folder: `speculative.eagle.spec_model_path`, or a new one.
+    `frequent` tells so many of the tokens that are drafted most, in order.
+
+    Raises ConfigError for taps and a draft vocabulary that cannot be, or are not those of the
+    folder, and CheckpointError for a folder that is no head of this policy.
+    """
+    if config.speculative.eagle.spec_model_path is not None:
+        return _known_head(config, policy.config)
+    head = _new_head(config, policy.config, frequent)
+    head.init_weights(config.trainer.seed, policy)
     return head, None
+
+
+def head_to_be(config: Config, policy: ModelConfig) -> DraftModel:
+    """Of the shape of the head that RL begins with. Raises what `first_head` does."""
+    if config.speculative.eagle.spec_model_path is not None:
+        return _known_head(config, policy)[0]
+    with torch.device("meta"):
+        return _new_head(config, policy)
+
+
+def _new_head(
+    config: Config, policy: ModelConfig, frequent: Callable[[int], Sequence[int]] | None = None
+) -> DraftModel:
+    eagle = config.speculative.eagle
+    if eagle.spec_algorithm == "EAGLE":
+        return DraftHead(policy)
+    size, taps, tokens = eagle.draft_vocab_size, eagle.aux_hidden_state_layer_ids, None
+    if size is not None:
+        if frequent is None or size > policy.vocab_size:
+            raise ConfigError(
+                f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
+                f"{policy.vocab_size}, and responses must be there to count tokens in; set it so, "
+                "train the draft model with `slipstream draft` first, or set "
+                "speculative.eagle.draft_vocab_size=null"
+            )
+        tokens = frequent(size)
+    return Eagle3Head(policy, default_taps(policy.num_layers) if taps is None else taps, tokens)
+
+
+def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
+    """That of `speculative.eagle.spec_model_path`, which must be what the options say it is."""
+    eagle, key = config.speculative.eagle, "speculative.eagle"
+    assert eagle.spec_model_path is not None
+    folder = head_folder(Path(eagle.spec_model_path))
+    head = load_draft_head(folder, policy)
+    size = head.draft_vocab_size if isinstance(head, Eagle3Head) else None
+    taps = eagle.aux_hidden_state_layer_ids
+    for option, wanted, found, usual in (
+        ("spec_algorithm", eagle.spec_algorithm, head.algorithm, "EAGLE"),
+        ("draft_vocab_size", eagle.draft_vocab_size, size, None),
+        ("aux_hidden_state_layer_ids", taps, head.taps, None),
+    ):
+        if wanted not in (usual, found):
+            raise ConfigError(
+                f"{key}.{option}={wanted}, and in {folder} it is {found}; leave it out, or begin a "
+                f"new draft model with {key}.spec_model_path=null"
+            )
+    return head, folder
 
 
 def _trace(config: Config) -> Callable[[str], object] | None:
@@ -144,13 +200,13 @@ def check_speculation(config: Config, policy: ModelConfig) -> None:
                 f"set speculative.eagle.spec_topk={policy.vocab_size} or less"
             )
     path = speculative.eagle.spec_model_path
-    if speculative.enable and speculative.spec_strategy != "history" and path is not None:
-        if not Path(path).is_dir():
+    if speculative.enable and speculative.spec_strategy != "history":
+        if path is not None and not Path(path).is_dir():
             raise ConfigError(
                 f"speculative.eagle.spec_model_path={path} is not a folder; train a draft head "
                 "with `slipstream draft`, or set speculative.enable=false"
             )
-        load_draft_head(head_folder(Path(path)), policy)
+        head_to_be(config, policy)
 
 
 def make_selector(config: Config) -> StrategySelector:

@@ -24,10 +24,9 @@ from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages
-from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_io import save_draft_head
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion, UpdateKind, WeightUpdate
 
@@ -142,7 +141,7 @@ class IntervalTraining:
     def snapshot(self) -> Callable[[Path], None]:
         """See `SavesItself`: the head in use, and all that a bitwise equal continuation needs."""
         training = self.training
-        return self._compute.run(lambda: head_writer(training.used.config, training.state_dict()))
+        return self._compute.run(lambda: head_writer(training.used, training.state_dict()))
 
     def _slice(self, step: int) -> Slice:
         return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
@@ -154,11 +153,11 @@ class IntervalTraining:
         await publish_head(self._engines, self.training.version, weights)
 
 
-def head_writer(config: ModelConfig, state: Mapping[str, Any]) -> Callable[[Path], None]:
-    """Writes the head in use as `slipstream draft` does, and `state` beside it. Whatever torch has
-    to do for it is done now."""
+def head_writer(like: DraftModel, state: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Writes the head in use, one `like` this, as `slipstream draft` does, and `state` beside it.
+    Whatever torch has to do for it is done now."""
     with torch.device("meta"):
-        used = DraftHead(config)
+        used = like.blank()
     used.load_state_dict(state["used"], assign=True)
     write_state = tree_writer(dict(state))
 

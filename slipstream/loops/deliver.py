@@ -30,7 +30,7 @@ from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.loops.stages import Stages, close_parts
 from slipstream.models.draft_io import is_draft_head, load_draft_head
 from slipstream.models.draft_layouts import LAYOUTS, export_draft_head
-from slipstream.models.hf_io import load_checkpoint, load_config, save_checkpoint
+from slipstream.models.hf_io import load_checkpoint, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
 
 _DTYPES = {
@@ -108,14 +108,14 @@ def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None)
 
 def _export_draft(checkpoint: Path, output: Path, dtype: str, layout: str) -> None:
     source = _head_source(checkpoint)
-    head = load_draft_head(source, load_config(source))
+    head = load_draft_head(source)
     kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
     with _aside(output) as folder:
         export_draft_head(head, folder, layout, dtype=kind)
     name = str(kind).removeprefix("torch.")
     wanted = LAYOUTS[layout]
     print(f"draft head  {output} ({wanted.engine}, {head.config.family}, {name}, from {source})")
-    print(f"for example: {wanted.usage.format(policy='MODEL', head=output)}")
+    print(f"for example: {wanted.command(head, policy='MODEL', folder=output)}")
 
 
 def _head_source(checkpoint: Path) -> Path:
@@ -144,11 +144,13 @@ def _aside(output: Path) -> Iterator[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The type of the weights in a Hugging Face folder; the widest where they differ."""
+    """The type of the weights in a Hugging Face folder, which whole numbers are not; the widest
+    where they differ."""
     found: set[torch.dtype] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             found |= {opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
+    found = {dtype for dtype in found if dtype.is_floating_point}
     if len(found) == 1 and next(iter(found)) in _DTYPES.values():
         return found.pop()
     return torch.float32

@@ -10,7 +10,8 @@ from __future__ import annotations
 import glob
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,18 +74,7 @@ class Responder:
 
         Raises EngineError where a response fails.
         """
-        requests = [
-            GenerateRequest(
-                request_id=f"{namespace}/{index}",
-                prompt_ids=tuple(prompt.ids),
-                params=self.params,
-                key=NoiseKey(
-                    seed=self.seed, namespace=namespace, epoch=prompt.epoch, uid=prompt.uid
-                ),
-                return_hidden_states=True,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        requests = self._requests(prompts, namespace, states=True)
         for request in requests:
             self.engine.add(request)
         done: dict[str, Generation] = {}
@@ -102,11 +92,32 @@ class Responder:
             prompt_length = len(request.prompt_ids)
             sequence = DraftSequence(
                 tokens=[*request.prompt_ids, *answer.token_ids],
-                features_TD=torch.cat([before, after]),
+                features_TF=torch.cat([before, after]),
                 loss_mask=[0.0] * prompt_length + [1.0] * len(answer.token_ids),
             )
             answers.append(HeldOut(sequence=sequence, key=request.key, params=self.params))
         return answers
+
+    def answers(self, prompts: Sequence[Prompt], namespace: str) -> list[list[int]]:
+        """What `respond` gives, tokens of the responses alone."""
+        done = self.engine.run(self._requests(prompts, namespace, states=False))
+        return [answer.token_ids for answer in done]
+
+    def _requests(
+        self, prompts: Sequence[Prompt], namespace: str, *, states: bool
+    ) -> list[GenerateRequest]:
+        return [
+            GenerateRequest(
+                request_id=f"{namespace}/{index}",
+                prompt_ids=tuple(prompt.ids),
+                params=self.params,
+                key=NoiseKey(
+                    seed=self.seed, namespace=namespace, epoch=prompt.epoch, uid=prompt.uid
+                ),
+                return_hidden_states=states,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
 
 class FreshResponses:
@@ -146,9 +157,10 @@ class RecordedResponses:
         samples: int,
         max_length: int,
         seed: int,
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """`records` are prompts and responses, as ids."""
-        self._policy = policy
+        """`records` are prompts and responses, as ids; `taps` those of the head."""
+        self._policy, self._taps = policy, taps
         self._records = records
         self._samples = samples
         self._max_length = max_length
@@ -164,12 +176,13 @@ class RecordedResponses:
         if stop():
             return None
         texts = [[*prompt, *response][: self._max_length] for prompt, response in chosen]
-        features = policy_features(self._policy, texts, max_tokens=max(8192, self._max_length + 16))
+        limit = max(8192, self._max_length + 16)
+        features = policy_features(self._policy, texts, taps=self._taps, max_tokens=limit)
         return usable(
             [
                 DraftSequence(
                     tokens=text,
-                    features_TD=states,
+                    features_TF=states,
                     loss_mask=[float(i >= len(prompt)) for i in range(len(text))],
                 )
                 for text, states, (prompt, _) in zip(texts, features, chosen, strict=True)
@@ -207,7 +220,7 @@ def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSeq
         else replace(
             s,
             tokens=s.tokens[:max_length],
-            features_TD=s.features_TD[:max_length],
+            features_TF=s.features_TF[:max_length],
             loss_mask=s.loss_mask[:max_length],
         )
         for s in sequences
@@ -220,6 +233,13 @@ def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSeq
             f"{max_length} ends in the prompts; raise it, or look at the policy's responses"
         )
     return kept
+
+
+def most_frequent(answers: Iterable[Sequence[int]], size: int, vocab_size: int) -> list[int]:
+    """The `size` tokens that are most often in `answers`, in order; of those that are there equally
+    often, or never, the lowest."""
+    counts = Counter(token for answer in answers for token in answer)
+    return sorted(sorted(range(vocab_size), key=lambda token: -counts[token])[:size])
 
 
 def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[list[int], list[int]]]:

@@ -184,7 +184,14 @@ class _DraftPhase:
                 f"speculative.eagle.spec_model_path={draft_folder(folder)}"
             )
         self._run.progress.note(f"going on from {folder}")
-        head = load_draft_head(draft_folder(folder), self._trainer.head.config)
+        ours = self._trainer.head
+        head = load_draft_head(draft_folder(folder), ours.config)
+        if not ours.is_like(head):
+            raise CheckpointError(
+                f"{folder} has a draft head of another algorithm, or with other taps or another "
+                "draft vocabulary than speculative.eagle says; start over with "
+                "trainer.resume_mode=disable, or give the options back"
+            )
         self._trainer.head.load_state_dict(head.state_dict())
         self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
         self._parts.source.load_state_dict(data["source"])

@@ -198,7 +198,7 @@ class OpportunisticTraining:
         """See `SavesItself`: the head in use. What else training knows is given up with its
         process."""
         training = self.training
-        return self._compute.run(lambda: head_writer(training.setup.config, training.state_dict()))
+        return self._compute.run(lambda: head_writer(training.setup.blank, training.state_dict()))
 
     def close(self) -> None:
         """End the process."""

@@ -97,6 +97,7 @@ class KeyPlaces:
             first_M=self.first_M[:, part].contiguous(),
             own_M=self.own_M[:, part].contiguous(),
             seen_M=self.seen_M[:, part].contiguous(),
+            paths=None if self.paths is None else self.paths[:, part].contiguous(),
         )
 
 

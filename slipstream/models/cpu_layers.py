@@ -51,6 +51,7 @@ class CpuLayers:
         self._config = config
         self._table = torch.tensor([_addresses(layer) for layer in layers])
         self.dtype = layers[0].qkv.weight.dtype
+        self._tapped: dict[tuple[int, ...], Tensor] = {}
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
 
     @property
@@ -83,9 +84,14 @@ class CpuLayers:
         positions_BT: Tensor,
         places: KeyPlaces | None,
         lengths: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Rows (M, D), which are written over, through all layers and the norm. Without `places`
-        the sequences stand alone (`CpuAttention`)."""
+        *,
+        taps: Sequence[int] = (),
+        given_ME: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows (M, D), which are written over, through all layers and the norm; and, side by side
+        (M, n * D), what went into the layers `taps`, if there are any. Without `places` the
+        sequences stand alone (`CpuAttention`). With `given_ME` the first layer's products take
+        these rows instead of its input."""
         c = self._config
         M, D = x_MD.shape
         Q, H, K, W = c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
@@ -95,6 +101,8 @@ class CpuLayers:
             own = OwnKeys([T] * B if lengths is None else lengths, self.dtype)
             places = KeyPlaces.alone(own.room(c), own)
         normed = x_MD.new_empty(M, D)
+        tapped = x_MD.new_empty(M, len(taps) * D) if taps else None
+        columns = self._columns(tuple(taps)) if taps else None
         memory, (spare, delta, *others) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
@@ -119,6 +127,11 @@ class CpuLayers:
             places.keys,
             places.values,
             places.layer_step,
+            0 if tapped is None else tapped.data_ptr(),
+            0 if columns is None else columns.data_ptr(),
+            len(taps),
+            0 if given_ME is None else given_ME.data_ptr(),
+            0 if given_ME is None else given_ME.shape[1],
             M,
             D,
             Q,
@@ -129,7 +142,14 @@ class CpuLayers:
             work=self._weights,
         )
         del memory  # until here
-        return normed
+        return normed, tapped
+
+    def _columns(self, taps: tuple[int, ...]) -> Tensor:
+        """For each layer its place in `taps`, or -1."""
+        if taps not in self._tapped:
+            places = [taps.index(i) if i in taps else -1 for i in range(len(self._layers))]
+            self._tapped[taps] = torch.tensor(places)
+        return self._tapped[taps]
 
 
 def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:

@@ -13,8 +13,9 @@ key-value head, K head width, S key slots.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -52,12 +53,39 @@ class Attention(Protocol):
 class HiddenStates:
     """What a forward pass yields.
 
-    `final` (B, T, D) has gone through the last norm: the input of every head. `taps` are outputs of
-    the requested layers, before any norm (EAGLE-3's features).
+    `final` (B, T, D) has gone through the last norm: the input of every head. `taps` (B, T, n * D)
+    are, side by side, the inputs of the n layers that were asked for, before any norm (EAGLE-3's
+    features), without gradients; None where none was.
     """
 
     final: Tensor
-    taps: dict[int, Tensor]
+    taps: Tensor | None
+
+    def side_by_side(self) -> Tensor:
+        """The taps, if there are any, and then the final ones: (B, T, (n + 1) * D)."""
+        return self.final if self.taps is None else torch.cat([self.taps, self.final], -1)
+
+    @property
+    def features(self) -> Tensor:
+        """What a draft head is given: the taps where there are any, else the final ones."""
+        return self.final if self.taps is None else self.taps
+
+    def at(self, row: int) -> Tensor:
+        """A copy of one of `flat` rows, side by side (F,)."""
+        final = self.final[row]
+        return final.clone() if self.taps is None else torch.cat([self.taps[row], final])
+
+    @classmethod
+    def split(cls, states: Tensor, width: int) -> HiddenStates:
+        """What `side_by_side` put together, of final states of a width D."""
+        if states.shape[-1] == width:
+            return cls(states, None)
+        return cls(states[..., -width:], states[..., :-width])
+
+    def flat(self) -> HiddenStates:
+        """Rows (B * T, ...) instead of sequences."""
+        taps = self.taps
+        return HiddenStates(self.final.flatten(0, 1), None if taps is None else taps.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +106,21 @@ class PackedLayer:
 
 
 class _Attention(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, inputs: int) -> None:
         super().__init__()
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, q, bias=c.attention_bias)
-        self.k_proj = nn.Linear(c.hidden_size, kv, bias=c.attention_bias)
-        self.v_proj = nn.Linear(c.hidden_size, kv, bias=c.attention_bias)
+        self.q_proj = nn.Linear(inputs, q, bias=c.attention_bias)
+        self.k_proj = nn.Linear(inputs, kv, bias=c.attention_bias)
+        self.v_proj = nn.Linear(inputs, kv, bias=c.attention_bias)
         self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
         if c.qk_norm:
-            self.q_norm = _Norm(c.head_dim)
-            self.k_norm = _Norm(c.head_dim)
+            self.q_norm = Norm(c.head_dim)
+            self.k_norm = Norm(c.head_dim)
 
 
-class _Norm(nn.Module):
+class Norm(nn.Module):
+    """The gains of a root-mean-square norm."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -107,12 +137,15 @@ class _MLP(nn.Module):
 class Layer(nn.Module):
     """The parameters of one decoder layer, under their Hugging Face names."""
 
-    def __init__(self, c: ModelConfig, *, input_norm: bool = True) -> None:
+    def __init__(
+        self, c: ModelConfig, *, input_norm: bool = True, inputs: int | None = None
+    ) -> None:
+        """Queries, keys and values are made of `inputs` numbers; None: of the hidden size."""
         super().__init__()
-        self.self_attn = _Attention(c)
+        self.self_attn = _Attention(c, c.hidden_size if inputs is None else inputs)
         self.mlp = _MLP(c)
-        self.input_layernorm = _Norm(c.hidden_size) if input_norm else None
-        self.post_attention_layernorm = _Norm(c.hidden_size)
+        self.input_layernorm = Norm(c.hidden_size) if input_norm else None
+        self.post_attention_layernorm = Norm(c.hidden_size)
 
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
         """Weights as `layer_forward` uses them. Differentiable."""
@@ -153,7 +186,7 @@ class _Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
-        self.norm = _Norm(c.hidden_size)
+        self.norm = Norm(c.hidden_size)
 
 
 @torch.no_grad()
@@ -264,7 +297,7 @@ class PackedDecoder:
         *,
         kv_cache: PlacedKVCache | None = None,
         lengths: Sequence[int] | None = None,
-        taps: Collection[int] = (),
+        taps: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
         """Hidden states of `ids_BT` (int64) at `positions_BT`.
@@ -274,11 +307,13 @@ class PackedDecoder:
         come so instead, without padding: B is 1, `lengths` add up to T, positions begin at 0 with
         each sequence. With a cache, keys and values are stored in it and earlier ones are attended
         to. In exact mode B * T must be a multiple of `row_multiple`.
-        `recompute` trades time for memory in the backward pass (gradient checkpointing).
+        `taps` are layers, from the first to the last, whose inputs are wanted, too. `recompute`
+        trades time for memory in the backward pass (gradient checkpointing).
 
         Raises:
             IndexError: without a cache, positions that the model does not know.
-            ValueError: `lengths` that are not those of the rows, or of no use here.
+            ValueError: `lengths` that are not those of the rows, or of no use here; taps that are
+                no layers, or out of order.
         """
         if lengths is not None:
             dtype, device = self.compute_dtype, self.embedding.device
@@ -293,31 +328,40 @@ class PackedDecoder:
             raise IndexError(
                 f"position {int(positions_BT.max())} of {self.config.max_position_embeddings}"
             )
+        if taps and not (0 <= taps[0] <= taps[-1] < len(self.layers) and _increasing(taps)):
+            raise ValueError(f"taps {list(taps)} of {len(self.layers)} layers")
+        B, T = ids_BT.shape
         kernels = has_kernels(self.dtype, ids_BT.device)
-        if self.together is not None and kernels and not taps and not torch.is_grad_enabled():
+        if self.together is not None and kernels and not torch.is_grad_enabled():
             places = None if kv_cache is None else kv_cache.places()
             x = F.embedding(ids_BT.flatten(), self.embedding)
+            final, tapped = self.together(x, positions_BT, places, lengths, taps=taps)
             return HiddenStates(
-                self.together(x, positions_BT, places, lengths).view(*ids_BT.shape, -1), {}
+                final.view(B, T, -1), None if tapped is None else tapped.view(B, T, -1)
             )
         attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
         )
-        kept: dict[int, Tensor] = {}
-        B, T = ids_BT.shape
+        kept: list[Tensor] = []
         # Rows, not sequences: each product would flatten its input, and few rows make that dear.
         x = F.embedding(ids_BT.flatten(), self.embedding)
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
+            if index in taps:
+                with torch.no_grad():
+                    kept.append(x.detach() if delta is None else x + delta)
             given = (layer, index, x, delta, attention, self.eps)
             if recompute:
                 x, delta = checkpoint(layer_forward, *given, use_reentrant=False)
             else:
                 x, delta = layer_forward(*given)
-            if index in taps:
-                kept[index] = (x + delta).view(B, T, -1)
         _, final = add_norm(x, delta, self.norm, self.eps)
-        return HiddenStates(final.view(B, T, -1), kept)
+        side_by_side = torch.cat(kept, -1).view(B, T, -1) if taps else None
+        return HiddenStates(final.view(B, T, -1), side_by_side)
+
+
+def _increasing(numbers: Sequence[int]) -> bool:
+    return all(a < b for a, b in pairwise(numbers))
 
 
 def takes_sequences_in_a_row(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -356,6 +400,19 @@ def layer_forward(
         x_MD = normed = x_MD if delta_MD is None else x_MD + delta_MD
     else:
         x_MD, normed = add_norm(x_MD, delta_MD, w.input_norm, eps)
-    mixed = attention(index, w.qkv(normed), w.qk_norm, w.bounded_scores)
+    return layer_between(w, index, x_MD, normed, attention, eps)
+
+
+def layer_between(
+    w: PackedLayer,
+    index: int,
+    x_MD: Tensor,
+    given_ME: Tensor,
+    attention: Attention,
+    eps: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`layer_forward` after the first norm: `given_ME` is what queries, keys and values are made
+    of, `x_MD` what the layer adds to."""
+    mixed = attention(index, w.qkv(given_ME), w.qk_norm, w.bounded_scores)
     x_MD, normed = add_norm(x_MD, w.out(mixed), w.post_norm, eps)
     return x_MD, w.down(gated(w.gate_up(normed)))

@@ -1,9 +1,10 @@
-"""Draft heads in the layouts that serving engines load for EAGLE-1 heads, out and in again.
+"""Draft heads in the layouts that serving engines load, out and in again.
 
-Both engines take tensors named as in `draft_io`, without embedding and LM head, which they take
-from the policy. They differ in `config.json` and in the bias of `fc`, as their loaders are written
-(vLLM 0.32 `llama_eagle.py`; SGLang 0.5.23 `llama_eagle.py`, `qwen2_eagle.py`). Writes plainly into
-a folder: that nobody sees half of it is the caller's matter.
+Both engines take tensors named as in `draft_io`, without what they take from the policy. For
+EAGLE-1 heads they differ in `config.json` and in the bias of `fc`, as their loaders are written
+(vLLM 0.32 `llama_eagle.py`; SGLang 0.5.23 `llama_eagle.py`, `qwen2_eagle.py`); for EAGLE-3 heads
+see `draft_files3`. Writes plainly into a folder: that nobody sees half of it is the caller's
+matter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.models.draft_head import DraftHead
+from slipstream.models import draft_files3
+from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft_model import DraftModel
 from slipstream.models.hf_io import write_tensors
 
 FC_BIAS = "fc.bias"
@@ -36,8 +39,16 @@ class Layout:
     architectures: Mapping[str, str]
     fc_bias: bool
     untied: bool
+    by_outputs: bool
+    """How the taps of an EAGLE-3 head are counted: see `draft_files3`."""
     usage: str
-    """Command line that loads `{head}` for `{policy}`."""
+    """Command line that loads `{head}`, one of an `{algorithm}` as the engine writes it, for
+    `{policy}`: `command`."""
+
+    def command(self, head: DraftModel, *, policy: str, folder: object) -> str:
+        """How the engine is started with a head in `folder`."""
+        algorithm = head.algorithm.lower() if self.engine == "vLLM" else head.algorithm
+        return self.usage.format(policy=policy, head=folder, algorithm=algorithm)
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -46,23 +57,25 @@ LAYOUTS: Mapping[str, Layout] = {
         architectures={"llama": "EagleLlamaForCausalLM"},
         fc_bias=False,
         untied=False,
+        by_outputs=False,
         usage="vllm serve {policy} --speculative-config "
-        '\'{{"method": "eagle", "model": "{head}", "num_speculative_tokens": 3}}\'',
+        '\'{{"method": "{algorithm}", "model": "{head}", "num_speculative_tokens": 3}}\'',
     ),
     "sglang": Layout(
         engine="SGLang",
         architectures={"llama": "LlamaForCausalLMEagle", "qwen2": "Qwen2ForCausalLMEagle"},
         fc_bias=True,
         untied=True,
-        usage="python -m sglang.launch_server --model-path {policy} --speculative-algorithm EAGLE "
-        "--speculative-draft-model-path {head} --speculative-num-steps 3 "
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+        by_outputs=True,
+        usage="python -m sglang.launch_server --model-path {policy} "
+        "--speculative-algorithm {algorithm} --speculative-draft-model-path {head} "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     ),
 }
 
 
 def export_draft_head(
-    head: DraftHead, folder: Path, layout: str, *, dtype: torch.dtype = torch.float32
+    head: DraftModel, folder: Path, layout: str, *, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write `head` into `folder` as the engine `layout` (a key of `LAYOUTS`) loads it, over what it
     holds. `load_draft_head` reads it back.
@@ -70,6 +83,10 @@ def export_draft_head(
     Raises ConfigError where the engine has no class for heads of this family.
     """
     wanted, family = LAYOUTS[layout], head.config.family
+    if isinstance(head, Eagle3Head):
+        config = draft_files3.config_of(head, dtype, by_outputs=wanted.by_outputs)
+        write_tensors(folder, config, draft_files3.tensors_of(head), dtype=dtype)
+        return
     if family not in wanted.architectures:
         elsewhere = [name for name, other in LAYOUTS.items() if family in other.architectures]
         remedy = f"export for {' or '.join(elsewhere)}" if elsewhere else "serve it with Slipstream"

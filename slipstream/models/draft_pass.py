@@ -2,7 +2,7 @@
 
 Nothing that a draft is changes what is generated, so nothing here needs exact mode: no padding of
 rows and keys, no sums in order. What several steps of one draft share (rotations, masks, where keys
-go) is computed once. Training uses `PackedDraftHead.unroll`; `tests/models/test_draft_pass.py`
+go) is computed once. Training uses `PackedDraft.unroll`; `tests/models/test_draft_pass.py`
 holds the two together. Knows nothing of sampling or requests.
 
 Shapes: N sequences, T columns of new tokens, C columns of a whole draft, H key-value heads, S slots
@@ -10,6 +10,8 @@ of the cache, K head width, D hidden width.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +22,9 @@ from slipstream.kernels.chain import chain, chain_numbers, most_rows
 from slipstream.kernels.tree import most_tree_rows, tree, tree_numbers
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
-from slipstream.models.decoder import PackedDecoder, layer_forward
+from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
 
@@ -200,18 +203,18 @@ class DraftPass:
 
     def __init__(
         self,
-        head: PackedDraftHead,
+        head: PackedDraft,
         embedding_VD: Tensor,
         kv: Tensor,
         slots_NC: Tensor,
         num_keys: int,
         *,
         positions_NC: Tensor | None = None,
-        visible_NCS: Tensor | None = None,
+        paths_NCP: Tensor | None = None,
     ) -> None:
         """`kv` (2, rows, H, S, K) is written to, rows 0 .. N-1; `slots_NC` says where the tokens of
         each column go and that they see the slots up to there; `num_keys` is beyond all of them.
-        Where there is no compiled layer they may stand at other positions, and see other slots.
+        On paths through draft trees (`kernels.paths`) they stand at `positions_NC`.
         """
         self._head, self._embedding = head, embedding_VD
         positions = slots_NC if positions_NC is None else positions_NC
@@ -221,27 +224,31 @@ class DraftPass:
         self._columns: _Columns | None = None
         if head.together is not None:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
-            self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
+            places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
+            if positions_NC is not None:
+                places = replace(places, seen_M=positions_NC + 1, paths=paths_NCP)
+            self._places = places
         else:
             self._columns = _Columns(
-                head.config, head.eps, kv, slots_NC, positions, num_keys, visible_NCS
+                head.config, head.eps, kv, slots_NC, positions, num_keys, paths_NCP
             )
 
-    def run(self, start: int, ids_NT: Tensor, features_NTD: Tensor) -> Tensor:
-        """Predicted features (N, T, D) of `ids_NT`, which stand in the columns from `start` on,
-        each from the feature before it."""
+    def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
+        """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
+        the state before it."""
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        x = head.join(ids_NT, features_NTD, self._embedding)
         if head.together is not None and self._places is not None:
+            x, given = head.enter(ids_NT, states_NTD, self._embedding)
             places = self._places.columns(columns)
-            out = head.together(x, self._positions[:, columns], places)
+            # What is added to is written over, and may be the states themselves.
+            x = x if given is None else x.clone()
+            out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
         else:
             assert self._columns is not None
             attention = _ColumnAttention(self._columns, columns)
-            x, delta = layer_forward(head.layer, 0, x, None, attention, head.eps)
-            out = x.add_(delta)
+            out = head.step(ids_NT, states_NTD, self._embedding, attention)
         return out.view(n, T, -1)
 
 
@@ -256,15 +263,19 @@ class _Columns:
         slots_NC: Tensor,
         positions_NC: Tensor,
         num_keys: int,
-        visible_NCS: Tensor | None,
+        paths_NCP: Tensor | None,
     ) -> None:
         _, rows, heads, slots, width = kv.shape
         n = len(slots_NC)
         self.config, self.eps = config, eps
         self.cos, self.sin = rope_at(positions_NC, config, kv.dtype)
-        if visible_NCS is None:
-            visible_NCS = torch.arange(num_keys, device=kv.device) <= slots_NC[:, :, None]
-        unseen = ~visible_NCS
+        slot_S = torch.arange(num_keys, device=kv.device)
+        if paths_NCP is None:
+            unseen = slot_S > slots_NC[:, :, None]
+        else:
+            # What a path is too short for is slot 0, which all see.
+            unseen = slot_S >= paths_NCP[..., :1]
+            unseen = unseen.scatter(2, paths_NCP[..., 1:], False)
         mask = torch.zeros(unseen.shape, dtype=kv.dtype, device=kv.device)
         mask.masked_fill_(unseen, float("-inf"))
         self.mask_NCS = mask.repeat_interleave(heads, 0) if heads > 1 else mask

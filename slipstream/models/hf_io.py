@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -98,7 +98,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def load_tensors(
-    decoder: Decoder | DraftHead, tensors: Mapping[str, Tensor], *, source: str
+    decoder: Decoder | DraftModel, tensors: Mapping[str, Tensor], *, source: str
 ) -> None:
     """Copy `tensors` (Hugging Face names) into `decoder`; all are checked before any is changed."""
     problems = tensor_problems(decoder, tensors)
@@ -205,10 +205,14 @@ def write_tensors(
     dtype: torch.dtype,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `config.json` and `tensors` as `dtype`, over what `folder` holds."""
+    """Write `config.json` and `tensors`, those of floating-point numbers as `dtype`, over what
+    `folder` holds."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in tensors.items()
+    }
     for stale in (folder / INDEX, folder / WEIGHTS, *folder.glob("model-*-of-*.safetensors")):
         # Weights of an earlier save, cut into other files, must not be read as part of this one.
         stale.unlink(missing_ok=True)

@@ -177,24 +177,20 @@ def hand_over(
     optimizer_step: int,
 ) -> None:
     """Give `sink` the features of the selected rows: detached, unpadded copies."""
-    final = result.hidden.final.detach().flatten(0, 1)
+    final, taps = result.hidden.final.detach().flatten(0, 1), result.hidden.taps
     for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
         row = batch.rows[index]
         own = slice(start, start + len(row.tokens))
         # Copies: a view would keep the whole micro-batch in memory.
-        taps = {
-            layer: tap.detach().flatten(0, 1)[own].clone()
-            for layer, tap in result.hidden.taps.items()
-        }
         sink.receive(
             Features(
                 uid=row.uid,
                 tokens=row.tokens,
                 loss_mask=row.loss_mask,
                 hidden=final[own].clone(),
-                taps=taps,
+                taps=None if taps is None else taps.flatten(0, 1)[own].clone(),
                 optimizer_step=optimizer_step,
                 key=row.key,
             )

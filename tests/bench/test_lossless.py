@@ -27,6 +27,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
+from slipstream.models.decoder import HiddenStates
 from slipstream.sampling.choose import Choice, SamplingRows
 from tests.inference.helpers import make_decoder, make_engine, make_request
 
@@ -96,7 +97,7 @@ def test_noise_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     choose, decode = Runner.choose, Runner.decode
     width = 1
 
-    def watched(self: Runner, store: KVStore, step: Verification) -> Tensor:
+    def watched(self: Runner, store: KVStore, step: Verification) -> HiddenStates:
         nonlocal width
         width = step.ids_BT.shape[1]
         return decode(self, store, step)

@@ -17,6 +17,7 @@ from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_featu
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from slipstream.types import GenerateRequest
 from tests.inference.helpers import make_engine, make_request, random_prompt
@@ -42,25 +43,29 @@ def requests(count: int, *, seed: int = 0, **settings: Any) -> list[GenerateRequ
     ]
 
 
-def responses(decoder: Decoder, asked: Sequence[GenerateRequest]) -> list[HeldOut]:
-    done = make_engine(decoder).run(asked)
+def responses(
+    decoder: Decoder, asked: Sequence[GenerateRequest], *, taps: tuple[int, ...] = ()
+) -> list[HeldOut]:
+    done = make_engine(decoder, taps=taps).run(asked)
     with torch.no_grad():
         policy = decoder.pack(torch.float32)
-    before = policy_features(policy, [r.prompt_ids for r in asked])
+    before = policy_features(policy, [r.prompt_ids for r in asked], taps=taps)
     found = []
     for request, answer, features in zip(asked, done, before, strict=True):
         assert answer.hidden_states is not None
         sequence = DraftSequence(
             tokens=[*request.prompt_ids, *answer.token_ids],
-            features_TD=torch.cat([features[:-1], answer.hidden_states]),
+            features_TF=torch.cat([features[:-1], answer.hidden_states]),
             loss_mask=[0.0] * len(request.prompt_ids) + [1.0] * len(answer.token_ids),
         )
         found.append(HeldOut(sequence=sequence, key=request.key, params=request.params))
     return found
 
 
-def sequences(decoder: Decoder, count: int, *, seed: int = 0) -> list[DraftSequence]:
-    found = [r.sequence for r in responses(decoder, requests(count, seed=seed))]
+def sequences(
+    decoder: Decoder, count: int, *, seed: int = 0, taps: tuple[int, ...] = ()
+) -> list[DraftSequence]:
+    found = [r.sequence for r in responses(decoder, requests(count, seed=seed), taps=taps)]
     return [s for s in found if s.slots]
 
 
@@ -68,7 +73,7 @@ def ends_of(decoder: Decoder) -> PolicyEnds:
     return PolicyEnds.of(decoder, torch.float32)
 
 
-def trainer(head: DraftHead, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
+def trainer(head: DraftModel, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
     optim = settings.pop("optim", OptimSettings(lr=lr, weight_decay=0.0, warmup_steps=2))
     return DraftTrainer(head, DraftTrainSettings(optim=optim, **settings))
 

@@ -69,7 +69,7 @@ def test_a_response_is_what_the_policy_chooses_under_its_noise() -> None:
     T = len(sequence.tokens)
     prompt = int(T - sum(sequence.loss_mask))
     with torch.no_grad():
-        logits = ends_of(decoder).lm_head(sequence.features_TD[prompt - 1 :]).float()
+        logits = ends_of(decoder).lm_head(sequence.features_TF[prompt - 1 :]).float()
     positions = torch.arange(prompt, T)
     chosen = choose(logits, positions, rows.repeated(T - prompt)).tokens
     assert chosen.tolist() == list(sequence.tokens[prompt:])

@@ -20,7 +20,7 @@ def kept(name: str, tokens: int, step: int = 1) -> Kept:
     return Kept(
         sequence=DraftSequence(
             tokens=list(range(tokens)),
-            features_TD=torch.full((tokens, WIDTH), float(step)),
+            features_TF=torch.full((tokens, WIDTH), float(step)),
             loss_mask=[1.0] * tokens,
         ),
         key=NoiseKey(seed=1, uid=name),
@@ -108,7 +108,7 @@ def test_the_newest_of_those_least_trained_on_come_first() -> None:
     for step in (1, 2):
         for number in range(3):
             held.add(kept(f"s{step}n{number}", 3 + number, step))
-    steps = [int(batch[0].features_TD[0, 0]) for batch in held.batches(2, "k")]
+    steps = [int(batch[0].features_TF[0, 0]) for batch in held.batches(2, "k")]
     sizes = [len(batch) for batch in held.batches(2, "k")]
     assert steps == [2, 2, 1, 1, 2, 2, 1, 1]
     # They have been used up.
@@ -141,7 +141,7 @@ def test_what_is_restored_goes_on_alike() -> None:
     one = kept("a", 4, 7)
     back = from_tree(to_tree(one))
     assert (back.key, back.step, back.uses) == (one.key, 7, 0)
-    assert torch.equal(back.sequence.features_TD, one.sequence.features_TD)
+    assert torch.equal(back.sequence.features_TF, one.sequence.features_TF)
     small = buffer(max_bytes=16 * 12, long_share=0.0)
     small.load_state_dict(held.state_dict())
     assert names(small) == ["s2n4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from tests.drafter.helpers import requests, responses
 from tests.inference.helpers import shared_decoder
 
 
-def collector(**settings: int) -> FeatureCollector:
-    values = {"max_length": 100, "held_out": 4, "held_out_every": 1000, **settings}
+def collector(**settings: Any) -> FeatureCollector:
+    values: dict[str, Any] = {"max_length": 100, "held_out": 4, "held_out_every": 1000, **settings}
     params = SamplingParams(max_tokens=24)
     return FeatureCollector(
         DraftBuffer(BufferSettings(lookback_steps=1)),
@@ -63,7 +64,7 @@ def test_they_are_what_the_engine_hands_over() -> None:
         assert ours["loss_mask"] == list(sequence.loss_mask)
         assert ours["step"] == 3
         # The engine stops before the last token's.
-        assert torch.equal(ours["features"][: len(sequence.features_TD)], sequence.features_TD)
+        assert torch.equal(ours["features"][: len(sequence.features_TF)], sequence.features_TF)
 
 
 def test_nothing_is_kept_of_steps_that_are_not_wanted() -> None:
@@ -99,7 +100,7 @@ def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
     assert not trained_on & {one.key.uid for one in sink.held_out}
     assert max(len(one.sequence.tokens) for one in sink.held_out) <= 6
     for one in sink.held_out:
-        features = one.sequence.features_TD
+        features = one.sequence.features_TF
         assert features.untyped_storage().nbytes() == features.nbytes
     other = collector(held_out_every=3, held_out=5, max_length=6)
     other.load_state_dict(sink.state_dict())

@@ -150,9 +150,9 @@ def test_a_slice_whose_loss_is_not_finite_leaves_the_head_as_it_was() -> None:
     assert made.slice(ends, step=1).adopted
     before, sequences = tensors(made), [kept.sequence for kept in made.collector.buffer._kept]
     # The second batch of the slice: the first has moved the head.
-    good = [s.features_TD.clone() for s in sequences]
+    good = [s.features_TF.clone() for s in sequences]
     for sequence in sequences[len(sequences) // 2 :]:
-        sequence.features_TD.fill_(float("nan"))
+        sequence.features_TF.fill_(float("nan"))
     failed = made.slice(ends, step=2)
     assert not failed.adopted
     assert not failed.held_back
@@ -164,7 +164,7 @@ def test_a_slice_whose_loss_is_not_finite_leaves_the_head_as_it_was() -> None:
     # What led there has no part in the next average.
     assert int(made.average.n_averaged) == 0
     for sequence, features in zip(sequences, good, strict=True):
-        sequence.features_TD.copy_(features)
+        sequence.features_TF.copy_(features)
     after = made.slice(ends, step=3)
     assert after.failure is None
     assert after.adopted

@@ -119,8 +119,8 @@ def test_the_trainer_is_asked_for_the_others_alone(
     kept: list[Kept] = sink.take()
     assert len(kept) == len(wanted) - 1
     for one in kept:
-        features = one.sequence.features_TD
+        features = one.sequence.features_TF
         assert len(one.sequence.tokens) <= 9
         assert features.untyped_storage().nbytes() == features.nbytes
         assert (one.step, one.version) == (3, 2)
-    assert torch.isfinite(kept[0].sequence.features_TD).all()
+    assert torch.isfinite(kept[0].sequence.features_TF).all()

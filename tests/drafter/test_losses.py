@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.drafter.losses import DraftSamples, acceptance_loss, eagle_loss
+from slipstream.drafter.losses import DraftSamples, acceptance_loss, draft_loss
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.linear import PackedLinear
 from tests.models.helpers import config
 
@@ -25,7 +27,7 @@ def random_batch(seed: int = 0) -> DraftSamples:
     mask[1, 7:] = 0
     return DraftSamples(
         tokens_BT=torch.randint(0, V, (B, T), generator=generator),
-        features_BTD=torch.randn(B, T, D, generator=generator),
+        features_BTF=torch.randn(B, T, D, generator=generator),
         loss_mask_BT=mask,
         embedding_VD=torch.randn(V, D, generator=generator),
         lm_head=PackedLinear.of(torch.randn(V, D, generator=generator) * 0.3),
@@ -46,19 +48,20 @@ def passing_on() -> DraftHead:
 
 def test_the_loss_is_that_of_a_loop() -> None:
     batch = random_batch()
-    loss = eagle_loss(passing_on().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
+    loss = draft_loss(passing_on().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
     value, soft, hits = [], [], []
     for b in range(B):
         for t in range(T - 2):
             if not batch.loss_mask_BT[b, t + 2]:
                 continue
-            given, wanted = batch.features_BTD[b, t].double(), batch.features_BTD[b, t + 1].double()
+            given, wanted = batch.features_BTF[b, t].double(), batch.features_BTF[b, t + 1].double()
             value.append(F.smooth_l1_loss(given, wanted))
             weight = batch.lm_head.weight.double()
             p, q = torch.softmax(weight @ wanted, -1), torch.softmax(weight @ given, -1)
             soft.append(-(p * q.log()).sum())
             hits.append(float(p.argmax() == q.argmax()))
     assert loss.slots == len(value) == 5 + 5 + 7
+    assert loss.value is not None
     assert float(loss.value) == pytest.approx(float(sum(value)) / len(value), rel=1e-5)
     assert float(loss.soft) == pytest.approx(float(sum(soft)) / len(soft), rel=1e-5)
     assert float(loss.accuracy) == pytest.approx(sum(hits) / len(hits))
@@ -72,23 +75,23 @@ def test_padding_on_the_right_does_not_matter() -> None:
     batch = random_batch()
     padded = DraftSamples(
         tokens_BT=F.pad(batch.tokens_BT, (0, 5), value=7),
-        features_BTD=F.pad(batch.features_BTD, (0, 0, 0, 5), value=9.0),
+        features_BTF=F.pad(batch.features_BTF, (0, 0, 0, 5), value=9.0),
         loss_mask_BT=F.pad(batch.loss_mask_BT, (0, 5)),
         embedding_VD=batch.embedding_VD,
         lm_head=batch.lm_head,
     )
-    one, other = (eagle_loss(head.pack(torch.float32), b) for b in (batch, padded))
+    one, other = (draft_loss(head.pack(torch.float32), b) for b in (batch, padded))
     assert one.slots == other.slots
     torch.testing.assert_close(one.total, other.total)
 
 
 def test_no_gradient_reaches_the_policy() -> None:
     batch = random_batch()
-    features = batch.features_BTD.clone().requires_grad_()
+    features = batch.features_BTF.clone().requires_grad_()
     embedding = batch.embedding_VD.clone().requires_grad_()
     head = passing_on()
-    batch = replace(batch, features_BTD=features, embedding_VD=embedding)
-    eagle_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
+    batch = replace(batch, features_BTF=features, embedding_VD=embedding)
+    draft_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
     assert features.grad is None
     assert embedding.grad is None
     assert all(p.grad is not None for p in head.parameters())
@@ -97,16 +100,16 @@ def test_no_gradient_reaches_the_policy() -> None:
 def test_a_batch_without_a_slot_is_refused() -> None:
     batch = replace(random_batch(), loss_mask_BT=torch.zeros(B, T))
     with pytest.raises(DataError, match="no token of the batch can be drafted"):
-        eagle_loss(passing_on().pack(torch.float32), batch)
+        draft_loss(passing_on().pack(torch.float32), batch)
 
 
 def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
-    loss = eagle_loss(packed, batch, value_weight=0.7, soft_weight=0.2, depth=3, depth_decay=0.5)
+    loss = draft_loss(packed, batch, value_weight=0.7, soft_weight=0.2, depth=3, depth_decay=0.5)
     with torch.no_grad():
-        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTF[:, :-1]
         unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
     total, weight = 0.0, 1.0
     for k, predicted in enumerate(unrolled):
@@ -114,7 +117,7 @@ def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
         for b in range(B):
             for t in range(T - 2 - k):
                 if batch.loss_mask_BT[b, t + 2 + k]:
-                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    mine, true = predicted[b, t].double(), batch.features_BTF[b, t + 1 + k].double()
                     value.append(float(F.smooth_l1_loss(mine, true)))
                     lm = batch.lm_head.weight.double()
                     p, log_q = torch.softmax(lm @ true, -1), torch.log_softmax(lm @ mine, -1)
@@ -160,11 +163,11 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
     plain, loss = (
-        eagle_loss(packed, batch, depth=3, depth_decay=0.5, acceptance_weight=weight)
+        draft_loss(packed, batch, depth=3, depth_decay=0.5, acceptance_weight=weight)
         for weight in (0.0, 0.7)
     )
     with torch.no_grad():
-        ids, given = batch.tokens_BT[:, 1:], batch.features_BTD[:, :-1]
+        ids, given = batch.tokens_BT[:, 1:], batch.features_BTF[:, :-1]
         unrolled = list(packed.unroll(ids, given, batch.embedding_VD, 3))
     expected = []
     for k, predicted in enumerate(unrolled):
@@ -172,7 +175,7 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
         for b in range(B):
             for t in range(T - 2 - k):
                 if batch.loss_mask_BT[b, t + 2 + k]:
-                    mine, true = predicted[b, t].double(), batch.features_BTD[b, t + 1 + k].double()
+                    mine, true = predicted[b, t].double(), batch.features_BTF[b, t + 1 + k].double()
                     lm = batch.lm_head.weight.double()
                     p, q = torch.softmax(lm @ true, -1), torch.softmax(lm @ mine, -1)
                     shares.append(-math.log(float(torch.minimum(p, q).sum())))
@@ -182,3 +185,49 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     assert float(loss.acceptance) == pytest.approx(expected[0], rel=1e-5)
     more = 0.7 * (expected[0] + expected[1] / 2 + expected[2] / 4) / 1.75
     assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
+
+
+def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
+    """The loss of an EAGLE-3 head with some of the tokens, against a loop over slots."""
+    tokens, steps = [*range(0, V, 3)], 2
+    head = Eagle3Head(config("qwen3", hidden_size=D, vocab_size=V), (0, 1, 2), tokens)
+    head.init_weights(0)
+    wide = torch.randn(B, T, 4 * D, generator=torch.Generator().manual_seed(4))
+    batch = replace(random_batch(), features_BTF=wide)
+    packed = head.pack(torch.float32)
+    weights: dict[str, Any] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
+    loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
+    assert loss.value is None
+    assert torch.equal(batch.given, wide[..., : 3 * D])
+    assert torch.equal(batch.final, wide[..., 3 * D :])
+    total = outside = 0.0
+    with torch.no_grad():
+        unrolled = list(
+            packed.unroll(batch.tokens_BT.roll(-1, -1), batch.given, batch.embedding_VD, steps)
+        )
+        for k, states in enumerate(unrolled):
+            soft, accepted, hits = [], [], []
+            for b in range(B):
+                for t in range(T - 2 - k):
+                    if not batch.loss_mask_BT[b, t + 2 + k]:
+                        continue
+                    logits = batch.lm_head(batch.final[b, t + 1 + k][None])[0].double()
+                    mine = packed.draft_logits(states[b, t][None], batch.lm_head)[0].double()
+                    p, q = torch.softmax(logits[tokens], -1), torch.softmax(mine, -1)
+                    known = int(logits.argmax()) in tokens
+                    outside += not known
+                    soft.append(-float((p * q.log()).sum()) if known else 0.0)
+                    mass = torch.softmax(logits, -1)[tokens]
+                    accepted.append(-float(torch.minimum(mass, q).sum().log()))
+                    hits.append(tokens[int(mine.argmax())] == int(logits.argmax()))
+            mean = 0.2 * sum(soft) / len(soft) + 0.3 * sum(accepted) / len(accepted)
+            total += 0.5**k * mean
+            assert float(loss.depth_accuracy[k]) == pytest.approx(sum(hits) / len(hits))
+            if k == 0:
+                assert float(loss.soft) == pytest.approx(sum(soft) / len(soft), rel=1e-5)
+                assert loss.acceptance is not None
+                assert float(loss.acceptance) == pytest.approx(
+                    sum(accepted) / len(accepted), rel=1e-5
+                )
+    assert outside > 5
+    assert float(loss.total.detach()) == pytest.approx(total / 1.5, rel=1e-5)

@@ -23,7 +23,7 @@ from tests.inference.helpers import make_decoder, shared_decoder
 def sequence(length: int, *, rows: int | None = None, start: int = 1) -> DraftSequence:
     return DraftSequence(
         tokens=list(range(3, 3 + length)),
-        features_TD=torch.full((length if rows is None else rows, 32), 2.0),
+        features_TF=torch.full((length if rows is None else rows, 32), 2.0),
         loss_mask=[0.0] * start + [1.0] * (length - start),
     )
 
@@ -32,7 +32,7 @@ def test_lengths_that_disagree_are_refused() -> None:
     with pytest.raises(DataError, match="5 tokens has 3 features"):
         sequence(5, rows=3)
     with pytest.raises(DataError, match="a loss mask of 1"):
-        DraftSequence(tokens=[1, 2], features_TD=torch.zeros(2, 4), loss_mask=[1.0])
+        DraftSequence(tokens=[1, 2], features_TF=torch.zeros(2, 4), loss_mask=[1.0])
 
 
 def test_slots_are_counted_from_the_third_token_on() -> None:
@@ -45,7 +45,7 @@ def test_a_batch_is_padded_on_the_right() -> None:
     assert batch.tokens_BT.shape == (2, 32)
     assert batch.tokens_BT[0].tolist() == [3, 4, 5, 6, 7] + [0] * 27
     assert batch.loss_mask_BT[0].tolist() == [0.0] + [1.0] * 4 + [0.0] * 27
-    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 28
+    assert batch.features_BTF[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 28
     assert batch.drafted(4).tolist() == [0, *range(32, 46)]
 
 
@@ -55,7 +55,7 @@ def test_a_batch_without_padding_has_one_sequence_after_another() -> None:
     assert batch.lengths == [5, 3]
     assert batch.tokens_BT.tolist() == [[3, 4, 5, 6, 7, 3, 4, 5]]
     assert batch.loss_mask_BT.tolist() == [[0.0] + [1.0] * 4 + [0.0] + [1.0] * 2]
-    assert batch.features_BTD[0, :, 0].tolist() == [2.0] * 4 + [0.0] + [2.0] * 2 + [0.0]
+    assert batch.features_BTF[0, :, 0].tolist() == [2.0] * 4 + [0.0] + [2.0] * 2 + [0.0]
     sequence_M, place_M, left_M = batch.places()
     assert sequence_M.tolist() == [0] * 5 + [1] * 3
     assert place_M.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -90,7 +90,7 @@ def test_features_of_the_forward_pass_are_those_of_the_engine() -> None:
         policy = decoder.pack(torch.float32)
     found = policy_features(policy, [h.sequence.tokens for h in made], max_tokens=96)
     for held_out, features in zip(made, found, strict=True):
-        assert torch.equal(features[:-1], held_out.sequence.features_TD)
+        assert torch.equal(features[:-1], held_out.sequence.features_TF)
 
 
 def test_a_text_beyond_the_limit_is_refused() -> None:

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from slipstream.drafter.acceptance import measure_acceptance
-from slipstream.drafter.losses import eagle_loss
+from slipstream.drafter.losses import draft_loss
 from slipstream.drafter.sequences import DraftSequence, collate, passes
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft_model import DraftModel
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
-from tests.inference.helpers import shared_decoder
+from tests.inference.helpers import VOCAB, make_decoder, shared_decoder
 
 
-def same(one: DraftHead, other: DraftHead) -> bool:
+def same(one: DraftModel, other: DraftModel) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -42,6 +44,24 @@ def test_training_makes_more_drafts_right() -> None:
     assert history[-1]["draft/loss"] < 0.8 * history[0]["draft/loss"]
     assert after.at_depth(1) > before.at_depth(1) + 0.05
     assert after.at_depth(2) > before.at_depth(2) + 0.05
+
+
+@pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 2)]])
+def test_responses_are_learned_by_an_eagle3_head(tokens: list[int] | None) -> None:
+    decoder = make_decoder(num_layers=4)
+    head, ends = Eagle3Head(decoder.config, (0, 1, 3), tokens), ends_of(decoder)
+    head.init_weights(1)
+    known = responses(decoder, requests(32, seed=8), taps=head.taps)
+    before = measure_acceptance(head, known, ends, depth=3)
+    made = trainer(head, lr=1e-2, value_weight=0.0, soft_weight=1.0, depth=3, depth_decay=0.8)
+    data = [one.sequence for one in known if one.sequence.slots]
+    history = made.train(passes(data, 16, "learn"), ends, steps=60)
+    after = measure_acceptance(head, known, ends, depth=3)
+    check_names(history[0])
+    assert "draft/value_loss" not in history[0]
+    assert history[-1]["draft/loss"] < 0.95 * history[0]["draft/loss"]
+    for k in (1, 2, 3):
+        assert after.at_depth(k) > before.at_depth(k) + 0.05
 
 
 def test_the_acceptance_loss_alone_makes_more_drafts_right() -> None:
@@ -68,13 +88,13 @@ def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
     return head
 
 
-def _late(features_TD: Tensor) -> Tensor:
-    return torch.cat([features_TD[:1], features_TD[:-1]])
+def _late(features_TF: Tensor) -> Tensor:
+    return torch.cat([features_TF[:1], features_TF[:-1]])
 
 
 ALIGNMENTS: dict[str, Callable[[DraftSequence], DraftSequence]] = {
     "right": lambda s: s,
-    "features one late": lambda s: replace(s, features_TD=_late(s.features_TD)),
+    "features one late": lambda s: replace(s, features_TF=_late(s.features_TF)),
     "tokens one late": lambda s: replace(s, tokens=[s.tokens[0], *s.tokens[:-1]]),
     "tokens one early": lambda s: replace(s, tokens=[*s.tokens[1:], 0]),
 }
@@ -179,7 +199,7 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     good = sequences(decoder, 4)
     bad = DraftSequence(
         tokens=good[0].tokens,
-        features_TD=torch.full_like(good[0].features_TD, float("nan")),
+        features_TF=torch.full_like(good[0].features_TF, float("nan")),
         loss_mask=good[0].loss_mask,
     )
     with pytest.raises(TrainingError, match=r"step 1: loss nan .* lower the learning rates of"):
@@ -224,7 +244,9 @@ def test_noise_is_on_what_is_given_and_not_on_what_is_wanted() -> None:
     assert 0.24 < float(noise.max()) <= 0.25
     assert -0.25 <= float(noise.min()) < -0.24
     packed = made.head.pack(torch.float32)
-    plain, noisy = eagle_loss(packed, batch), eagle_loss(packed, batch, noise_BTD=noise)
+    plain, noisy = draft_loss(packed, batch), draft_loss(packed, batch, noise=noise)
+    assert noisy.value is not None
+    assert plain.value is not None
     assert float(noisy.value) > float(plain.value)
     again = made._noise(batch)
     made.step += 1

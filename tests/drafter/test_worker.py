@@ -45,7 +45,7 @@ def setup() -> WorkerSetup:
     head = new_head(shared_decoder())
     torch.nn.init.zeros_(head.fc.weight)
     return WorkerSetup(
-        config=head.config,
+        blank=head.blank(),
         weights={name: p.detach().clone() for name, p in head.named_parameters()},
         version=4,
         collector=COLLECTOR,

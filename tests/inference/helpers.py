@@ -63,6 +63,7 @@ def make_engine(
     proposer: Proposer | None = None,
     plan: DraftPlan = OFF,
     selector: StrategySelector | None = None,
+    taps: tuple[int, ...] = (),
     **settings: Any,
 ) -> Engine:
     settings.setdefault("max_model_len", 2304)
@@ -73,6 +74,7 @@ def make_engine(
         proposer=proposer,
         plan=plan,
         selector=selector,
+        taps=taps,
     )
 
 

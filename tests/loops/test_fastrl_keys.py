@@ -108,7 +108,7 @@ def parts(overrides: str) -> Parts:
     return Parts(
         speculation=make_speculation(
             config,
-            decoder.config,
+            decoder,
             dtype=torch.float32,
             device=torch.device("cpu"),
             kv_budget_bytes=1 << 20,
@@ -458,7 +458,7 @@ def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None
         (
             "train.depth_decay=0.8",
             "depth_decay=0.8 has no effect with speculative.train.depth=1",
-            ["train.depth=2", "train.depth_decay=1"],
+            ["train.depth=2", "train.depth_decay=null"],
         ),
         (
             f"{PREDEFINED} eagle.exploration=0.1",

@@ -147,7 +147,7 @@ def training(
 
     head = new_head(shared_decoder())
     setup = WorkerSetup(
-        config=head.config,
+        blank=head.blank(),
         weights={name: p.detach() for name, p in head.named_parameters()},
         version=0,
         collector=CollectorSettings(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,15 +65,18 @@ def test_positions_that_the_model_does_not_know_are_refused() -> None:
         packed.forward(random_ids(1, 12), torch.arange(12)[None])
 
 
-def test_taps_are_layer_outputs() -> None:
-    decoder = make_decoder("llama")
-    packed = decoder.pack(torch.float32)
+def test_taps_are_layer_inputs() -> None:
+    packed = make_decoder("llama").pack(torch.float32)
+    ids, positions = random_ids(1, 8), torch.arange(8)[None]
     with torch.no_grad():
-        out = packed.forward(random_ids(1, 8), torch.arange(8)[None], taps=(0, 2))
-    assert sorted(out.taps) == [0, 2]
-    normed = add_norm(out.taps[2][0], None, packed.norm, packed.eps)[1]
-    assert torch.equal(normed, out.final[0])
-    assert not torch.equal(out.taps[0], out.taps[2])
+        taps = packed.forward(ids, positions, taps=(0, 2)).taps
+        # What the third layer is given is what a decoder of the first two ends with.
+        shallow = replace(packed, layers=packed.layers[:2], together=None)
+        final = shallow.forward(ids, positions).final
+    assert taps is not None
+    first, third = taps.chunk(2, -1)
+    assert torch.equal(first, packed.embedding[ids])
+    assert torch.equal(add_norm(third[0], None, packed.norm, packed.eps)[1], final[0])
 
 
 def test_gradients_reach_every_parameter_and_checkpointing_keeps_them() -> None:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from slipstream.models import draft_head
+from slipstream.models import draft_model
 from slipstream.models.draft_head import DraftHead
 from tests.models.helpers import config, make_decoder, random_ids
 
@@ -53,7 +53,7 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
         for start, length in zip((0, 5, 45, 62), lengths, strict=True):
             own = slice(start, start + length)
             # By torch's operations, with padding.
-            with patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: False):
+            with patch.object(draft_model, "takes_sequences_in_a_row", lambda *_: False):
                 alone = list(packed.unroll(ids[:, own], features[:, own], embedding, 4))
             for k in range(4):
                 meant = max(length - k, 0)
@@ -65,7 +65,7 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
             list(packed.unroll(ids, features, embedding, 1, lengths=wrong))
     with (
         pytest.raises(ValueError, match="with padding only"),
-        patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: False),
+        patch.object(draft_model, "takes_sequences_in_a_row", lambda *_: False),
     ):
         list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
 
@@ -101,7 +101,7 @@ def test_gradients_of_chains_are_those_of_each_sequence(
         packed, given = head.pack(of), features.clone().requires_grad_()
         for own in parts:
             alone = {} if len(parts) > 1 else {"lengths": lengths}
-            with patch.object(draft_head, "takes_sequences_in_a_row", lambda *_: by_kernels):
+            with patch.object(draft_model, "takes_sequences_in_a_row", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
                 loss = sum((w[own] * x[0]).sum() for w, x in zip(wanted, chains, strict=True))
             assert isinstance(loss, torch.Tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -38,9 +39,44 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
     ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
     with torch.no_grad():
         at_once = packed.forward(ids, positions).final
-        one_by_one = packed.forward(ids, positions, taps=(0,)).final
+        one_by_one = replace(packed, together=None).forward(ids, positions).final
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(at_once, packed.forward(ids, positions).final)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("taps", [(0,), (1, 2), (0, 2, 3)])
+@pytest.mark.parametrize("lengths", [[3], [12, 9, 15, 12, 60, 1]])
+def test_taps_of_all_layers_in_one_call_are_those_one_by_one(
+    dtype: torch.dtype, taps: tuple[int, ...], lengths: list[int]
+) -> None:
+    # Heads of 32, which the matrix unit takes where there is one.
+    decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, head_dim=32)
+    packed = decoder.pack(dtype)
+    ids = random_ids(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        plain = packed.forward(ids, positions, lengths=lengths)
+        at_once = packed.forward(ids, positions, lengths=lengths, taps=taps)
+        one_by_one = replace(packed, together=None).forward(
+            ids, positions, lengths=lengths, taps=taps
+        )
+    with_gradients = decoder.pack(dtype).forward(ids, positions, lengths=lengths, taps=taps)
+    assert plain.taps is None
+    assert torch.equal(plain.final, at_once.final)
+    assert at_once.taps is not None
+    assert at_once.taps.shape == (1, sum(lengths), len(taps) * 64)
+    for other in (one_by_one, with_gradients):
+        assert other.taps is not None
+        assert not other.taps.requires_grad
+        assert torch.equal(at_once.taps, other.taps)
+
+
+def test_taps_have_to_be_layers_in_order() -> None:
+    packed = make_decoder("qwen3").pack(torch.float32)
+    for taps in ((3,), (-1, 0), (1, 1), (2, 1)):
+        with torch.no_grad(), pytest.raises(ValueError, match="of 3 layers"):
+            packed.forward(random_ids(1, 4), torch.arange(4)[None], taps=taps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

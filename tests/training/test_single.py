@@ -387,7 +387,7 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
     batch.rows[4].loss_mask = [0.0] * len(batch.rows[4].tokens)
     backend = tiny_backend(max_tokens_per_micro_batch=130)
     updates(backend, 0, 1)
-    sink = RecordingSink({1, 4, 6}, taps=(0,))
+    sink = RecordingSink({1, 4, 6}, taps=(0, 1))
     if in_update:
         backend.forward_backward(batch, FULL_LOSS, sink=sink).wait()
     else:
@@ -400,12 +400,15 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
         row = batch.rows[int(features.uid[3:])]
         ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 16))[None]
         with torch.no_grad():
-            alone = packed.forward(ids, torch.arange(ids.shape[1])[None], taps=(0,))
+            alone = packed.forward(ids, torch.arange(ids.shape[1])[None], taps=(0, 1))
         length = len(row.tokens)
         assert features.tokens == row.tokens
         assert features.loss_mask == row.loss_mask
         assert torch.equal(features.hidden, alone.final[0, :length])
-        assert torch.equal(features.taps[0], alone.taps[0][0, :length])
+        assert features.taps is not None
+        assert alone.taps is not None
+        assert torch.equal(features.taps, alone.taps[0, :length])
+        assert features.taps.untyped_storage().nbytes() == features.taps.nbytes
         assert not features.hidden.requires_grad
         assert features.hidden.untyped_storage().nbytes() == features.hidden.nbytes
         assert features.optimizer_step == 1

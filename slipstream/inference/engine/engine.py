@@ -31,10 +31,11 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
     Proposer,
+    taps_of,
 )
 from slipstream.inference.speculation.selector import StepRecord, StrategySelector
 from slipstream.kernels.team import by_itself
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
 from slipstream.sampling.choose import Choice
@@ -61,15 +62,23 @@ class Engine:
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
         selector: StrategySelector | None = None,
+        taps: tuple[int, ...] = (),
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
 
         `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
-        changed between steps.
+        changed between steps. `taps` are layers whose inputs hidden states come with; those that
+        a proposer asks for need not be named.
 
-        Raises ConfigError for a model whose widths exact mode does not cover, and for a plan or
-        selector without a proposer.
+        Raises ConfigError for a model whose widths exact mode does not cover, for a plan or
+        selector without a proposer, and for other taps than the proposer's.
         """
+        wanted = taps_of(proposer)
+        if taps and wanted and taps != wanted:
+            raise ConfigError(
+                f"engine: taps {list(taps)}, and the proposer's are {list(wanted)}; leave them out"
+            )
+        taps = wanted or taps
         config = decoder.config
         check_widths(
             hidden_size=config.hidden_size,
@@ -79,7 +88,7 @@ class Engine:
         self.settings = settings
         self.version = 0
         self._decode_text = decode
-        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager)
+        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager, taps=taps)
         self._scheduler = Scheduler(
             self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
             max_num_seqs=settings.max_num_seqs,
@@ -317,34 +326,36 @@ class Engine:
 
     def _begin(self, admission: Admission, admitted: list[Running]) -> None:
         """Let requests that have just taken a row begin: fresh ones with a token."""
-        features: Mapping[str, Tensor] = {}
+        states: Mapping[str, Tensor] = {}
         fresh = admission.fresh
         if fresh:
             done = self._prefill.together(admission)
-            features, hidden = done.features, done.hidden_MD
+            states, hidden = done.states, done.last.final
             positions = torch.tensor([r.length for r in fresh], device=hidden.device)
             choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
             for request in fresh:
                 request.kv_weights = {self._weights}
                 drafts = self._proposer is not None and len(request.request.prompt_ids) >= BLOCK
                 if drafts or request.wants_context:
-                    request.keep_features(features[request.request_id], for_drafts=drafts)
+                    request.keep_features(states[request.request_id], for_drafts=drafts)
             self._count(
                 prompt_tokens=done.computed,
                 shared_prompt_tokens=done.shared,
                 reused_prompt_tokens=done.reused,
             )
             trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-            self._accept(fresh, trees, choice, hidden, range(len(fresh)))
-        self._begin_drafts(admitted, features)
+            self._accept(fresh, trees, choice, done.last, range(len(fresh)))
+        self._begin_drafts(admitted, states)
         self._collect(admitted)
 
-    def _begin_drafts(self, admitted: list[Running], features: Mapping[str, Tensor]) -> None:
+    def _begin_drafts(self, admitted: list[Running], states: Mapping[str, Tensor]) -> None:
         self._behind = True
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
-                self._proposer.begin(name, prompt, request.context, features.get(name))
+                known = states.get(name)
+                features = None if known is None else self._runner.split(known).features
+                self._proposer.begin(name, prompt, request.context, features)
 
     def _decode(self) -> None:
         """At least one token for every running request."""
@@ -368,14 +379,14 @@ class Engine:
             trees, lengths, device, row_by_row=self._runner.row_by_row, multiple=multiple
         )
         hidden = self._runner.decode(self._scheduler.store, step)
-        choice = self._runner.choose(hidden, step.next_positions, step.sampling(sampling))
+        choice = self._runner.choose(hidden.final, step.next_positions, step.sampling(sampling))
         for request in running:
             request.kv_weights.add(self._weights)
         paths = self._accept(running, trees, choice, hidden, step.starts)
         tokens = [request.context[known:] for request, known in zip(running, lengths, strict=True)]
         self._straighten(paths, lengths)
         if self._proposer is not None:
-            features = step.along(hidden, paths)
+            features = step.along(hidden.features, paths)
             self._proposer.observe(sampling.names, tokens, features)
         self._collect(running)
         self._count(
@@ -461,7 +472,7 @@ class Engine:
         requests: list[Running],
         trees: Sequence[DraftTree],
         choice: Choice,
-        hidden: Tensor,
+        hidden: HiddenStates,
         starts: Sequence[int],
     ) -> list[list[int]]:
         """Hand each request its tokens, as far as its drafts are what the policy chose; the rows of
@@ -484,7 +495,7 @@ class Engine:
                     accepted += 1
                     siblings += not tree.is_first_child(node)
                 if request.request.return_hidden_states:
-                    request.hidden.append(hidden[row].clone())
+                    request.hidden.append(hidden.at(row))
                 if request.stop_reason is not None:
                     break
             new += request.length - known

@@ -70,8 +70,9 @@ class _Step:
 class DecodeGraphs:
     """The recordings for one policy and one store."""
 
-    def __init__(self, record: Recorder) -> None:
-        self._record = record
+    def __init__(self, record: Recorder, taps: tuple[int, ...] = ()) -> None:
+        """Hidden states come with the inputs of the layers `taps` beside them."""
+        self._record, self._taps = record, taps
         self._data: Tensor | None = None
         self._steps: dict[tuple[int, int, int], _Step] = {}
         self._seen: dict[tuple[int, int, int], int] = {}
@@ -92,8 +93,8 @@ class DecodeGraphs:
         slots_NW: Tensor,
         longest: int,
     ) -> Tensor | None:
-        """`Runner.decode` by a recording; None where there is none yet. The store has rows in
-        multiples of `ROWS`."""
+        """`Runner.decode` by a recording, its hidden states side by side; None where there is none
+        yet. The store has rows in multiples of `ROWS`."""
         if self._data is not store.data:
             self.clear()
             self._data = store.data
@@ -124,7 +125,8 @@ class DecodeGraphs:
         def compute() -> Tensor:
             view = DecodeView(store, slots_NW, keys, 0)
             positions_NW = slots_NW.clamp(max=last)
-            return packed.forward(ids_NW, positions_NW, kv_cache=view).final.flatten(0, 1)
+            found = packed.forward(ids_NW, positions_NW, kv_cache=view, taps=self._taps)
+            return found.side_by_side().flatten(0, 1)
 
         return _Step(ids_NW, slots_NW, *self._record(compute))
 

@@ -17,6 +17,7 @@ from slipstream.inference.engine.kv_cache import Kept, KVStore
 from slipstream.inference.engine.request import Running
 from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Head, Scheduler
+from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
 
 
@@ -24,13 +25,13 @@ from slipstream.models.numerics import ROW_MULTIPLE
 class Prefilled:
     """Result of a prefill of M requests.
 
-    `hidden_MD` are the states of their last tokens; `features` those of all tokens (T, D) by
-    request id, less what was taken over; then tokens: computed, of equal contexts, taken over from
-    other requests.
+    `last` are the states of their last tokens (M, ...); `states` those of all tokens, side by side
+    (T, F) by request id, less what was taken over; then tokens: computed, of equal contexts, taken
+    over from other requests.
     """
 
-    hidden_MD: Tensor
-    features: dict[str, Tensor]
+    last: HiddenStates
+    states: dict[str, Tensor]
     computed: int
     shared: int
     reused: int
@@ -78,15 +79,17 @@ class Prefill:
         else:
             states = self._runner.prefill(self._scheduler.store, contexts, rows, sources)
         last = torch.tensor([r.length - 1 - starts[s] for r, s in zip(fresh, sources, strict=True)])
-        features = {}
+        found = {}
         for request, s in zip(fresh, sources, strict=True):
             rest, head = states[s, : request.length - starts[s]], heads[s]
             known = [] if head is None else head.features
-            features[request.request_id] = torch.cat([*known, rest]) if known else rest
+            found[request.request_id] = torch.cat([*known, rest]) if known else rest
         length = sum(map(len, contexts))
         return Prefilled(
-            hidden_MD=states[torch.tensor(sources, device=states.device), last.to(states.device)],
-            features=features,
+            last=self._runner.split(
+                states[torch.tensor(sources, device=states.device), last.to(states.device)]
+            ),
+            states=found,
             computed=length - sum(starts),
             shared=sum(r.length for r in fresh) - length,
             reused=sum(0 if head is None else head.reused for head in heads),

@@ -1,7 +1,7 @@
 """Weights and forward passes of the engine. Knows rows and positions, not requests' lifetimes.
 
 Shapes: N rows of a decode step (padded to the row multiple), U distinct contexts of a prefill,
-M rows that share them, D hidden width, V vocabulary.
+M rows that share them, D hidden width, F that of taps and final states together, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from slipstream.inference.engine.kv_cache import (
 )
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
-from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
+from slipstream.models.decoder import (
+    Decoder,
+    HiddenStates,
+    PlacedKVCache,
+    takes_sequences_in_a_row,
+)
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.sampling.choose import Choice, SamplingRows, choose
@@ -31,16 +36,25 @@ from slipstream.types import WeightUpdate
 class Runner:
     """The policy in compute form, and one batch at a time through it."""
 
-    def __init__(self, decoder: Decoder, dtype: torch.dtype, *, eager: bool = False) -> None:
-        """Unless `eager`, decode steps on a GPU become recordings."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        *,
+        eager: bool = False,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        """Unless `eager`, decode steps on a GPU become recordings. Hidden states come with the
+        inputs of the layers `taps`."""
         self.config = decoder.config
+        self.taps = taps
         self.dtype = dtype
         self.device = decoder.device
         self._decoder = decoder
         with torch.no_grad():
             self.packed = decoder.pack(dtype)
         recorded = self.device.type == "cuda" and not eager
-        self.graphs = DecodeGraphs(CudaRecorder()) if recorded else None
+        self.graphs = DecodeGraphs(CudaRecorder(), taps) if recorded else None
 
     @property
     def row_multiple(self) -> int:
@@ -68,15 +82,15 @@ class Runner:
     ) -> Tensor:
         """Compute each distinct context once, fill the rows that share it.
 
-        Returns the hidden states of the contexts, (U, T, D), padded on the right.
+        Returns the hidden states of the contexts side by side, (U, T, F), padded on the right.
         """
         ids, width = self._padded(contexts)
         positions = self._positions(torch.arange(width, device=self.device))
         positions = positions.expand(len(contexts), -1)
         view = PrefillView(store, rows, sources, width)
-        hidden = self.packed.forward(ids, positions, kv_cache=view).final
+        hidden = self.packed.forward(ids, positions, kv_cache=view, taps=self.taps)
         view.finish()
-        return hidden
+        return hidden.side_by_side()
 
     def extend(
         self,
@@ -87,13 +101,17 @@ class Runner:
     ) -> Tensor:
         """Go on with contexts whose first `starts` tokens are in `rows`: to each row its rest.
 
-        Returns the hidden states of the rests, (U, T, D), padded on the right.
+        Returns the hidden states of the rests side by side, (U, T, F), padded on the right.
         """
         ids, width = self._padded(rests)
         first_U1 = torch.tensor(starts, device=self.device)[:, None]
         positions = self._positions(first_U1 + torch.arange(width, device=self.device))
         view = ExtendView(store, rows, starts, [len(rest) for rest in rests], width)
-        return self.packed.forward(ids, positions, kv_cache=view).final
+        return self.packed.forward(ids, positions, kv_cache=view, taps=self.taps).side_by_side()
+
+    def split(self, states: Tensor) -> HiddenStates:
+        """Of states that stand side by side."""
+        return HiddenStates.split(states, self.config.hidden_size)
 
     def _padded(self, contexts: Sequence[Sequence[int]]) -> tuple[Tensor, int]:
         width = round_up(max(map(len, contexts)), ROW_MULTIPLE)
@@ -112,22 +130,22 @@ class Runner:
         """Whether the rows of a step need no matrix."""
         return takes_sequences_in_a_row(self.config, self.packed.compute_dtype, self.device)
 
-    def decode(self, store: KVStore, step: Verification) -> Tensor:
+    def decode(self, store: KVStore, step: Verification) -> HiddenStates:
         """Tokens that are known and drafts after them: cache them, and return their hidden states
-        (M, D), after which those of padding may come."""
+        (M, ...), after which those of padding may come."""
         ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
+        view: PlacedKVCache
         if step.rows_M is not None:
             positions = step.positions_BT.flatten()
-            tree = RowView(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
-            at = self._positions(step.positions_BT)
-            return self.packed.forward(ids, at, kv_cache=tree).final.flatten(0, 1)
-        if self.graphs is not None and step.paths is None:
-            hidden = self.graphs.decode(self.packed, store, ids, slots, longest)
-            if hidden is not None:
-                return hidden
-        view = DecodeView(store, slots, longest, step.shortest, step.paths)
+            view = RowView(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
+        else:
+            if self.graphs is not None and step.paths is None:
+                states = self.graphs.decode(self.packed, store, ids, slots, longest)
+                if states is not None:
+                    return self.split(states)
+            view = DecodeView(store, slots, longest, step.shortest, step.paths)
         at = self._positions(step.positions_BT)
-        return self.packed.forward(ids, at, kv_cache=view).final.flatten(0, 1)
+        return self.packed.forward(ids, at, kv_cache=view, taps=self.taps).flat()
 
     def choose(
         self,

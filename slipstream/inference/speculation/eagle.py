@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE head: chains or trees of tokens, each from the predicted feature of the one
+"""Drafts from an EAGLE head: chains or trees of tokens, each from the head's state at the one
 before.
 
 The head keeps keys and values of its own, one row per running request, from true features only:
@@ -30,7 +30,9 @@ from slipstream.inference.speculation.waiting import (
     WaitingFeatures,
 )
 from slipstream.inference.weights import checked_tensors
-from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.decoder import PackedDecoder
+from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_model import DraftModel, PackedDraft
 from slipstream.models.draft_pass import DraftPass, Ints, draft_chain, draft_tree
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
@@ -40,16 +42,20 @@ from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
+_Given = tuple[
+    PackedDraftHead, PackedDecoder, Tensor, Ints, Ints, Ints, Ints, Tensor, Tensor, Tensor
+]
+
 _COLUMNS = 64
 """Most columns that are caught up with at once; the mask grows with them."""
 
 
 class EagleProposer:
-    """`Proposer` by a draft head of the policy's own size."""
+    """`Proposer` by a draft head."""
 
     def __init__(
         self,
-        head: DraftHead,
+        head: DraftModel,
         *,
         dtype: torch.dtype,
         kv_budget_bytes: int = 1 << 30,
@@ -62,10 +68,11 @@ class EagleProposer:
         forgotten and rows begin anew after them. With
         `free_cache` the memory of keys and values is given back when no request is left."""
         self._head = head
-        device = head.fc.weight.device
+        device = head.device
         self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
+        self._width = head.config.hidden_size * max(1, len(head.taps))
         with torch.no_grad():
-            self._packed: PackedDraftHead = head.pack(dtype)
+            self._packed: PackedDraft = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, Row] = {}
         self._order: list[str] = []
@@ -76,6 +83,11 @@ class EagleProposer:
         self._waiting = WaitingFeatures(waiting_bytes)
         self._short_of_memory = False
         self._free_cache = free_cache
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Tapping`."""
+        return self._head.taps
 
     def begin(
         self,
@@ -150,7 +162,7 @@ class EagleProposer:
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """See `Proposer`."""
         rows = self._in_order(batch.request_ids)
-        ours, theirs = self._packed.fc.weight.dtype, batch.policy.compute_dtype
+        ours, theirs = self._packed.dtype, batch.policy.compute_dtype
         if ours != theirs:
             # Kernels would read past the end of one of them.
             raise EngineError(f"the policy computes in {theirs}, and the draft head in {ours}")
@@ -175,9 +187,33 @@ class EagleProposer:
     def _drafts(
         self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
     ) -> list[DraftTree]:
-        compiled = self._packed.together is not None
-        given = (
-            self._packed,
+        packed = self._packed
+        if plan.topk > 1:
+            # Of laws that are cut, too: what is cut off is seldom among the best.
+            if isinstance(packed, PackedDraftHead) and packed.together is not None:
+                given = self._given(packed, batch, starts_N, waiting)
+                candidates = Candidates(*draft_tree(*given, plan.steps, plan.topk))
+            else:
+                candidates = self._by_levels(batch, plan, starts_N, waiting)
+            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1))
+            return [
+                DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
+                for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
+            ]
+        in_one_call = packed.together is not None and not batch.rows.cuts
+        if in_one_call and isinstance(packed, PackedDraftHead):
+            drafts = draft_chain(*self._given(packed, batch, starts_N, waiting), plan.steps).t()
+        else:
+            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
+        pairs = zip(batch.last, drafts.tolist(), strict=True)
+        return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
+
+    def _given(
+        self, packed: PackedDraftHead, batch: DraftBatch, starts_N: Ints, waiting: Waiting
+    ) -> _Given:
+        """What `draft_chain` and `draft_tree` take, but for the shape."""
+        return (
+            packed,
             batch.policy,
             self._store.data[0],
             starts_N,
@@ -187,26 +223,7 @@ class EagleProposer:
             batch.rows.keys_N2,
             batch.positions_N,
             batch.rows.temperature_N,
-            plan.steps,
         )
-        if plan.topk > 1:
-            # Of laws that are cut, too: what is cut off is seldom among the best.
-            candidates = (
-                Candidates(*draft_tree(*given, plan.topk))
-                if compiled
-                else self._by_levels(batch, plan, starts_N, waiting)
-            )
-            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1))
-            return [
-                DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
-                for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
-            ]
-        if compiled and not batch.rows.cuts:
-            drafts = draft_chain(*given).t()
-        else:
-            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
-        pairs = zip(batch.last, drafts.tolist(), strict=True)
-        return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
 
     def _in_order(self, request_ids: Sequence[str]) -> list[Row]:
         if self._batch is None or request_ids is not self._names:
@@ -221,11 +238,11 @@ class EagleProposer:
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
         run, columns, hidden_ND = self._caught_up(batch, starts_N, waiting, steps)
-        drafts = [_choose(batch, hidden_ND, 0)]
+        drafts = [_choose(batch, self._packed, hidden_ND, 0)]
         for step in range(1, steps):
             column = columns + step - 1
             hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
-            drafts.append(_choose(batch, hidden_ND, step))
+            drafts.append(_choose(batch, self._packed, hidden_ND, step))
         return torch.stack(drafts, 1)
 
     def _by_levels(
@@ -241,8 +258,9 @@ class EagleProposer:
         self, batch: DraftBatch, starts_N: Ints, waiting: Waiting, steps: int
     ) -> tuple[DraftPass, int, Tensor]:
         """The head takes in what waits: the pass, which has room for `steps` drafts, the column of
-        the first of them, and the features (N, D) that it predicts next."""
-        ids_NT, features_NTD = waiting.padded()
+        the first of them, and the states (N, D) that it predicts next."""
+        ids_NT, features_NTF = waiting.padded()
+        states_NTD = self._packed.taken(features_NTF)
         width = ids_NT.shape[1]
         ends_N1 = (starts_N + waiting.counts_N)[:, None]
         columns = starts_N[:, None] + np.arange(width), ends_N1 + np.arange(steps - 1)
@@ -254,10 +272,10 @@ class EagleProposer:
         while width - done > _COLUMNS:
             part = slice(done, done + _COLUMNS)
             early = self._pass(batch, slots_NC[:, part], num_keys)
-            hidden.append(early.run(0, ids_NT[:, part], features_NTD[:, part]))
+            hidden.append(early.run(0, ids_NT[:, part], states_NTD[:, part]))
             done += _COLUMNS
         run = self._pass(batch, slots_NC[:, done:], num_keys)
-        hidden.append(run.run(0, ids_NT[:, done:], features_NTD[:, done:]))
+        hidden.append(run.run(0, ids_NT[:, done:], states_NTD[:, done:]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
         hidden_ND = all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
@@ -265,9 +283,11 @@ class EagleProposer:
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
-        if features.dtype != self._features_dtype:
+        found, wanted = (features.shape[-1], features.dtype), (self._width, self._features_dtype)
+        if found != wanted:
             raise EngineError(
-                f"features are {features.dtype}, and the draft head takes {self._features_dtype}"
+                f"features are {found[0]} numbers of {found[1]}, and the draft head takes "
+                f"{wanted[0]} of {wanted[1]}: it taps the layers {list(self.taps)}"
             )
         return features.contiguous()
 
@@ -286,13 +306,13 @@ class EagleProposer:
         self._short_of_memory = True
 
 
-def _choose(batch: DraftBatch, hidden_ND: Tensor, step: int) -> Tensor:
+def _choose(batch: DraftBatch, head: PackedDraft, states_ND: Tensor, step: int) -> Tensor:
     """Drafted tokens (N,): argmax of log q + G, with the noise of the position that they are for.
 
     Over the temperature, logits and log q differ by a constant, so no distribution is needed.
     """
     rows, positions = batch.rows, batch.positions_N + step
-    logits_NV = batch.policy.lm_head(hidden_ND).float()
+    logits_NV = head.logits(states_ND, batch.policy.lm_head)
     if rows.cuts:
         return choose(logits_NV, positions, rows).tokens
     if rows.any_tempered:

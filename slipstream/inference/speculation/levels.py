@@ -1,5 +1,5 @@
-"""Draft trees by torch's operations, level by level: what `kernels.tree` does in one call, where
-there is no compiled layer.
+"""Draft trees level by level, a pass for each: what `kernels.tree` does in one call, for heads and
+devices that it is not for.
 
 Shapes: N sequences, F nodes of a level that are followed, k candidates of each, D hidden width.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.kernels.tree import WIDTH
-from slipstream.models.draft_head import PackedDraftHead
+from slipstream.models.draft_model import PackedDraft
 from slipstream.models.draft_pass import DraftPass
 from slipstream.sampling.noise import gumbel_noise
 from slipstream.sampling.tree import Candidates
 
 
 def tree_by_levels(
-    head: PackedDraftHead,
+    head: PackedDraft,
     kv: Tensor,
     batch: DraftBatch,
     ends_N: Tensor,
@@ -28,11 +28,12 @@ def tree_by_levels(
     steps: int,
     topk: int,
 ) -> Candidates:
-    """From the features `hidden_ND` that the head predicts after the first `ends_N` slots of `kv`:
+    """From the states `hidden_ND` that the head predicts after the first `ends_N` slots of `kv`:
     drafts go to the slots after those."""
     N, device = len(ends_N), kv.device
     num_keys = int(ends_N.max()) + (steps - 1) * topk
-    visible_NFS = (torch.arange(num_keys, device=device) < ends_N[:, None])[:, None]
+    paths_NFP = torch.zeros(N, 1, 1 + steps, dtype=torch.int64, device=device)
+    paths_NFP[..., 0] = ends_N[:, None]
     hidden_NFD = hidden_ND[:, None]
     scores_NF = torch.zeros(N, 1, dtype=torch.float64, device=device)
     numbers_NF = torch.full((N, 1), -1, device=device)
@@ -40,7 +41,7 @@ def tree_by_levels(
     count = 0
     for level in range(steps):
         F = hidden_NFD.shape[1]
-        tokens_NC, promised_NFk = _promising(batch, hidden_NFD, level, topk)
+        tokens_NC, promised_NFk = _promising(batch, head, hidden_NFD, level, topk)
         scores_NC = (scores_NF[..., None] + promised_NFk).flatten(1)
         found.append((tokens_NC, numbers_NF.repeat_interleave(topk, 1), scores_NC))
         if level + 1 == steps:
@@ -53,7 +54,8 @@ def tree_by_levels(
             index = parent_NF[..., None].expand(-1, -1, x_NFX.shape[-1])  # noqa: B023
             return x_NFX.gather(1, index)
 
-        visible_NFS = of_parents(visible_NFS).scatter(2, slots_NF[..., None], True)
+        paths_NFP = of_parents(paths_NFP)
+        paths_NFP[..., 1 + level] = slots_NF
         run = DraftPass(
             head,
             batch.policy.embedding,
@@ -61,7 +63,7 @@ def tree_by_levels(
             slots_NF,
             num_keys,
             positions_NC=(ends_N + level)[:, None].expand_as(slots_NF),
-            visible_NCS=visible_NFS,
+            paths_NCP=paths_NFP,
         )
         hidden_NFD = run.run(0, tokens_NC.gather(1, best_NF), of_parents(hidden_NFD))
         scores_NF, numbers_NF = scores_NC.gather(1, best_NF), count + best_NF
@@ -71,12 +73,12 @@ def tree_by_levels(
 
 
 def _promising(
-    batch: DraftBatch, hidden_NFD: Tensor, level: int, topk: int
+    batch: DraftBatch, head: PackedDraft, hidden_NFD: Tensor, level: int, topk: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens (N, F * k) and the logarithms of what they promise (N, F, k); see `kernels.tree`."""
     N, F = hidden_NFD.shape[:2]
     rows = batch.rows.repeated(F)
-    scores_MV = batch.policy.lm_head(hidden_NFD.flatten(0, 1)).double()
+    scores_MV = head.logits(hidden_NFD.flatten(0, 1), batch.policy.lm_head).double()
     greedy_M1 = (rows.temperature_N == 0)[:, None]
     scores_MV = scores_MV / torch.where(greedy_M1, 1.0, rows.temperature_N[:, None])
     if rows.any_sampled:

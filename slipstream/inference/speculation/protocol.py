@@ -85,8 +85,9 @@ class Proposer(Protocol):
         features_TD: Tensor | None,
     ) -> None:
         """A request starts to run. `context` begins with `prompt` and holds all that is known;
-        `features_TD` are the policy's final hidden states over all of it but the last token, or
-        over the end of that where earlier ones are not at hand; None where none is."""
+        `features_TD` are the policy's features over all of it but the last token, or over the end
+        of that where earlier ones are not at hand; None where none is. Features are final hidden
+        states, or the inputs of the layers that the proposer taps (`Tapping`), side by side."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
@@ -100,7 +101,7 @@ class Proposer(Protocol):
         features_NWD: Tensor | None,
     ) -> None:
         """The running requests, all of them in the order of rows, have generated `tokens`. Row i of
-        `features_NWD` begins with the hidden states that its tokens were sampled from, so the first
+        `features_NWD` begins with the features that its tokens were sampled from, so the first
         belongs to the token before them; rows may be longer."""
         ...
 
@@ -115,7 +116,22 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class LearningProposer(Proposer, Protocol):
+class Tapping(Protocol):
+    """A proposer that may ask for other features than final hidden states."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the policy whose inputs are its features; none: final hidden states are."""
+        ...
+
+
+def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
+    """What `proposer` asks for."""
+    return proposer.taps if isinstance(proposer, Tapping) else ()
+
+
+@runtime_checkable
+class LearningProposer(Proposer, Tapping, Protocol):
     """A proposer whose weights are trained elsewhere."""
 
     def update(self, update: WeightUpdate) -> None:

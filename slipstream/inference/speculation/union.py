@@ -50,6 +50,11 @@ class UnionProposer:
         # What each request was offered: by the head, by history, and the class of agreement.
         self._offers: dict[str, tuple[DraftTree, list[int], int]] = {}
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Tapping`."""
+        return self._head.taps
+
     def begin(
         self,
         request_id: str,

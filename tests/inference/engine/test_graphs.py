@@ -127,3 +127,22 @@ def test_cuda_graphs_write_what_eager_steps_write() -> None:
     # Other shapes may take other kernels: close, and seldom another token.
     same = sum(a.token_ids == b.token_ids for a, b in zip(expected, got, strict=True))
     assert same >= 8
+
+
+def test_taps_are_recorded_beside_the_final_states() -> None:
+    decoder, taps = make_decoder(num_layers=3), (0, 2)
+    asked = [
+        make_request(str(i), [5 + i, 9], max_tokens=20, ignore_eos=True, hidden=True)
+        for i in range(3)
+    ]
+    eager = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
+    recorded = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
+    graphs = DecodeGraphs(trace, taps)
+    recorded._runner.graphs = graphs
+    recorded._scheduler.store._row_multiple = recorded._runner.row_multiple
+    for ours, theirs in zip(recorded.run(asked), eager.run(asked), strict=True):
+        assert ours.hidden_states is not None
+        assert theirs.hidden_states is not None
+        assert ours.hidden_states.shape == (20, 3 * 32)
+        assert torch.equal(ours.hidden_states, theirs.hidden_states)
+    assert graphs.replayed > 5

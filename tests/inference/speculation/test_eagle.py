@@ -201,8 +201,10 @@ def test_features_that_waited_count_once_after_a_preemption() -> None:
 def test_features_are_kept_as_they_are_read() -> None:
     decoder = shared_decoder()
     proposer, size = recorder(decoder), decoder.config.hidden_size
-    with pytest.raises(EngineError, match=r"features are torch.bfloat16, and the draft head takes"):
+    with pytest.raises(EngineError, match=r"features are 32 numbers of torch.bfloat16, and the"):
         proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, size, dtype=torch.bfloat16))
+    with pytest.raises(EngineError, match=r"features are 96 numbers .* takes 32 of torch.float32"):
+        proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, 3 * size))
     features = torch.arange(2.0 * size).view(size, 2).T
     proposer.begin("b", [3, 4], [3, 4, 5], features)
     kept = proposer._rows["b"].features_TD

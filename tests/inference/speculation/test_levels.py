@@ -16,9 +16,10 @@ from slipstream.sampling.choose import SamplingRows
 from tests.inference.helpers import make_decoder
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("steps", "topk"), [(1, 3), (4, 2), (3, 5)])
 @torch.no_grad()
-def test_trees_are_those_of_the_compiled_call(steps: int, topk: int) -> None:
+def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: bool) -> None:
     decoder = make_decoder()
     config = decoder.config
     head = DraftHead(config)
@@ -46,7 +47,8 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int) -> None:
     batch = DraftBatch(
         request_ids=["a", "b", "c"], last=[0] * 3, positions_N=positions, rows=rows, policy=policy
     )
-    plain, room = replace(packed, together=None), torch.zeros_like(kv)
+    plain = packed if compiled else replace(packed, together=None)
+    room = torch.zeros_like(kv)
     run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
     hidden = run.run(0, ids, features)[:, -1]
     found = tree_by_levels(plain, room, batch, torch.tensor([4, 4, 4]), hidden, steps, topk)

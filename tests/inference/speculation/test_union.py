@@ -24,6 +24,8 @@ PLAN = DraftPlan.chain(3)
 class Parrot:
     """A head that always drafts the same."""
 
+    taps = ()
+
     def __init__(self, drafts: Sequence[int]) -> None:
         self.drafts = drafts
         self.calls: list[str] = []
