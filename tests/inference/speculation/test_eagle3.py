@@ -53,6 +53,9 @@ def recorder(tokens: Sequence[int] | None = None) -> Recorder:
     return made
 
 
+TREE = DraftPlan(4, 3, 9)
+
+
 @pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 3)]])
 @pytest.mark.parametrize("prompt", [3, 140])
 def test_drafts_are_those_of_the_head_over_all_true_taps(
@@ -95,23 +98,22 @@ def test_what_a_head_drafts_does_not_matter(dtype: torch.dtype, tokens: list[int
     """Also where nothing that is drafted may be sampled: some requests are cut to few tokens."""
     requests = mixed_requests(12, tokens=30)
     reference = all_bits(make_engine(policy(), dtype).run(requests))
-    for limit in (1, 5, 64):
+    for limit, plan in ((1, TREE), (5, DraftPlan.chain(4)), (5, TREE), (64, DraftPlan.chain(4))):
         proposer = EagleProposer(new_head(tokens), dtype=dtype)
-        engine = make_engine(
-            policy(), dtype, proposer=proposer, plan=DraftPlan.chain(4), max_num_seqs=limit
-        )
+        engine = make_engine(policy(), dtype, proposer=proposer, plan=plan, max_num_seqs=limit)
         assert all_bits(engine.run(requests)) == reference
         stats = engine.stats()
         assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_nor_does_it_where_torch_computes() -> None:
+@pytest.mark.parametrize("plan", [DraftPlan.chain(3), TREE], ids=str)
+def test_nor_does_it_where_torch_computes(plan: DraftPlan) -> None:
     """As on a GPU."""
     requests = mixed_requests(8, tokens=20)
     reference = all_bits(make_engine(policy()).run(requests))
     proposer = EagleProposer(new_head([*range(0, VOCAB, 2)]), dtype=torch.float32)
-    engine = make_engine(policy(), proposer=proposer, plan=DraftPlan.chain(3))
+    engine = make_engine(policy(), proposer=proposer, plan=plan)
     assert all_bits(engine.run(requests)) == reference
     assert engine.stats().accepted_tokens > 0
 
@@ -125,7 +127,7 @@ def test_rows_follow_preemption_switching_and_aborts() -> None:
     for request in requests:
         engine.add(request)
     while engine.has_work():
-        engine.plan = rng.choice([OFF, DraftPlan.chain(1), DraftPlan.chain(4)])
+        engine.plan = rng.choice([OFF, DraftPlan.chain(1), DraftPlan.chain(4), TREE])
         done += engine.step()
         if rng.random() < 0.4:
             engine.preempt([f"r{rng.randrange(7)}", f"r{rng.randrange(7)}"])
