@@ -29,6 +29,7 @@ from slipstream.bench.driving import (
     written_by,
 )
 from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.targets import eagle3_head
 from slipstream.bench.waves import LosslessBench, Wave, enough
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.protocol import Proposer
@@ -156,6 +157,8 @@ def _proposer(
     name: str, bench: LosslessBench, wave: Wave, known: Mapping[str, Sequence[int]]
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
+    if name == "eagle3 head":
+        return EagleProposer(eagle3_head(bench.target), dtype=bench.dtype, free_cache=False)
     if name in ("eagle head", "union"):
         head = EagleProposer(bench.target.head, dtype=bench.dtype, free_cache=False)
         if name == "eagle head":

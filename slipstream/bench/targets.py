@@ -20,6 +20,7 @@ from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_io import load_draft_head
 from slipstream.models.draft_model import DraftModel
 from slipstream.models.hf_io import load_checkpoint
@@ -139,6 +140,16 @@ def embedding_head(decoder: Decoder) -> DraftHead:
     width = decoder.config.hidden_size
     head.fc.weight.zero_()
     head.fc.weight[:, :width] = torch.eye(width) * gain
+    return head
+
+
+def eagle3_head(target: Target) -> Eagle3Head:
+    """The target's, if it has one of this kind, else one as it is before training."""
+    if isinstance(target.head, Eagle3Head):
+        return target.head
+    last = target.decoder.config.num_layers - 1
+    head = Eagle3Head(target.decoder.config, (0, (last + 1) // 2, last))
+    head.init_weights(0, target.decoder)
     return head
 
 

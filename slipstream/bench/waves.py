@@ -16,8 +16,9 @@ from slipstream.bench.targets import Target
 from slipstream.errors import check_at_least_one
 from slipstream.types import GenerateRequest, KVPolicy, NoiseKey, SamplingParams
 
-PROPOSERS = ("eagle head", "seeded history", "union", "lying oracle")
-"""The history is seeded with the plain responses, a token in `HISTORY_LIES` wrong, beside what it
+PROPOSERS = ("eagle head", "eagle3 head", "seeded history", "union", "lying oracle")
+"""The second is the policy's head where that is of EAGLE-3, else one that was never trained. The
+history is seeded with the plain responses, a token in `HISTORY_LIES` wrong, beside what it
 sees itself; the union is of both; the oracle is no drafter (see `drafters`)."""
 
 
