@@ -11,10 +11,11 @@ from numba import carray
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import ALL, GOLDEN, SLACK, STEP, U, mix
-from slipstream.kernels.memory import floats_at, ints_at, words_at
+from slipstream.kernels.memory import floats_at, words_at
 from slipstream.kernels.numeric import F, exp, largest
 
 _8 = U(8)
+_BLOCK = 64
 
 
 @kernel
@@ -48,26 +49,24 @@ def draw_top(scores, key, position, heat, V, best, ids):
     second = mix(U(words[1] + first))
     last = len(best) - 1
     ratio = F(np.inf)
-    for j in range(V):
-        k = mix(U(mix(U(U(U(j) * GOLDEN) ^ first)) + second))
-        # 24 bits, which are a signed number, rounded down: no more than 1 - u.
-        below = F(np.int32(U(ALL ^ k) >> _8)) * STEP
-        if below <= ratio * exp(s[j] - top) * SLACK:
-            u = (np.float64(k) + 0.5) * 2.0**-32
-            _put_in(best, ids, np.float64(s[j]) - np.log(-np.log(u)), j)
-            if np.isfinite(best[last]):
-                ratio = F(np.exp(np.float64(top) - best[last]))
-
-
-@kernel
-def draw_top_rows(scores, stride, keys, positions, temperatures, best, ids, count, N, V):
-    """`draw_top` of N rows, `stride` elements apart; arguments as in `draw`, results (N, count)."""
-    at = carray(ints_at(positions), (N,))
-    heat = carray(floats_at(temperatures), (N,))
-    found = np.empty(count, np.float64)
-    places = np.empty(count, np.int64)
-    values, tokens = carray(floats_at(best), (N, count)), carray(ints_at(ids), (N, count))
-    for n in range(N):
-        draw_top(scores + 4 * stride * n, keys + 8 * n, at[n], heat[n], V, found, places)
-        for i in range(count):
-            values[n, i], tokens[n, i] = found[i], places[i]
+    # In blocks, most of which hold nothing: what a block's loop computes is vectors.
+    rests, weights = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
+    for start in range(0, V, _BLOCK):
+        size = min(_BLOCK, V - start)
+        near = 0
+        for i in range(size):
+            k = mix(U(mix(U(U(U(start + i) * GOLDEN) ^ first)) + second))
+            rests[i] = ALL ^ k
+            weights[i] = exp(s[start + i] - top)
+            # 24 bits, which are a signed number, rounded down: no more than 1 - u.
+            below = F(np.int32(rests[i] >> _8)) * STEP
+            near += 1 if below <= ratio * weights[i] * SLACK else 0
+        if not near:
+            continue
+        for i in range(size):
+            below = F(np.int32(rests[i] >> _8)) * STEP
+            if below <= ratio * weights[i] * SLACK:
+                u = (np.float64(ALL ^ rests[i]) + 0.5) * 2.0**-32
+                _put_in(best, ids, np.float64(s[start + i]) - np.log(-np.log(u)), start + i)
+                if np.isfinite(best[last]):
+                    ratio = F(np.exp(np.float64(top) - best[last]))

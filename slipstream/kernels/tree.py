@@ -3,9 +3,10 @@ what they promise the best are followed.
 
 Level by level (EAGLE-2's trees, Li et al. 2024): each of the `topk` nodes that are followed gives
 `topk` candidates, and of all candidates of a level the `topk` of the best scores are followed. What
-a candidate promises is the share of its exp(score + noise) among those of the `WIDTH` best tokens
-of its row: with the noise that the policy's own choice will be made with, more is known than how
-likely the token is (docs/log.md). A node's score is the sum of the logarithms down to it.
+a candidate promises is the share of its exp((score + noise) / scale) among those of the `WIDTH`
+best tokens of its row: with the noise that the policy's own choice will be made with, more is known
+than how likely the token is (docs/log.md). The scale says how far the scores of the policy are from
+those of the head. A node's score is the sum of the logarithms down to it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ _FIELDS = 8
 
 @kernel
 def _draw_rows(
-    logits, padded, V, keys_N2, temperatures, position, sequences, each, topk, tokens, scores,
-    begin, end,
+    logits, padded, V, keys_N2, temperatures, position, sequences, each, topk, scale, tokens,
+    scores, gaps, begin, end,
 ):  # fmt: skip
     """Of rows `begin` to `end`, `each` to a sequence, the `topk` best tokens and the logarithms of
-    what they promise, (rows, topk) each."""
+    what they promise, (rows, topk) each; to `gaps`, unless 0, by how much the scores of the `WIDTH`
+    best are below the first, (rows, WIDTH)."""
     at = carray(ints_at(position), (sequences,))
     heat = carray(floats_at(temperatures), (sequences,))
     best, ids = np.empty(WIDTH, np.float64), np.empty(WIDTH, np.int64)
@@ -58,12 +60,15 @@ def _draw_rows(
         draw_top(logits + row * padded * 4, keys_N2 + 8 * n, at[n], t, V, best, ids)
         mass, known = 0.0, np.isfinite(best[0])
         for i in range(WIDTH):
-            mass += np.exp(best[i] - best[0])
+            gap = best[i] - best[0] if known else -np.inf
+            mass += np.exp(gap / scale)
+            if gaps:
+                carray(doubles_at(gaps + 8 * (WIDTH * row + i)), (1,))[0] = gap
         chosen = carray(ints_at(tokens + 8 * topk * row), (topk,))
         promised = carray(doubles_at(scores + 8 * topk * row), (topk,))
         for i in range(topk):
             chosen[i] = ids[i]
-            promised[i] = best[i] - best[0] - np.log(mass) if known else -np.inf
+            promised[i] = (best[i] - best[0]) / scale - np.log(mass) if known else -np.inf
 
 
 @kernel
@@ -118,9 +123,32 @@ def _follow(
 
 
 @kernel
+def _share(given, E, N, D, topk, part, parts):
+    """Sequences and tokens that this thread takes in and drafts for, with all others or alone: the
+    first one and how many, the first and the last token, how many at once, and the first row."""
+    if parts == 1 or N // parts * SEQUENCES_FROM < D:
+        return 0, N, 0, E, TAKEN_IN, 0, part, parts
+    first, n, early, earlies, most, m = 0, 0, 0, 0, max(TAKEN_IN // parts, 1), 0
+    for p in range(part + 1):
+        m += max(n * topk, min(earlies - early, most))
+        first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
+        early, earlies = early_before(given, first), early_before(given, first + n)
+    return first, n, early, earlies, most, m, 0, 1
+
+
+@kernel
+def _best(hopes, first, n):
+    """The best score that any of some sequences can go on from."""
+    found = -np.inf
+    for i in range(first, first + n):
+        found = max(found, hopes[i])
+    return found
+
+
+@kernel
 def _tree(
     given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
-    keys_N2, temperatures, tokens, parents, scores, steps, topk,
+    keys_N2, temperatures, tokens, parents, scores, steps, topk, judged, gaps,
     weights, eps, logits, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, limit, head_stride, longest, keys, values, N, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
@@ -128,16 +156,8 @@ def _tree(
         lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
     wait(parts)
     C = topk + (steps - 1) * topk * topk
-    counts, cached = carray(ints_at(given), (N,)), carray(ints_at(given + 8 * N), (N,))
-    # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
-    first, n, early, earlies, most, m = 0, N, 0, E, TAKEN_IN, 0
-    if parts > 1 and N // parts * SEQUENCES_FROM >= D:
-        most = max(TAKEN_IN // parts, 1)
-        for p in range(part + 1):
-            m += max(n * topk, min(earlies - early, most)) if p else 0
-            first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
-            early, earlies = early_before(given, first), early_before(given, first + n)
-        part, parts = 0, 1
+    ends = carray(ints_at(given), (2, N))
+    first, n, early, earlies, most, m, part, parts = _share(given, E, N, D, topk, part, parts)
     both, x = both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
@@ -158,17 +178,20 @@ def _tree(
     at = carray(ints_at(positions), (n,))
     asked = carray(ints_at(drawn_at + 8 * first), (n,))
     depth, rows = steps + 1, n * topk
-    begin = spots + 32 * E + 104 * N
+    begin = spots + 32 * E + 112 * N
     drawn = begin + 8 * topk * topk * first
     promised = drawn + 8 * topk * topk * N
     begin += 16 * topk * topk * N
     nodes = begin + 8 * _FIELDS * topk * first
     paths = begin + 16 * _FIELDS * topk * N + 8 * depth * topk * first
+    each, path, path_step = 1, 0, 0
     nodes_apart, paths_apart = 8 * _FIELDS * topk * N, 8 * depth * topk * N
     mine, my_end = n * part // parts, n * (part + 1) // parts
     for i in range(mine, my_end):
         at[i] = asked[i]
-    each, path, path_step = 1, 0, 0
+        carray(doubles_at(scores + 8 * C * (first + i)), (C,))[:] = -np.inf
+    floor, scale = carray(doubles_at(judged), (2,))
+    hopes = carray(doubles_at(spots + 32 * E + 104 * N), (N,))
     for level in range(steps):
         M = n * each
         join(embedding, word, features, both, M, D, part, parts)
@@ -184,8 +207,9 @@ def _tree(
         product_part(normed, lm_head, lm_start, logits, M, padded, D, size, part, parts)
         wait(parts)
         _draw_rows(
-            logits, padded, V, keys_N2, temperatures, positions, n, each, topk, drawn, promised,
-            M * part // parts, M * (part + 1) // parts,
+            logits, padded, V, keys_N2, temperatures, positions, n, each, topk, scale, drawn,
+            promised, 0 if level else gaps + 8 * WIDTH * first, M * part // parts,
+            M * (part + 1) // parts,
         )  # fmt: skip
         wait(parts)
         before, following = nodes + level % 2 * nodes_apart, nodes + (level + 1) % 2 * nodes_apart
@@ -202,13 +226,18 @@ def _tree(
                 out_parents, out,
             )  # fmt: skip
             if level + 1 < steps:
-                end = cached[first + i] + counts[first + i]
+                end = ends[0, first + i] + ends[1, first + i]
                 _follow(
                     level, each, topk, following, rows, below, above, depth, i,
                     (first + i) * H * head_stride, end, limit, normed, D, K, out_tokens, out,
                 )  # fmt: skip
+                hopes[first + i] = carray(doubles_at(following + 8 * (7 * rows + i * topk)), (1,))[
+                    0
+                ]
             at[i] += 1
         wait(parts)
+        if _best(hopes, first, n) < floor:
+            break
         features, place, own, begins, seen, word = (
             following, following + 8 * rows, following + 16 * rows, following + 24 * rows,
             following + 32 * rows, following + 40 * rows,
@@ -218,7 +247,7 @@ def _tree(
 
 @for_team
 def _tree_shared(p):
-    _tree(*to_fixed_tuple(carray(p, (45,)), 45), part_number(), part_count())
+    _tree(*to_fixed_tuple(carray(p, (47,)), 47), part_number(), part_count())
 
 
 def tree(*arguments: int, work: int) -> None:
@@ -228,7 +257,10 @@ def tree(*arguments: int, work: int) -> None:
     spots: room for `tree_numbers` int64 numbers; in the place of the tokens and steps:
     tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
     candidates of each sequence, level by level, the token, the number of the candidate that it
-    follows (-1: none), and the score; steps; topk, at most `WIDTH`;
+    follows (-1: none), and the score; -inf, and nothing else of meaning, where it was not gone on;
+    steps; topk, at most `WIDTH`; judged: two numbers, float64: a score, and levels end where none
+    is followed that has it, and the scale; gaps (N, WIDTH) float64, of the first level: by how much
+    the scores of the best tokens are below the first;
     room: logits (N topk, padded), normed (N topk, D), and all else for R = `most_tree_rows` rows.
     Drafts go to `topk` slots a level but the last, after what is taken in.
     """
@@ -243,4 +275,4 @@ def most_tree_rows(sequences: int, early: int, topk: int) -> int:
 def tree_numbers(sequences: int, early: int, steps: int, topk: int) -> int:
     """Numbers that `tree` needs room for, to say where everything is."""
     nodes = 2 * (_FIELDS + steps + 1) * topk
-    return 4 * early + sequences * (13 + 2 * topk * topk + nodes)
+    return 4 * early + sequences * (14 + 2 * topk * topk + nodes)

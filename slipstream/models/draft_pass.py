@@ -12,6 +12,7 @@ of the cache, K head width, D hidden width.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.chain import chain, chain_numbers, most_rows
-from slipstream.kernels.tree import most_tree_rows, tree, tree_numbers
+from slipstream.kernels.tree import WIDTH, most_tree_rows, tree, tree_numbers
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder
@@ -29,6 +30,7 @@ from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def draft_chain(
@@ -128,9 +130,12 @@ def draft_tree(
     temperatures_N: Tensor,
     steps: int,
     topk: int,
-) -> tuple[Ints, Ints, npt.NDArray[np.float64]]:
+    least: float = -inf,
+    scale: float = 1.0,
+) -> tuple[Ints, Ints, Floats, Floats]:
     """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence: tokens,
-    parents and scores (N, C) as in `kernels.tree`. Drafts take `topk` slots a level."""
+    parents and scores (N, C), and gaps of the first level (N, W), as in `kernels.tree`. Drafts take
+    `topk` slots a level; none is followed once all scores are below `least`."""
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
     c = head.config
@@ -148,6 +153,7 @@ def draft_tree(
     numbers = positions_N.new_empty(tree_numbers(n, early, steps, topk))
     shape = n, topk + (steps - 1) * topk**2
     tokens, parents, scores = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
+    judged, gaps = np.array([least, scale]), np.empty((n, WIDTH))
     layer_memory, (spare, delta, *others) = together.room(like, most)
     cos, sin = rope_table(c, like.dtype, like.device)
     tree(
@@ -169,6 +175,8 @@ def draft_tree(
         scores.ctypes.data,
         steps,
         topk,
+        judged.ctypes.data,
+        gaps.ctypes.data,
         together.table,
         head.eps.data_ptr(),
         logits,
@@ -194,8 +202,8 @@ def draft_tree(
         together.dtype.itemsize,
         work=together.size,
     )
-    del memory, layer_memory, given, numbers  # until here
-    return tokens, parents, scores
+    del memory, layer_memory, given, numbers, judged  # until here
+    return tokens, parents, scores, gaps
 
 
 class DraftPass:

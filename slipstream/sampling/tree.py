@@ -25,17 +25,16 @@ class Candidates:
     tokens_NC: npt.NDArray[np.int64]
     parents_NC: npt.NDArray[np.int64]
     scores_NC: npt.NDArray[np.float64]
+    gaps_NW: npt.NDArray[np.float64]
+    """By how much the scores of the best tokens of the first level are below the first one's."""
 
-    @classmethod
-    def room(cls, requests: int, candidates: int) -> Candidates:
-        """To be filled."""
-        shape = requests, candidates
-        return cls(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape))
-
-    def best(self, drafts: int) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """The `drafts` best of all requests together, or all that have any chance: of each request
-        tokens, parents, numbered from 1 on, 0 for none, and scores."""
+    def best(
+        self, drafts: int, least: float = -np.inf
+    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
+        """The `drafts` best of all requests together, or all that have any chance and a score of
+        `least`: of each request tokens, parents, numbered from 1 on, 0 for none, and scores."""
         kept = _largest(self.scores_NC.ravel(), drafts).reshape(self.scores_NC.shape)
+        kept &= self.scores_NC >= least
         numbers = kept.cumsum(1)
         for tokens, parents, scores, chosen, number in zip(
             self.tokens_NC, self.parents_NC, self.scores_NC, kept, numbers, strict=True

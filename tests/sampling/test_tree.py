@@ -11,11 +11,13 @@ NONE = -np.inf
 
 def candidates(*scores: list[float]) -> Candidates:
     """Two after the root, two after the first of these, one after the second."""
-    found = Candidates.room(len(scores), 5)
-    found.tokens_NC[:] = [10, 11, 12, 13, 14]
-    found.parents_NC[:] = [-1, -1, 0, 0, 1]
-    found.scores_NC[:] = scores
-    return found
+    count = len(scores)
+    return Candidates(
+        np.tile([10, 11, 12, 13, 14], (count, 1)),
+        np.tile([-1, -1, 0, 0, 1], (count, 1)),
+        np.array(scores),
+        np.zeros((count, 2)),
+    )
 
 
 def best(drafts: int, *scores: list[float]) -> list[tuple[list[int], list[int]]]:
@@ -30,6 +32,12 @@ def test_the_batch_shares_its_budget() -> None:
     assert best(0, sure, unsure) == [([], []), ([], [])]
     (*_, scores), _ = candidates(sure, unsure).best(2)
     assert scores == [-0.1, -0.2]
+
+
+def test_what_is_not_worth_its_row_is_left_out() -> None:
+    sure, unsure = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
+    found = [kept[0] for kept in candidates(sure, unsure).best(9, least=-1.5)]
+    assert found == [[10, 12], [10]]
 
 
 def test_parents_come_first_among_equals() -> None:

@@ -33,7 +33,7 @@ from slipstream.inference.speculation.protocol import (
     Proposer,
     taps_of,
 )
-from slipstream.inference.speculation.selector import StepRecord, StrategySelector
+from slipstream.inference.speculation.selector import RowJudge, StepRecord, StrategySelector
 from slipstream.kernels.team import by_itself
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
@@ -458,12 +458,15 @@ class Engine:
         last = [request.context[-1] for request in running]
         if plan == OFF or self._proposer is None or self._sampling is None:
             return [DraftTree.chain(token, ()) for token in last]
+        judge = self._selector
+        worth = judge.worth(len(running)) if isinstance(judge, RowJudge) else 0.0
         batch = DraftBatch(
             request_ids=self._sampling.names,
             last=last,
             positions_N=positions_N,
             rows=self._sampling.rows,
             policy=self._runner.packed,
+            worth=worth,
         )
         return self._proposer.propose(batch, plan)
 

@@ -157,6 +157,13 @@ class StepCosts:
         """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
         return self._factor(plan, bucket) * self._shape(running, plan)
 
+    def row(self, running: int, plan: DraftPlan) -> float:
+        """Seconds that one more row through the policy takes."""
+        self._shape(running, plan)
+        _, first, beyond, *_ = self._weights
+        rows = running * plan.verify_tokens
+        return self._beliefs.mood * (first + (beyond if rows > _KNEE else 0.0))
+
     def record(
         self,
         bucket: int,

@@ -23,6 +23,7 @@ from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.inference.speculation.sureness import Sureness
 from slipstream.inference.speculation.waiting import (
     GONE,
     Row,
@@ -81,6 +82,9 @@ class EagleProposer:
         self._batch: list[Row] | None = None
         self._names: Sequence[str] = ()
         self._waiting = WaitingFeatures(waiting_bytes)
+        self._sureness = Sureness()
+        # Of the trees that are being verified.
+        self._judged: Candidates | None = None
         self._short_of_memory = False
         self._free_cache = free_cache
 
@@ -123,6 +127,12 @@ class EagleProposer:
         """See `Proposer`."""
         if features_NWD is None:
             raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
+        if self._judged is not None:
+            firsts = zip(self._judged.tokens_NC[:, 0].tolist(), tokens, strict=True)
+            # One that has just ended by an error has nothing new.
+            right = [bool(new) and new[0] == first for first, new in firsts]
+            self._sureness.learn(self._judged.gaps_NW, right)
+            self._judged = None
         self._waiting.add(self._in_order(request_ids), tokens, self._as_read(features_NWD))
 
     def end(self, request_id: str) -> None:
@@ -192,10 +202,13 @@ class EagleProposer:
             # Of laws that are cut, too: what is cut off is seldom among the best.
             if isinstance(packed, PackedDraftHead) and packed.together is not None:
                 given = self._given(packed, batch, starts_N, waiting)
-                candidates = Candidates(*draft_tree(*given, plan.steps, plan.topk))
+                candidates = Candidates(
+                    *draft_tree(*given, plan.steps, plan.topk, batch.least, self._sureness.scale)
+                )
             else:
                 candidates = self._by_levels(batch, plan, starts_N, waiting)
-            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1))
+            self._judged = candidates
+            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
             return [
                 DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
                 for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
@@ -252,7 +265,8 @@ class EagleProposer:
         _, _, hidden_ND = self._caught_up(batch, starts_N, waiting, 1)
         ends_N = torch.from_numpy(starts_N + waiting.counts_N).to(hidden_ND.device)
         kv = self._store.data[0]
-        return tree_by_levels(self._packed, kv, batch, ends_N, hidden_ND, plan.steps, plan.topk)
+        shape = plan.steps, plan.topk, self._sureness.scale
+        return tree_by_levels(self._packed, kv, batch, ends_N, hidden_ND, *shape)
 
     def _caught_up(
         self, batch: DraftBatch, starts_N: Ints, waiting: Waiting, steps: int

@@ -27,9 +27,10 @@ def tree_by_levels(
     hidden_ND: Tensor,
     steps: int,
     topk: int,
+    scale: float = 1.0,
 ) -> Candidates:
     """From the states `hidden_ND` that the head predicts after the first `ends_N` slots of `kv`:
-    drafts go to the slots after those."""
+    drafts go to the slots after those. Levels end where no score is as good as `batch.least`."""
     N, device = len(ends_N), kv.device
     num_keys = int(ends_N.max()) + (steps - 1) * topk
     paths_NFP = torch.zeros(N, 1, 1 + steps, dtype=torch.int64, device=device)
@@ -41,10 +42,12 @@ def tree_by_levels(
     count = 0
     for level in range(steps):
         F = hidden_NFD.shape[1]
-        tokens_NC, promised_NFk = _promising(batch, head, hidden_NFD, level, topk)
+        tokens_NC, promised_NFk, best_NFW = _promising(batch, head, hidden_NFD, level, topk, scale)
+        if not level:
+            gaps_NW = (best_NFW - best_NFW[..., :1])[:, 0]
         scores_NC = (scores_NF[..., None] + promised_NFk).flatten(1)
         found.append((tokens_NC, numbers_NF.repeat_interleave(topk, 1), scores_NC))
-        if level + 1 == steps:
+        if level + 1 == steps or float(scores_NC.max()) < batch.least:
             break
         best_NF = scores_NC.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         parent_NF = best_NF // topk
@@ -69,13 +72,14 @@ def tree_by_levels(
         scores_NF, numbers_NF = scores_NC.gather(1, best_NF), count + best_NF
         count += F * topk
     join: Callable[[int], Tensor] = lambda i: torch.cat([part[i] for part in found], 1).cpu()  # noqa: E731
-    return Candidates(join(0).numpy(), join(1).numpy(), join(2).numpy())
+    return Candidates(join(0).numpy(), join(1).numpy(), join(2).numpy(), gaps_NW.cpu().numpy())
 
 
 def _promising(
-    batch: DraftBatch, head: PackedDraft, hidden_NFD: Tensor, level: int, topk: int
-) -> tuple[Tensor, Tensor]:
-    """Tokens (N, F * k) and the logarithms of what they promise (N, F, k); see `kernels.tree`."""
+    batch: DraftBatch, head: PackedDraft, hidden_NFD: Tensor, level: int, topk: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens (N, F * k), the logarithms of what they promise (N, F, k), and the best scores
+    (N, F, W); see `kernels.tree`."""
     N, F = hidden_NFD.shape[:2]
     rows = batch.rows.repeated(F)
     scores_MV = head.logits(hidden_NFD.flatten(0, 1), batch.policy.lm_head).double()
@@ -86,5 +90,6 @@ def _promising(
         noise = gumbel_noise(rows.keys_N2, positions, scores_MV.shape[1])
         scores_MV = scores_MV + noise.masked_fill(greedy_M1, 0.0)
     best, tokens = scores_MV.topk(min(WIDTH, scores_MV.shape[1]))
-    promised = torch.log_softmax(best, -1)[:, :topk]
-    return tokens[:, :topk].reshape(N, -1), promised.view(N, F, topk)
+    promised = torch.log_softmax(best / scale, -1)[:, :topk]
+    tokens_NC = tokens[:, :topk].reshape(N, -1)
+    return tokens_NC, promised.reshape(N, F, topk), best.view(N, F, -1)

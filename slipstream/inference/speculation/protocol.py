@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, log
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -62,6 +63,13 @@ class DraftBatch:
     positions_N: Tensor
     rows: SamplingRows
     policy: PackedDecoder
+    worth: float = 0.0
+    """The chance of being right that a draft of a tree must have to be worth its row."""
+
+    @property
+    def least(self) -> float:
+        """The logarithm of `worth`."""
+        return log(self.worth) if self.worth > 0 else -inf
 
     def chains(self, drafts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """A chain for each request."""

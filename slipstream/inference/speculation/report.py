@@ -17,6 +17,7 @@ from slipstream.inference.speculation.bandits import BanditSelector
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
+    RowJudge,
     StepRecord,
     StrategySelector,
 )
@@ -77,6 +78,10 @@ class ReportedSelector:
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
         return self._selector.select(running)
+
+    def worth(self, running: int) -> float:
+        """See `RowJudge`."""
+        return self._selector.worth(running) if isinstance(self._selector, RowJudge) else 0.0
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil, inf, sqrt
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import (
@@ -70,6 +70,16 @@ class StrategySelector(Protocol):
         ...
 
 
+@runtime_checkable
+class RowJudge(Protocol):
+    """A selector that knows what a row of verification takes."""
+
+    def worth(self, running: int) -> float:
+        """The chance of being right that a draft must have to gain more than its row takes, in a
+        step of so many requests."""
+        ...
+
+
 @dataclass(slots=True)
 class PredefinedSelector:
     """One plan up to a number of running requests, plain decoding beyond: FastRL's thresholds."""
@@ -94,6 +104,9 @@ class PredefinedSelector:
 
 
 _ONE = DraftPlan.chain(1)
+
+_MOST_WORTH = 0.9
+"""Chance above which no draft is left out, whatever rows seem to take."""
 
 _TRUST = 30.0
 """Trials at one batch size that count as much as what is known of all."""
@@ -198,6 +211,8 @@ class _Bucket:
     lost: float = 0.0
     # Whether nothing is drafted because it would take too long to catch up.
     rests: bool = False
+    # The chance that a draft of a tree must have.
+    worth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +361,8 @@ class CostModelSelector:
             if bucket.seen.evidence(best) < _ENOUGH:
                 bucket.decide_at = bucket.seen.steps + _LOOK
         here = rates[bucket.current]
+        # A row gives its chance of a token, and takes the time of others.
+        bucket.worth = min(self._costs.row(running, best) * running * rates[best], _MOST_WORTH)
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
         bucket.rests = here < least
@@ -370,6 +387,10 @@ class CostModelSelector:
                 self._look = _Look(plan, bucket, begun, until, begins)
                 return plan
         return bucket.current
+
+    def worth(self, running: int) -> float:
+        """See `RowJudge`."""
+        return self._bucket(running).worth
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
