@@ -148,7 +148,7 @@ class _PlansInTurns:
 
     def record(self, step: StepRecord) -> None:
         # Where there is no room for drafts, none are made.
-        as_told = max(step.drafted, default=0) == self._plan.steps
+        as_told = step.drawn == self._plan
         if self._steps > SETTLED and step.steady and step.running == self._size and as_told:
             self.seconds[self._plan][-1].append(step.seconds)
             self.made[self._plan].append(1 + sum(step.accepted) / step.running)

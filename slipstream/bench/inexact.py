@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from slipstream.inference.engine import runner
 from slipstream.models import attention, decoder, functional
 from slipstream.models import linear as linears
-from slipstream.models.attention import Context
+from slipstream.models.attention import Context, Order
 from slipstream.models.linear import PackedLinear
 
 
@@ -49,8 +49,16 @@ def _product(linear: PackedLinear, x: Tensor) -> Tensor:
     return F.linear(x, linear.weight, linear.bias)
 
 
-def sdpa(q_NRK: Tensor, context: Context, mask_NRX: Tensor, bounded: bool = False) -> Tensor:
-    """`attention.attend` up to rounding."""
+def sdpa(
+    q_NRK: Tensor,
+    context: Context,
+    mask_NRX: Tensor,
+    bounded: bool = False,
+    order: Order | None = None,
+) -> Tensor:
+    """`attention.attend` up to rounding. Raises ValueError for keys of draft trees."""
+    if order is not None:
+        raise ValueError("keys that are out of order are not measured")
     keys_NKS, chunks = context
     N, K, S = keys_NKS.shape
     # The chunks lie one after another in one tensor: no copy.

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.bench import grid, trained
 from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, run_grid
-from slipstream.bench.speculation import PLAIN, SpeculationBench, plans
+from slipstream.bench.speculation import PLAIN, TREES, SpeculationBench, plans
 from slipstream.bench.trained import Trained
 from slipstream.inference.speculation.plan import OFF
 from slipstream.inference.speculation.selector import StepRecord
@@ -34,9 +34,9 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
     )
     rows = run_grid(bench, print)
-    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", SELECTOR]
+    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", *TREES, SELECTOR]
     assert [row.contender for row in rows] == 2 * names
-    assert [row.case for row in rows] == ["batch 1"] * 9 + ["batch 2"] * 9
+    assert [row.case for row in rows] == ["batch 1"] * len(names) + ["batch 2"] * len(names)
     values: dict[str, Any] = {row.contender: row.values for row in rows}
     assert values[PLAIN]["accept_length"] == values["off"]["accept_length"] == 1.0
     assert 1.0 < values["1_1_2"]["accept_length"] <= 2.0

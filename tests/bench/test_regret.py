@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.bench import regret
 from slipstream.bench.regret import World, play, recorded, run, simulated, table
-from slipstream.bench.speculation import plans
+from slipstream.bench.speculation import chains
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
@@ -49,17 +49,17 @@ def test_the_cost_model_stays_near_the_best_plans() -> None:
     worlds = simulated(0)
     assert {"shrinking", "drifting, 2", "moods, 16"} < worlds.keys()
     for name in ("still, 1", "still, 16", "drifting, 2"):
-        assert play(worlds[name], CostModelSelector(plans()), plans(), 0).hindsight < 0.05
+        assert play(worlds[name], CostModelSelector(chains()), chains(), 0).hindsight < 0.05
     # Never to draft costs much with one request, and nothing with sixteen.
     never = PredefinedSelector(OFF)
-    assert play(worlds["still, 1"], never, plans(), 0).hindsight > 0.5
-    assert play(worlds["still, 16"], never, plans(), 0).hindsight == 0
+    assert play(worlds["still, 1"], never, chains(), 0).hindsight > 0.5
+    assert play(worlds["still, 16"], never, chains(), 0).hindsight == 0
 
 
 def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
     for name in ("shrinking, noisy", "small"):
         world = simulated(0)[name]
-        found = [play(world, CostModelSelector(plans()), plans(), seed) for seed in range(5)]
+        found = [play(world, CostModelSelector(chains()), chains(), seed) for seed in range(5)]
         assert median(regret.hindsight for regret in found) < 0.05
 
 

@@ -13,6 +13,7 @@ import pytest
 from slipstream.bench import speculation, trained
 from slipstream.bench.speculation import (
     AGAIN,
+    CHAINS,
     FLOORS,
     ORACLE,
     PLAIN,
@@ -84,7 +85,7 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(speculation, "make_engine", made)
     rows = run_rollout(SpeculationBench(policy=Path("toy"), rounds=1, batch=12), print)
-    drafting = [UNTRAINED, "eagle", "history", "union", RIGHT_HEAD, ORACLE]
+    drafting = [UNTRAINED, CHAINS, "eagle", "history", "union", RIGHT_HEAD, ORACLE]
     assert [row.contender for row in rows] == [PLAIN, AGAIN, *drafting]
     for right in (engine.stats() for engine in engines[-2:]):
         # A draft that ends its response is not counted as accepted.

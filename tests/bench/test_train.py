@@ -23,10 +23,10 @@ def test_matmul_parameters_are_the_decoders_matrices() -> None:
 
 
 def test_flops_of_a_tiny_step_by_hand() -> None:
-    # 2 layers of q|k|v 32 x 64, out 32 x 32 and MLP 3 x 32 x 64; head 32 x 64.
-    layers, head = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 64), 32 * 64
-    # 4 rows; position t of 16 sees t keys, 136 pairs; 2 heads of 16 channels, 2 layers.
-    attention = 4 * (4 * 136) * 32 * 2
+    # 3 layers of q|k|v 32 x 64, out 32 x 32 and MLP 3 x 32 x 64; head 32 x 64.
+    layers, head = 3 * (32 * 64 + 32 * 32 + 3 * 32 * 64), 32 * 64
+    # 4 rows; position t of 16 sees t keys, 136 pairs; 2 heads of 16 channels, 3 layers.
+    attention = 4 * (4 * 136) * 32 * 3
     assert step_flops(TOY) == 6 * (64 * layers + 60 * head) + 3 * attention
 
 
