@@ -304,6 +304,8 @@ def _rooms(sizes, at):
     for i in range(len(sizes)):
         at[i] = place
         place += (sizes[i] + LINE - 1) // LINE * LINE
+    # And from here on by who has called.
+    hold(room)
     return room
 
 

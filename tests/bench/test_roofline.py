@@ -17,21 +17,21 @@ WEIGHTS = sum(matmul_parameters(CONFIG))
 
 @pytest.mark.parametrize("size", [4, 2])
 def test_slow_memory_makes_right_drafts_free(size: int) -> None:
-    # Multiplying costs nothing: a step reads the weights and, in two layers, one head of 16 numbers
+    # Multiplying costs nothing: a step reads the weights and, in three layers, one head of 16 numbers
     # of keys and of values for each token seen.
     rates = MachineRates(flops=1e30, bytes=1.0, itemsize=size)
-    plain = 2 * size * WEIGHTS + (10 + 11) * 2 * 2 * 16 * size
+    plain = 2 * size * WEIGHTS + (10 + 11) * 3 * 2 * 16 * size
     assert least_seconds(CONFIG, rates, [10], [2], 0) == pytest.approx(plain)
     assert least_seconds(CONFIG, rates, [10], [2], 3) == pytest.approx(plain / 4)
     # One that runs on when another has ended reads the weights again.
     both = least_seconds(CONFIG, rates, [10, 10], [2, 1], 0)
-    assert both == pytest.approx(plain + 10 * 2 * 2 * 16 * size)
+    assert both == pytest.approx(plain + 10 * 3 * 2 * 16 * size)
 
 
 def test_where_multiplying_is_slow_no_draft_gains() -> None:
     rates = MachineRates(flops=1.0, bytes=1e30, itemsize=4)
     plain = least_seconds(CONFIG, rates, [10], [2], 0)
-    assert plain == pytest.approx(2 * WEIGHTS * 12 + (10 + 11) * 2 * 4 * 2 * 16)
+    assert plain == pytest.approx(2 * WEIGHTS * 12 + (10 + 11) * 3 * 4 * 2 * 16)
     assert least_seconds(CONFIG, rates, [10], [2], 7) == pytest.approx(plain)
 
 

@@ -663,3 +663,17 @@ def test_trees_are_taken_where_they_pay(tree_gains: float, tree: bool, running: 
         found += [plan.topk > 1 for plan in plans[-200:]]
     assert (mean(found) > 0.8) is tree
     assert (mean(found) < 0.2) is not tree
+
+
+@pytest.mark.parametrize("running", [1, 8])
+def test_a_draft_is_worth_its_row_where_rows_are_cheap(running: int) -> None:
+    selectors = []
+    for row in (0.02, 0.3):
+        selector = CostModelSelector([*PLANS, DraftPlan(6, 3, 10)])
+        cost: Cost = lambda n, drafts, row=row: 1e-3 * (3.0 + row * n * (drafts + 1))  # type: ignore[misc]  # noqa: E731
+        simulate(selector, [running] * 400, cost=cost)
+        selectors.append(selector)
+    cheap, dear = (selector.worth(running) for selector in selectors)
+    # Of a row's time as many tokens come as of any time.
+    assert 0 <= cheap < 0.15
+    assert 0.2 < dear <= 0.9
