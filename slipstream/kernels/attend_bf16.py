@@ -294,19 +294,21 @@ def _reach(paths, path_step, count, first, some):
 
 
 @kernel
-def _rooms(sizes, at):
-    """Memory for buffers of so many bytes, which begin at lines, at these addresses."""
-    whole = 0
+def _room_for(sizes):
+    """Bytes of buffers of so many bytes each, which begin at lines."""
+    whole = LINE
     for i in range(len(sizes)):
         whole += (sizes[i] + LINE - 1) // LINE * LINE
-    room = np.empty(LINE + whole, np.uint8)
-    place = aligned(room.ctypes.data)
+    return whole
+
+
+@kernel
+def _lay_out(sizes, address, at):
+    """Where they begin, from an address on."""
+    place = aligned(address)
     for i in range(len(sizes)):
         at[i] = place
         place += (sizes[i] + LINE - 1) // LINE * LINE
-    # And from here on by who has called.
-    hold(room)
-    return room
 
 
 @kernel
@@ -319,16 +321,17 @@ def attend_bf16_part(
     G = Q // H
     most = max(_MOST_ROWS // G, 1)
     # Room for whole tiles, which may begin at any row.
-    room = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
+    tall = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     mixed_step = 4 * max(K, BLOCK)
-    turned = room * mixed_step if paths else 0
+    turned = tall * mixed_step if paths else 0
     sizes = (
-        room * width * 4, room * width * 2, room * K * 4, room * mixed_step, turned,
+        tall * width * 4, tall * width * 2, tall * K * 4, tall * mixed_step, turned,
         (BLOCK + width) * K * 2 if paths else 0,
     )  # fmt: skip
     places = np.empty(6, np.int64)
-    held = _rooms(sizes, places)
+    room = np.empty(_room_for(sizes), np.uint8)
+    _lay_out(sizes, room.ctypes.data, places)
     scores, weights, queries, mixed, result, tail = places
     masses, nothing = np.empty(most * G, np.float32), np.zeros(2 * PANEL, np.float32)
     zeros = nothing.ctypes.data
@@ -387,7 +390,7 @@ def attend_bf16_part(
         m += together
     if BY_MATRIX_UNIT:
         release()
-    hold(held)
+    hold(room)
     hold(nothing)
 
 

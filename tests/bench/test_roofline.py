@@ -17,8 +17,8 @@ WEIGHTS = sum(matmul_parameters(CONFIG))
 
 @pytest.mark.parametrize("size", [4, 2])
 def test_slow_memory_makes_right_drafts_free(size: int) -> None:
-    # Multiplying costs nothing: a step reads the weights and, in three layers, one head of 16 numbers
-    # of keys and of values for each token seen.
+    # Multiplying costs nothing: a step reads the weights and, in three layers, one head of 16
+    # numbers of keys and of values for each token seen.
     rates = MachineRates(flops=1e30, bytes=1.0, itemsize=size)
     plain = 2 * size * WEIGHTS + (10 + 11) * 3 * 2 * 16 * size
     assert least_seconds(CONFIG, rates, [10], [2], 0) == pytest.approx(plain)
