@@ -417,7 +417,12 @@ def _speculation(config: Config) -> Iterator[str]:
             f"{eagle.spec_steps} drafts is verified in {eagle.spec_steps + 1} rows; set "
             f"{key}.spec_verify_tokens=null"
         )
-    if eagle.spec_topk > 1:
+    if eagle.spec_topk > 1 and speculative.spec_strategy == "history":
+        yield (
+            f"{key}.spec_topk={eagle.spec_topk}: what was written before is drafted in chains; set "
+            f"{key}.spec_topk=1, or speculative.spec_strategy=union to merge it into trees"
+        )
+    elif eagle.spec_topk > 1:
         yield from _tree(eagle)
 
 

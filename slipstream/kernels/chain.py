@@ -22,7 +22,7 @@ from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 TAKEN_IN = 512
 """Tokens that are taken in at once: what they leave behind stays in the cache."""
 
-SEQUENCES_FROM = 128
+_SEQUENCES_FROM = 128
 """Threads take sequences of their own from one each to so many numbers of a feature on."""
 
 
@@ -95,13 +95,28 @@ def lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K):
 
 
 @kernel
-def early_before(given, first):
+def _early_before(given, first):
     """Of the new tokens, how many that are not the last of their sequence come before one."""
     counts = carray(ints_at(given), (first,))
     found = 0
     for n in range(first):
         found += counts[n] - 1
     return found
+
+
+@kernel
+def share(given, E, N, D, topk, part, parts):
+    """Sequences and tokens that this thread takes in and drafts for, with all others or alone: the
+    first one and how many, the first and the last token, how many at once, and the first row, where
+    a sequence has up to `topk` rows; and which part of how many it is from here on."""
+    if parts == 1 or N // parts * _SEQUENCES_FROM < D:
+        return 0, N, 0, E, TAKEN_IN, 0, part, parts
+    first, n, early, earlies, most, m = 0, 0, 0, 0, max(TAKEN_IN // parts, 1), 0
+    for p in range(part + 1):
+        m += max(n * topk, min(earlies - early, most))
+        first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
+        early, earlies = _early_before(given, first), _early_before(given, first + n)
+    return first, n, early, earlies, most, m, 0, 1
 
 
 @kernel
@@ -114,15 +129,7 @@ def _chain(
     if part == 0:
         lay_out(given, drawn_at, spots, E, normed, limit, head_stride, N, D, H, K)
     wait(parts)
-    # Sequences and tokens that this thread takes in and drafts for, with all others or alone.
-    first, n, early, earlies, most, m = 0, N, 0, E, TAKEN_IN, 0
-    if parts > 1 and N // parts * SEQUENCES_FROM >= D:
-        most = max(TAKEN_IN // parts, 1)
-        for p in range(part + 1):
-            m += max(n, min(earlies - early, most)) if p else 0
-            first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
-            early, earlies = early_before(given, first), early_before(given, first + n)
-        part, parts = 0, 1
+    first, n, early, earlies, most, m, part, parts = share(given, E, N, D, 1, part, parts)
     both, x = both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size

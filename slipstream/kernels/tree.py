@@ -16,11 +16,9 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.chain import (
-    SEQUENCES_FROM,
-    TAKEN_IN,
-    early_before,
     join,
     lay_out,
+    share,
     take_in,
 )
 from slipstream.kernels.compiling import kernel
@@ -92,7 +90,8 @@ def _follow(
     D, K, out_tokens, out,
 ):  # fmt: skip
     """The `topk` best candidates of a level of sequence `n` become the nodes that are followed,
-    where `followed` and `paths` say; the paths of those that were are in `paths_before`."""
+    where `followed` and `paths` say; the paths of those that were are in `paths_before`. Returns
+    the best of their scores."""
     start = topk + (level - 1) * topk * topk if level else 0
     count = each * topk
     new = carray(ints_at(followed), (_FIELDS, rows))
@@ -120,20 +119,7 @@ def _follow(
             for j in range(1, level + 1):
                 path[j] = above[j]
         path[1 + level] = slot
-
-
-@kernel
-def _share(given, E, N, D, topk, part, parts):
-    """Sequences and tokens that this thread takes in and drafts for, with all others or alone: the
-    first one and how many, the first and the last token, how many at once, and the first row."""
-    if parts == 1 or N // parts * SEQUENCES_FROM < D:
-        return 0, N, 0, E, TAKEN_IN, 0, part, parts
-    first, n, early, earlies, most, m = 0, 0, 0, 0, max(TAKEN_IN // parts, 1), 0
-    for p in range(part + 1):
-        m += max(n * topk, min(earlies - early, most))
-        first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
-        early, earlies = early_before(given, first), early_before(given, first + n)
-    return first, n, early, earlies, most, m, 0, 1
+    return sums[n * topk]
 
 
 @kernel
@@ -157,7 +143,7 @@ def _tree(
     wait(parts)
     C = topk + (steps - 1) * topk * topk
     ends = carray(ints_at(given), (2, N))
-    first, n, early, earlies, most, m, part, parts = _share(given, E, N, D, topk, part, parts)
+    first, n, early, earlies, most, m, part, parts = share(given, E, N, D, topk, part, parts)
     both, x = both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
@@ -227,13 +213,10 @@ def _tree(
             )  # fmt: skip
             if level + 1 < steps:
                 end = ends[0, first + i] + ends[1, first + i]
-                _follow(
+                hopes[first + i] = _follow(
                     level, each, topk, following, rows, below, above, depth, i,
                     (first + i) * H * head_stride, end, limit, normed, D, K, out_tokens, out,
                 )  # fmt: skip
-                hopes[first + i] = carray(doubles_at(following + 8 * (7 * rows + i * topk)), (1,))[
-                    0
-                ]
             at[i] += 1
         wait(parts)
         if _best(hopes, first, n) < floor:
@@ -261,15 +244,11 @@ def tree(*arguments: int, work: int) -> None:
     steps; topk, at most `WIDTH`; judged: two numbers, float64: a score, and levels end where none
     is followed that has it, and the scale; gaps (N, WIDTH) float64, of the first level: by how much
     the scores of the best tokens are below the first;
-    room: logits (N topk, padded), normed (N topk, D), and all else for R = `most_tree_rows` rows.
+    room: logits (N topk, padded), normed (N topk, D), and all else for R = `most_rows(N topk, E)`
+    rows.
     Drafts go to `topk` slots a level but the last, after what is taken in.
     """
     run(_tree, _tree_shared, arguments, work)
-
-
-def most_tree_rows(sequences: int, early: int, topk: int) -> int:
-    """Rows that `tree` computes at once, by all threads together."""
-    return sequences * topk + min(early, TAKEN_IN)
 
 
 def tree_numbers(sequences: int, early: int, steps: int, topk: int) -> int:

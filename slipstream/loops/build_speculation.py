@@ -257,6 +257,12 @@ def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
             raise ConfigError(
                 f"{', '.join(wide)}: a tree follows at most {MOST_BRANCHES} tokens of a level"
             )
+        trees = [str(plan) for plan in plans if plan.topk > 1]
+        if trees and speculative.spec_strategy == "history":
+            raise ConfigError(
+                f"{', '.join(trees)}: what was written before is drafted in chains; give such as "
+                "3_1_4, or set speculative.spec_strategy=union"
+            )
     except ConfigError as error:
         raise ConfigError(f"{key}.mab_configs: {error}") from error
     buckets: dict[int, list[DraftPlan]] = {1: plans}

@@ -11,6 +11,7 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.chain import chain, chain_numbers, most_rows
-from slipstream.kernels.tree import WIDTH, most_tree_rows, tree, tree_numbers
+from slipstream.kernels.tree import WIDTH, tree, tree_numbers
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder
@@ -54,28 +55,53 @@ def draft_chain(
     The first token drawn from what it then predicts stands at `positions`; each is fed back in its
     turn. Drawing is that of `sampling.choose.draw`.
     """
+    n = len(counts_N)
+    tokens = positions_N.new_empty(steps, n)
+    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+    longest = int((cached_N + counts_N).max()) + steps
+    draws = keys_N2, positions_N, temperatures_N
+    result = tokens.data_ptr(), steps
+    early = len(ids_T) - n
+    numbers = chain_numbers(n, early)
+    _draft(chain, head, policy, kv, given, n, early, draws, result, 1, longest, numbers)
+    return tokens
+
+
+def _draft(
+    kernel: Callable[..., None],
+    head: PackedDraftHead,
+    policy: PackedDecoder,
+    kv: Tensor,
+    given: Ints,
+    n: int,
+    early: int,
+    draws: tuple[Tensor, Tensor, Tensor],
+    result: tuple[int, ...],
+    topk: int,
+    longest: int,
+    numbers: int,
+) -> None:
+    """What `chain` and `tree` are called with, beside the `result` and its shape."""
     together, lm_head, fc = head.together, policy.lm_head, head.fc
     assert together is not None
-    c = head.config
+    c, D = head.config, head.config.hidden_size
     _, _, heads, slots, K = kv.shape
-    n, D, early = len(counts_N), c.hidden_size, len(ids_T) - len(counts_N)
     V, padded = len(policy.embedding), len(present(lm_head.start))
+    keys_N2, positions_N, temperatures_N = draws
     # Logits, features beside embeddings, the layer's input and output.
-    most = most_rows(n, early)
-    sizes = (n * padded, most * 2 * D, most * D, n * D)
+    rows, most = n * topk, most_rows(n * topk, early)
+    sizes = (rows * padded, most * 2 * D, most * D, rows * D)
     like = policy.embedding
     memory = like.new_empty(sum(sizes))
     logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
-    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
     positions_N = positions_N.contiguous()
-    numbers = positions_N.new_empty(chain_numbers(n, early) + steps * n)
-    tokens = numbers[-steps * n :].view(steps, n)
+    spots = positions_N.new_empty(numbers)
     layer_memory, (spare, delta, *others) = together.room(like, most)
     cos, sin = rope_table(c, like.dtype, like.device)
-    chain(
+    kernel(
         given.ctypes.data,
         positions_N.data_ptr(),
-        numbers.data_ptr(),
+        spots.data_ptr(),
         early,
         policy.embedding.data_ptr(),
         present(fc.panels).data_ptr(),
@@ -86,8 +112,7 @@ def draft_chain(
         padded,
         keys_N2.data_ptr(),
         temperatures_N.data_ptr(),
-        tokens.data_ptr(),
-        steps,
+        *result,
         together.table,
         head.eps.data_ptr(),
         logits,
@@ -101,7 +126,7 @@ def draft_chain(
         sin.data_ptr(),
         c.max_position_embeddings - 1,
         slots * K,
-        int((cached_N + counts_N).max()) + steps,
+        longest,
         kv.data_ptr(),
         kv.data_ptr() + kv.nbytes // 2,
         n,
@@ -113,8 +138,7 @@ def draft_chain(
         together.dtype.itemsize,
         work=together.size,
     )
-    del memory, layer_memory, given  # until here
-    return tokens
+    del memory, layer_memory, spots  # until here
 
 
 def draft_tree(
@@ -136,73 +160,19 @@ def draft_tree(
     """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence: tokens,
     parents and scores (N, C), and gaps of the first level (N, W), as in `kernels.tree`. Drafts take
     `topk` slots a level; none is followed once all scores are below `least`."""
-    together, lm_head, fc = head.together, policy.lm_head, head.fc
-    assert together is not None
-    c = head.config
-    _, _, heads, slots, K = kv.shape
-    n, D, early = len(counts_N), c.hidden_size, len(ids_T) - len(counts_N)
-    V, padded = len(policy.embedding), len(present(lm_head.start))
-    most = most_tree_rows(n, early, topk)
-    # As in `draft_chain`.
-    sizes = (n * topk * padded, most * 2 * D, most * D, n * topk * D)
-    like = policy.embedding
-    memory = like.new_empty(sum(sizes))
-    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
-    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
-    positions_N = positions_N.contiguous()
-    numbers = positions_N.new_empty(tree_numbers(n, early, steps, topk))
+    n = len(counts_N)
     shape = n, topk + (steps - 1) * topk**2
     tokens, parents, scores = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
     judged, gaps = np.array([least, scale]), np.empty((n, WIDTH))
-    layer_memory, (spare, delta, *others) = together.room(like, most)
-    cos, sin = rope_table(c, like.dtype, like.device)
-    tree(
-        given.ctypes.data,
-        positions_N.data_ptr(),
-        numbers.data_ptr(),
-        early,
-        policy.embedding.data_ptr(),
-        present(fc.panels).data_ptr(),
-        present(fc.start).data_ptr(),
-        present(lm_head.panels).data_ptr(),
-        present(lm_head.start).data_ptr(),
-        V,
-        padded,
-        keys_N2.data_ptr(),
-        temperatures_N.data_ptr(),
-        tokens.ctypes.data,
-        parents.ctypes.data,
-        scores.ctypes.data,
-        steps,
-        topk,
-        judged.ctypes.data,
-        gaps.ctypes.data,
-        together.table,
-        head.eps.data_ptr(),
-        logits,
-        both,
-        x,
-        spare,
-        delta,
-        normed,
-        *others,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        c.max_position_embeddings - 1,
-        slots * K,
-        int((cached_N + counts_N).max()) + (steps - 1) * topk,
-        kv.data_ptr(),
-        kv.data_ptr() + kv.nbytes // 2,
-        n,
-        D,
-        c.num_heads,
-        heads,
-        K,
-        c.intermediate_size,
-        together.dtype.itemsize,
-        work=together.size,
-    )
-    del memory, layer_memory, given, numbers, judged  # until here
+    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+    longest = int((cached_N + counts_N).max()) + (steps - 1) * topk
+    draws = keys_N2, positions_N, temperatures_N
+    found = tokens.ctypes.data, parents.ctypes.data, scores.ctypes.data
+    result = *found, steps, topk, judged.ctypes.data, gaps.ctypes.data
+    early = len(ids_T) - n
+    numbers = tree_numbers(n, early, steps, topk)
+    _draft(tree, head, policy, kv, given, n, early, draws, result, topk, longest, numbers)
+    del judged  # until here
     return tokens, parents, scores, gaps
 
 

@@ -100,14 +100,17 @@ class Branches:
         )
 
 
-def best_branches(trees: Sequence[Branches], drafts: int) -> list[list[int]]:
-    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own."""
+def best_branches(
+    trees: Sequence[Branches], drafts: int, least: float = -np.inf
+) -> list[list[int]]:
+    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own,
+    none with a score below `least`."""
     # In the order of scores and, among equals, of nodes: parents are never after their children.
     order = sorted(
         (-score, node, i)
         for i, tree in enumerate(trees)
         for node, score in enumerate(tree.scores)
-        if node
+        if node and score >= least
     )
     kept = [[0] for _ in trees]
     for _, node, i in order[: max(drafts, 0)]:

@@ -200,6 +200,12 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.eagle.spec_topk=8",
         ),
         (
+            "speculative.enable=true speculative.spec_strategy=history "
+            "speculative.eagle.spec_topk=2 speculative.eagle.spec_verify_tokens=8",
+            "what was written before is drafted in chains",
+            "speculative.eagle.spec_topk=1",
+        ),
+        (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_topk=4",
             "say how many of their tokens are verified",

@@ -426,6 +426,10 @@ def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
             "mab_configs: 3_9_16: a tree follows at most 8 tokens of a level",
         ),
         (
+            "spec_strategy=history train.enable_drafter_training=false eagle.tune_algorithm=EG",
+            "mab_configs: 8_4_32, 8_4_16, 8_4_8: what was written before is drafted in chains",
+        ),
+        (
             "eagle.tune_algorithm=EG eagle.mab_configs=['3-1-4']",
             "mab_configs: draft plan '3-1-4': expected steps_topk_verify, for example 3_1_4",
         ),

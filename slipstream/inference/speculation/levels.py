@@ -6,8 +6,6 @@ Shapes: N sequences, F nodes of a level that are followed, k candidates of each,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -71,8 +69,10 @@ def tree_by_levels(
         hidden_NFD = run.run(0, tokens_NC.gather(1, best_NF), of_parents(hidden_NFD))
         scores_NF, numbers_NF = scores_NC.gather(1, best_NF), count + best_NF
         count += F * topk
-    join: Callable[[int], Tensor] = lambda i: torch.cat([part[i] for part in found], 1).cpu()  # noqa: E731
-    return Candidates(join(0).numpy(), join(1).numpy(), join(2).numpy(), gaps_NW.cpu().numpy())
+    tokens, parents, scores = (
+        torch.cat(parts, 1).cpu().numpy() for parts in zip(*found, strict=True)
+    )
+    return Candidates(tokens, parents, scores, gaps_NW.cpu().numpy())
 
 
 def _promising(

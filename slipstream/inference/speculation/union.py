@@ -76,7 +76,8 @@ class UnionProposer:
             self._offers[name] = (tree, past, kind)
             found.append((past, self._curves[kind]))
         if plan.topk > 1:
-            return _merged(trees, found, len(trees) * (plan.verify_tokens - 1))
+            drafts = len(trees) * (plan.verify_tokens - 1)
+            return _merged(trees, found, drafts, batch.least)
         return [
             DraftTree.chain(tree.tokens[0], past)
             if curve.expected(len(past)) > self._head_curve.expected(len(tree) - 1)
@@ -145,9 +146,13 @@ def _right(tree: DraftTree, truth: Sequence[int]) -> int:
 
 
 def _merged(
-    trees: Sequence[DraftTree], found: Sequence[tuple[list[int], AcceptanceCurve]], drafts: int
+    trees: Sequence[DraftTree],
+    found: Sequence[tuple[list[int], AcceptanceCurve]],
+    drafts: int,
+    least: float,
 ) -> list[DraftTree]:
-    """The best `drafts` of what heads and history have drafted for all requests together."""
+    """The best `drafts` of what heads and history have drafted for all requests together, none with
+    a score below `least`."""
     merged = []
     for tree, (past, curve) in zip(trees, found, strict=True):
         scores = tree.scores
@@ -159,7 +164,7 @@ def _merged(
         both.add(past, list(accumulate(chances)))
         merged.append(both)
     kept = []
-    for tree, both, nodes in zip(trees, merged, best_branches(merged, drafts), strict=True):
+    for tree, both, nodes in zip(trees, merged, best_branches(merged, drafts, least), strict=True):
         part = both.part(nodes)
         by_head = sum(0 < node < len(tree) for node in nodes)
         kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:]))

@@ -40,10 +40,11 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: b
     positions = torch.tensor([9, 12, 30])
     kv = torch.zeros(2, 3, config.num_kv_heads, 64, config.head_dim)
     addresses = np.array([row.data_ptr() for row in features.view(12, -1)])
-    expected = draft_tree(
+    given = (
         packed, policy, kv, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
-        rows.keys_N2, positions, rows.temperature_N, steps, topk,
+        rows.keys_N2, positions, rows.temperature_N,
     )  # fmt: skip
+    expected = draft_tree(*given, steps, topk)
     batch = DraftBatch(
         request_ids=["a", "b", "c"], last=[0] * 3, positions_N=positions, rows=rows, policy=policy
     )
@@ -55,3 +56,18 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: b
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
+    # Levels end where nothing that is followed is worth its row; no candidate that is gets lost.
+    worth = 0.3
+    fewer = draft_tree(*given, steps, topk, float(np.log(worth)))
+    level = tree_by_levels(
+        plain, room, replace(batch, worth=worth), torch.tensor([4, 4, 4]), hidden, steps, topk
+    )
+    worthy = expected[2] >= np.log(worth)
+    assert ((fewer[2] >= np.log(worth)) == worthy).all()
+    assert (fewer[0][worthy] == expected[0][worthy]).all()
+    width = level.scores_NC.shape[1]
+    assert not worthy[:, width:].any()
+    assert ((level.scores_NC >= np.log(worth)) == worthy[:, :width]).all()
+    if steps == 4:
+        assert np.isneginf(fewer[2]).any()
+        assert width < expected[2].shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,6 +163,9 @@ def test_trees_of_both_are_merged() -> None:
     assert union.head_record == (1, 2)
     (tree,) = union.propose(batch("b", 50), DraftPlan(3, 2, 4))
     assert list(tree.tokens) == [50, 23, 41, 42]
+    # Nor what is not worth its row, whosever it is.
+    (tree,) = union.propose(replace(batch("b", 50), worth=0.6), DraftPlan(3, 2, 6))
+    assert list(tree.tokens) == [50, 23, 41]
 
 
 @pytest.mark.parametrize("plan", [DraftPlan(4, 2, 8), DraftPlan(5, 4, 12)], ids=str)
