@@ -6,7 +6,8 @@ Level by level (EAGLE-2's trees, Li et al. 2024): each of the `topk` nodes that 
 a candidate promises is the share of its exp((score + noise) / scale) among those of the `WIDTH`
 best tokens of its row: with the noise that the policy's own choice will be made with, more is known
 than how likely the token is (docs/log.md). The scale says how far the scores of the policy are from
-those of the head. A node's score is the sum of the logarithms down to it.
+those of the head. A node's score is the sum of the logarithms down to it; where it is not worth its
+row through the policy, nothing that follows is, and it takes none through the head either.
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 WIDTH = 8
 """Tokens of a row that are compared, and most that are followed."""
 
-_FIELDS = 8
+_FIELDS = 10
 """Numbers of a node that is followed: the address of its feature, its place in the rotation tables,
-`own`, `first` and `seen` as in `attend`, its token, its number among the candidates, its score."""
+`own`, `first` and `seen` as in `attend`, its token, its number among the candidates, its sequence,
+its rank among those that were followed, its score."""
 
 
 @kernel
 def _draw_rows(
-    logits, padded, V, keys_N2, temperatures, position, sequences, each, topk, scale, tokens,
+    logits, padded, V, keys_N2, temperatures, position, sequences, owners, topk, scale, tokens,
     scores, gaps, begin, end,
 ):  # fmt: skip
-    """Of rows `begin` to `end`, `each` to a sequence, the `topk` best tokens and the logarithms of
-    what they promise, (rows, topk) each; to `gaps`, unless 0, by how much the scores of the `WIDTH`
-    best are below the first, (rows, WIDTH)."""
+    """Of rows `begin` to `end` of the sequences `owners` (0: a row of each) the `topk` best tokens
+    and the logarithms of what they promise, (rows, topk) each; to `gaps`, unless 0, by how much the
+    scores of the `WIDTH` best are below the first, (rows, WIDTH)."""
     at = carray(ints_at(position), (sequences,))
+    owner = carray(ints_at(owners), (end if owners else 0,))
     heat = carray(floats_at(temperatures), (sequences,))
     best, ids = np.empty(WIDTH, np.float64), np.empty(WIDTH, np.int64)
     for row in range(begin, end):
-        n = row // each
+        n = owner[row] if owners else row
         t = heat[n]
         if t != ZERO:
             line = carray(floats_at(logits + row * padded * 4), (V,))
@@ -70,32 +73,34 @@ def _draw_rows(
 
 
 @kernel
-def _record(level, each, topk, followed, rows, n, tokens, scores, out_tokens, out_parents, out):
-    """A level's candidates of sequence `n` to their place among all of it."""
+def _record(
+    level, topk, followed, rows, begin, end, tokens, scores, out_tokens, out_parents, out
+):  # fmt: skip
+    """A level's candidates of a sequence, whose rows are `begin` to `end`, to their place among all
+    of it."""
     start = topk + (level - 1) * topk * topk if level else 0
     fields = carray(ints_at(followed), (_FIELDS, rows))
-    sums = carray(doubles_at(followed + 8 * 7 * rows), (rows,))
-    for f in range(each):
-        row = n * each + f
-        parent, score = (fields[6, row], sums[row]) if level else (-1, 0.0)
+    sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
+    for row in range(begin, end):
+        parent, rank, score = (fields[6, row], fields[8, row], sums[row]) if level else (-1, 0, 0.0)
         for j in range(topk):
-            i = start + f * topk + j
+            i = start + rank * topk + j
             out_tokens[i], out_parents[i] = tokens[row * topk + j], parent
             out[i] = score + scores[row * topk + j]
 
 
 @kernel
 def _follow(
-    level, each, topk, followed, rows, paths, paths_before, depth, n, first, end, limit, normed,
-    D, K, out_tokens, out,
+    level, topk, before, followed, rows, begin, end_row, paths, paths_before, depth, n, first, end,
+    limit, normed, D, K, out_tokens, out,
 ):  # fmt: skip
-    """The `topk` best candidates of a level of sequence `n` become the nodes that are followed,
-    where `followed` and `paths` say; the paths of those that were are in `paths_before`. Returns
-    the best of their scores."""
+    """The `topk` best candidates of a level of sequence `n`, whose rows were `begin` to `end_row`
+    of those that were followed `before`, become the nodes that are `followed`, and have `paths`."""
     start = topk + (level - 1) * topk * topk if level else 0
-    count = each * topk
+    count = topk * topk if level else topk
+    old = carray(ints_at(before), (_FIELDS, rows))
     new = carray(ints_at(followed), (_FIELDS, rows))
-    sums = carray(doubles_at(followed + 8 * 7 * rows), (rows,))
+    sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     last = -1
     top = np.inf
     for i in range(topk):
@@ -106,12 +111,17 @@ def _follow(
             if later and (found < 0 or out[c] > out[found]):
                 found = c
         last, top = found, out[found]
-        row, parent = n * topk + i, n * each + (found - start) // topk
+        row, parent = n * topk + i, begin
+        if level:
+            # One that is worth following follows a row that was.
+            while parent < end_row - 1 and old[8, parent] != (found - start) // topk:
+                parent += 1
         slot = end + level * topk + i
         new[0, row] = normed + 4 * D * parent
         new[1, row], new[2, row] = min(end + level, limit), first + slot * K
         new[3, row], new[4, row] = first, end + level + 1
         new[5, row], new[6, row], sums[row] = out_tokens[found], found, out[found]
+        new[7, row], new[8, row] = n, i
         path = carray(ints_at(paths + 8 * depth * row), (depth,))
         path[0] = end
         if level:
@@ -119,16 +129,29 @@ def _follow(
             for j in range(1, level + 1):
                 path[j] = above[j]
         path[1 + level] = slot
-    return sums[n * topk]
 
 
 @kernel
-def _best(hopes, first, n):
-    """The best score that any of some sequences can go on from."""
-    found = -np.inf
-    for i in range(first, first + n):
-        found = max(found, hopes[i])
-    return found
+def _keep(followed, paths, rows, depth, n, topk, floor, starts):
+    """Of the nodes that `_follow` chose for `n` sequences, those with a score of at least `floor`,
+    without gaps; to `starts` (n + 1,) the first row of each sequence, and how many there are."""
+    begins = carray(ints_at(starts), (n + 1,))
+    fields = carray(ints_at(followed), (_FIELDS, rows))
+    sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
+    path = carray(ints_at(paths), (rows, depth))
+    kept = 0
+    for i in range(n):
+        begins[i] = kept
+        for row in range(i * topk, (i + 1) * topk):
+            if not sums[row] >= floor:
+                continue
+            if kept < row:
+                for f in range(_FIELDS):
+                    fields[f, kept] = fields[f, row]
+                for j in range(depth):
+                    path[kept, j] = path[row, j]
+            kept += 1
+    begins[n] = kept
 
 
 @kernel
@@ -155,45 +178,47 @@ def _tree(
         sin, head_stride, keys, values, D, Q, H, K, size, part, parts,
     )  # fmt: skip
     now = spots + 32 * E + 8 * first
-    features, word, place, own, begins, seen = (
+    features, word, place, own, opens, seen = (
         now, now + 40 * N, now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N
     )  # fmt: skip
-    # After what `lay_out` fills: what is drawn for, tokens and scores of a level, and twice, for
-    # they are made of one another, nodes that are followed and their paths.
+    # After what `lay_out` fills: what is drawn for, the rows of each sequence, tokens and scores of
+    # a level, and twice, for they are made of one another, nodes that are followed and their paths.
     positions = spots + 32 * E + 96 * N + 8 * first
-    at = carray(ints_at(positions), (n,))
+    starts = spots + 32 * E + 104 * N + 16 * first
+    at, begins = carray(ints_at(positions), (n,)), carray(ints_at(starts), (n + 1,))
     asked = carray(ints_at(drawn_at + 8 * first), (n,))
     depth, rows = steps + 1, n * topk
-    begin = spots + 32 * E + 112 * N
+    begin = spots + 32 * E + 120 * N
     drawn = begin + 8 * topk * topk * first
     promised = drawn + 8 * topk * topk * N
     begin += 16 * topk * topk * N
     nodes = begin + 8 * _FIELDS * topk * first
     paths = begin + 16 * _FIELDS * topk * N + 8 * depth * topk * first
-    each, path, path_step = 1, 0, 0
+    path, path_step, owners = 0, 0, 0
     nodes_apart, paths_apart = 8 * _FIELDS * topk * N, 8 * depth * topk * N
     mine, my_end = n * part // parts, n * (part + 1) // parts
     for i in range(mine, my_end):
-        at[i] = asked[i]
+        at[i], begins[i] = asked[i], i
         carray(doubles_at(scores + 8 * C * (first + i)), (C,))[:] = -np.inf
+    if part == 0:
+        begins[n] = n
     floor, scale = carray(doubles_at(judged), (2,))
-    hopes = carray(doubles_at(spots + 32 * E + 104 * N), (N,))
+    M = n
     for level in range(steps):
-        M = n * each
         join(embedding, word, features, both, M, D, part, parts)
         wait(parts)
         product_part(both, fc, fc_start, x, M, D, 2 * D, size, part, parts)
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
-            place, own, begins, seen, path, path_step, head_stride, longest, keys, values, 0,
+            place, own, opens, seen, path, path_step, head_stride, longest, keys, values, 0,
             0, 0, 0, 0, 0, M, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         product_part(normed, lm_head, lm_start, logits, M, padded, D, size, part, parts)
         wait(parts)
         _draw_rows(
-            logits, padded, V, keys_N2, temperatures, positions, n, each, topk, scale, drawn,
+            logits, padded, V, keys_N2, temperatures, positions, n, owners, topk, scale, drawn,
             promised, 0 if level else gaps + 8 * WIDTH * first, M * part // parts,
             M * (part + 1) // parts,
         )  # fmt: skip
@@ -208,24 +233,31 @@ def _tree(
             out_parents = carray(ints_at(parents + s), (C,))
             out = carray(doubles_at(scores + s), (C,))
             _record(
-                level, each, topk, before, rows, i, level_tokens, level_scores, out_tokens,
-                out_parents, out,
+                level, topk, before, rows, begins[i], begins[i + 1], level_tokens, level_scores,
+                out_tokens, out_parents, out,
             )  # fmt: skip
             if level + 1 < steps:
                 end = ends[0, first + i] + ends[1, first + i]
-                hopes[first + i] = _follow(
-                    level, each, topk, following, rows, below, above, depth, i,
-                    (first + i) * H * head_stride, end, limit, normed, D, K, out_tokens, out,
+                _follow(
+                    level, topk, before, following, rows, begins[i], begins[i + 1], below, above,
+                    depth, i, (first + i) * H * head_stride, end, limit, normed, D, K, out_tokens,
+                    out,
                 )  # fmt: skip
             at[i] += 1
-        wait(parts)
-        if _best(hopes, first, n) < floor:
+        if level + 1 == steps:
             break
-        features, place, own, begins, seen, word = (
+        wait(parts)
+        if part == 0:
+            _keep(following, below, rows, depth, n, topk, floor, starts)
+        wait(parts)
+        M = begins[n]
+        if not M:
+            break
+        features, place, own, opens, seen, word, owners = (
             following, following + 8 * rows, following + 16 * rows, following + 24 * rows,
-            following + 32 * rows, following + 40 * rows,
+            following + 32 * rows, following + 40 * rows, following + 56 * rows,
         )  # fmt: skip
-        each, path, path_step = topk, below, depth
+        path, path_step = below, depth
 
 
 @for_team
@@ -241,8 +273,8 @@ def tree(*arguments: int, work: int) -> None:
     tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
     candidates of each sequence, level by level, the token, the number of the candidate that it
     follows (-1: none), and the score; -inf, and nothing else of meaning, where it was not gone on;
-    steps; topk, at most `WIDTH`; judged: two numbers, float64: a score, and levels end where none
-    is followed that has it, and the scale; gaps (N, WIDTH) float64, of the first level: by how much
+    steps; topk, at most `WIDTH`; judged: two numbers, float64: a score that what is followed must
+    have at least, and the scale; gaps (N, WIDTH) float64, of the first level: by how much
     the scores of the best tokens are below the first;
     room: logits (N topk, padded), normed (N topk, D), and all else for R = `most_rows(N topk, E)`
     rows.
@@ -254,4 +286,4 @@ def tree(*arguments: int, work: int) -> None:
 def tree_numbers(sequences: int, early: int, steps: int, topk: int) -> int:
     """Numbers that `tree` needs room for, to say where everything is."""
     nodes = 2 * (_FIELDS + steps + 1) * topk
-    return 4 * early + sequences * (14 + 2 * topk * topk + nodes)
+    return 4 * early + sequences * (15 + 2 * topk * topk + nodes)

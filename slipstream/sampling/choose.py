@@ -73,13 +73,21 @@ class SamplingRows:
 
     def part(self, rows: slice | Tensor) -> SamplingRows:
         """The settings of some of the rows: a slice, or indices (int64), which may repeat."""
-        return replace(
-            self,
-            keys_N2=self.keys_N2[rows],
-            temperature_N=self.temperature_N[rows],
-            top_k_N=self.top_k_N[rows],
-            top_p_N=self.top_p_N[rows],
-            min_p_N=self.min_p_N[rows],
+
+        def of(settings: Tensor) -> Tensor:
+            # By index_select rather than by brackets: half the time, in every step with trees.
+            return settings[rows] if isinstance(rows, slice) else settings.index_select(0, rows)
+
+        return SamplingRows(
+            keys_N2=of(self.keys_N2),
+            temperature_N=of(self.temperature_N),
+            top_k_N=of(self.top_k_N),
+            top_p_N=of(self.top_p_N),
+            min_p_N=of(self.min_p_N),
+            any_sampled=self.any_sampled,
+            any_greedy=self.any_greedy,
+            any_tempered=self.any_tempered,
+            cuts=self.cuts,
         )
 
 

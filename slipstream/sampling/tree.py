@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.kernels.pick import pick_nodes
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -32,29 +34,23 @@ class Candidates:
         self, drafts: int, least: float = -np.inf
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
         """The `drafts` best of all requests together, or all that have any chance and a score of
-        `least`: of each request tokens, parents, numbered from 1 on, 0 for none, and scores."""
-        kept = _largest(self.scores_NC.ravel(), drafts).reshape(self.scores_NC.shape)
-        kept &= self.scores_NC >= least
-        numbers = kept.cumsum(1)
-        for tokens, parents, scores, chosen, number in zip(
-            self.tokens_NC, self.parents_NC, self.scores_NC, kept, numbers, strict=True
-        ):
-            above = np.where(parents[chosen] < 0, 0, number[parents[chosen]])
-            yield tokens[chosen].tolist(), above.tolist(), scores[chosen].tolist()
-
-
-def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.bool_]:
-    """Which are the `count` largest finite ones, the first among equals: what follows another may
-    be as good, but comes after it."""
-    if count <= 0:
-        return np.zeros(len(scores), np.bool_)
-    if count >= len(scores):
-        return scores > -np.inf
-    least = np.partition(scores, -count)[-count]
-    kept: npt.NDArray[np.bool_] = scores > least
-    if least > -np.inf:
-        kept[np.flatnonzero(scores == least)[: count - int(kept.sum())]] = True
-    return kept
+        `least`: of each request tokens, parents, numbered from 1 on, 0 for none, and scores. A
+        node's best child comes right after it."""
+        N, C = self.scores_NC.shape
+        size = max(min(drafts, N * C), 1)
+        tokens, parents, counts = (np.empty(n, np.int64) for n in (size, size, N))
+        scores = np.empty(size)
+        given = [
+            np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)
+        ]
+        out = (array.ctypes.data for array in (tokens, parents, scores, counts))
+        count = pick_nodes(*(array.ctypes.data for array in given), N, C, drafts, least, *out)
+        del given  # until here
+        lists = tokens[:count].tolist(), parents[:count].tolist(), scores[:count].tolist()
+        begin = 0
+        for end in counts.cumsum().tolist():
+            yield lists[0][begin:end], lists[1][begin:end], lists[2][begin:end]
+            begin = end
 
 
 @dataclass(slots=True)

@@ -44,8 +44,22 @@ def test_parents_come_first_among_equals() -> None:
     equal = [-0.5, -2.0, -0.5, -0.5, -2.0]
     assert best(1, equal) == [([10], [0])]
     assert best(3, equal) == [([10, 12, 13], [0, 1, 1])]
-    assert best(4, equal) == [([10, 11, 12, 13], [0, 0, 1, 1])]
-    assert best(9, equal) == [([10, 11, 12, 13, 14], [0, 0, 1, 1, 2])]
+    assert best(4, equal) == [([10, 12, 13, 11], [0, 1, 1, 0])]
+
+
+def test_a_tree_is_a_walk_with_the_best_child_first() -> None:
+    equal = [-0.5, -2.0, -0.5, -0.5, -2.0]
+    assert best(9, equal) == [([10, 12, 13, 11, 14], [0, 1, 1, 0, 4])]
+    deep = Candidates(
+        np.arange(20, 28)[None],
+        np.array([[-1, -1, 0, 0, 1, 1, 3, 2]]),
+        -np.arange(8.0)[None],
+        np.zeros((1, 2)),
+    )
+    ((tokens, parents, scores),) = deep.best(8)
+    assert tokens == [20, 22, 27, 23, 26, 21, 24, 25]
+    assert parents == [0, 1, 2, 1, 4, 0, 6, 6]
+    assert scores == [0.0, -2.0, -7.0, -3.0, -6.0, -1.0, -4.0, -5.0]
 
 
 def test_what_has_no_chance_is_left_out() -> None:

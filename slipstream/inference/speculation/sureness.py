@@ -19,6 +19,9 @@ _FIRST = 7
 _KEPT = 500.0
 """Drafts that are remembered, about."""
 
+_AT_ONCE = 32
+"""Drafts that are learned from together."""
+
 _TRUST = 4.0
 """Nats by which another scale must have been better than the first one, to begin with."""
 
@@ -30,6 +33,8 @@ class Sureness:
         # Nats by which what came out was unlikely; the first one has a little in advance.
         self._lost = np.full(len(SCALES), _TRUST)
         self._lost[_FIRST] = 0.0
+        self._gaps: list[Floats] = []
+        self._right: list[bool] = []
 
     @property
     def scale(self) -> float:
@@ -37,10 +42,18 @@ class Sureness:
 
     def learn(self, gaps_NW: Floats, right_N: list[bool]) -> None:
         """Whether the best token of each row came out; `gaps_NW` of scores below its own, 0 the
-        first."""
+        first. It is taken in with what comes later: a call for each step would take as long as a
+        small head's draft."""
+        self._gaps.append(gaps_NW)
+        self._right += right_N
+        if len(self._right) < _AT_ONCE and len(self._gaps) < _AT_ONCE:
+            return
+        gaps, right = np.concatenate(self._gaps), np.array(self._right)
+        self._gaps.clear()
+        self._right.clear()
         # A row without a number has no best token: it counts as half.
-        sums = np.exp(gaps_NW[None] / SCALES[:, None, None]).sum(-1)
+        sums = np.exp(gaps[None] / SCALES[:, None, None]).sum(-1)
         shares = 1 / np.where(sums > 0, sums, 2.0)
-        chances = np.where(np.array(right_N), shares, 1 - shares)
-        self._lost *= max(0.0, 1 - len(right_N) / _KEPT)
+        chances = np.where(right, shares, 1 - shares)
+        self._lost *= max(0.0, 1 - len(right) / _KEPT)
         self._lost -= np.log(np.maximum(chances, 1e-3)).sum(1)

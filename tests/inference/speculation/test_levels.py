@@ -65,6 +65,11 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: b
     worthy = expected[2] >= np.log(worth)
     assert ((fewer[2] >= np.log(worth)) == worthy).all()
     assert (fewer[0][worthy] == expected[0][worthy]).all()
+    # By the compiled call none is followed that is not worth it, whatever the others are.
+    behind = expected[1] >= 0
+    dropped = behind & ~np.take_along_axis(worthy, np.maximum(expected[1], 0), 1)
+    assert np.isneginf(fewer[2][dropped]).all()
+    assert np.isfinite(fewer[2][~dropped & behind]).all()
     width = level.scores_NC.shape[1]
     assert not worthy[:, width:].any()
     assert ((level.scores_NC >= np.log(worth)) == worthy[:, :width]).all()
