@@ -146,6 +146,16 @@ class PackedEagle3Head(PackedDraft):
         """See `PackedDraft`."""
         return self.draft_tokens
 
+    @property
+    def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """See `PackedDraft`."""
+        return self.hidden_norm, self.norm
+
+    @property
+    def own_lm_head(self) -> PackedLinear | None:
+        """See `PackedDraft`."""
+        return self.lm_head
+
     def taken(self, features: Tensor) -> Tensor:
         """See `PackedDraft`."""
         return self.fc(features)
@@ -166,6 +176,8 @@ class PackedEagle3Head(PackedDraft):
 
     def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
         """See `PackedDraft`; the policy's LM head is not needed."""
+        # Kernels read rows by address.
+        states_MD = states_MD.contiguous()
         return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 

@@ -99,6 +99,16 @@ class PackedDraft(ABC):
         return None
 
     @property
+    def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights (D,) of a state's norm before the layer and before the LM head; None: none."""
+        return None, None
+
+    @property
+    def own_lm_head(self) -> PackedLinear | None:
+        """In the place of the policy's, of the tokens that can be drafted."""
+        return None
+
+    @property
     def predicts_features(self) -> bool:
         """Whether a state is meant to be the policy's final hidden state one token on."""
         return False

@@ -11,7 +11,6 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
@@ -20,12 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.chain import chain, chain_numbers, most_rows
+from slipstream.kernels.take_in import most_rows
 from slipstream.kernels.tree import WIDTH, tree, tree_numbers
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder
-from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.draft_model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
@@ -34,115 +32,8 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-def draft_chain(
-    head: PackedDraftHead,
-    policy: PackedDecoder,
-    kv: Tensor,
-    cached_N: Ints,
-    counts_N: Ints,
-    ids_T: Ints,
-    features_T: Ints,
-    keys_N2: Tensor,
-    positions_N: Tensor,
-    temperatures_N: Tensor,
-    steps: int,
-) -> Tensor:
-    """`steps` tokens (steps, N) in a row for each sequence, in one call, on a CPU.
-
-    Head, policy and `kv` are of one dtype. First the head takes in `ids`, `counts` of each
-    sequence, at least one, one sequence after the other, with the features before them: the
-    addresses of rows (D,), which the caller holds. They go to the slots after the `cached` ones.
-    The first token drawn from what it then predicts stands at `positions`; each is fed back in its
-    turn. Drawing is that of `sampling.choose.draw`.
-    """
-    n = len(counts_N)
-    tokens = positions_N.new_empty(steps, n)
-    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
-    longest = int((cached_N + counts_N).max()) + steps
-    draws = keys_N2, positions_N, temperatures_N
-    result = tokens.data_ptr(), steps
-    early = len(ids_T) - n
-    numbers = chain_numbers(n, early)
-    _draft(chain, head, policy, kv, given, n, early, draws, result, 1, longest, numbers)
-    return tokens
-
-
-def _draft(
-    kernel: Callable[..., None],
-    head: PackedDraftHead,
-    policy: PackedDecoder,
-    kv: Tensor,
-    given: Ints,
-    n: int,
-    early: int,
-    draws: tuple[Tensor, Tensor, Tensor],
-    result: tuple[int, ...],
-    topk: int,
-    longest: int,
-    numbers: int,
-) -> None:
-    """What `chain` and `tree` are called with, beside the `result` and its shape."""
-    together, lm_head, fc = head.together, policy.lm_head, head.fc
-    assert together is not None
-    c, D = head.config, head.config.hidden_size
-    _, _, heads, slots, K = kv.shape
-    V, padded = len(policy.embedding), len(present(lm_head.start))
-    keys_N2, positions_N, temperatures_N = draws
-    # Logits, features beside embeddings, the layer's input and output.
-    rows, most = n * topk, most_rows(n * topk, early)
-    sizes = (rows * padded, most * 2 * D, most * D, rows * D)
-    like = policy.embedding
-    memory = like.new_empty(sum(sizes))
-    logits, both, x, normed = (memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes)))
-    positions_N = positions_N.contiguous()
-    spots = positions_N.new_empty(numbers)
-    layer_memory, (spare, delta, *others) = together.room(like, most)
-    cos, sin = rope_table(c, like.dtype, like.device)
-    kernel(
-        given.ctypes.data,
-        positions_N.data_ptr(),
-        spots.data_ptr(),
-        early,
-        policy.embedding.data_ptr(),
-        present(fc.panels).data_ptr(),
-        present(fc.start).data_ptr(),
-        present(lm_head.panels).data_ptr(),
-        present(lm_head.start).data_ptr(),
-        V,
-        padded,
-        keys_N2.data_ptr(),
-        temperatures_N.data_ptr(),
-        *result,
-        together.table,
-        head.eps.data_ptr(),
-        logits,
-        both,
-        x,
-        spare,
-        delta,
-        normed,
-        *others,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        c.max_position_embeddings - 1,
-        slots * K,
-        longest,
-        kv.data_ptr(),
-        kv.data_ptr() + kv.nbytes // 2,
-        n,
-        D,
-        c.num_heads,
-        heads,
-        K,
-        c.intermediate_size,
-        together.dtype.itemsize,
-        work=together.size,
-    )
-    del memory, layer_memory, spots  # until here
-
-
 def draft_tree(
-    head: PackedDraftHead,
+    head: PackedDraft,
     policy: PackedDecoder,
     kv: Tensor,
     cached_N: Ints,
@@ -157,22 +48,95 @@ def draft_tree(
     least: float = -inf,
     scale: float = 1.0,
 ) -> tuple[Ints, Ints, Floats, Floats]:
-    """As `draft_chain`, the candidates of a tree of `steps` levels for each sequence: tokens,
-    parents and scores (N, C), and gaps of the first level (N, W), as in `kernels.tree`. Drafts take
-    `topk` slots a level; none is followed once all scores are below `least`."""
+    """The candidates of a tree of `steps` levels for each sequence, in one call, on a CPU: tokens,
+    parents and scores (N, C), and gaps of the first level (N, W), as in `kernels.tree`. With `topk`
+    1 they are a chain.
+
+    Head, policy and `kv` are of one dtype, and the head has its layer `together`. First the head
+    takes in `ids`, `counts` of each sequence, at least one, one sequence after the other, with the
+    features before them: the addresses of rows (F,), which the caller holds. They go to the slots
+    after the `cached` ones. The first tokens drawn from what it then predicts stand at `positions`;
+    those whose scores are best, and at least `least`, are fed back in their turn, and take `topk`
+    slots a level.
+    """
     n = len(counts_N)
     shape = n, topk + (steps - 1) * topk**2
     tokens, parents, scores = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
     judged, gaps = np.array([least, scale]), np.empty((n, WIDTH))
     given = np.concatenate([counts_N, cached_N, ids_T, features_T])
-    longest = int((cached_N + counts_N).max()) + (steps - 1) * topk
-    draws = keys_N2, positions_N, temperatures_N
-    found = tokens.ctypes.data, parents.ctypes.data, scores.ctypes.data
-    result = *found, steps, topk, judged.ctypes.data, gaps.ctypes.data
     early = len(ids_T) - n
-    numbers = tree_numbers(n, early, steps, topk)
-    _draft(tree, head, policy, kv, given, n, early, draws, result, topk, longest, numbers)
-    del judged  # until here
+    together = head.together
+    assert together is not None
+    fc, lm_head = head.fc, head.own_lm_head or policy.lm_head
+    norm, last_norm = head.state_norms
+    c, D, F = head.config, head.config.hidden_size, head.fc.weight.shape[1]
+    _, _, heads, slots, K = kv.shape
+    padded, known = len(present(lm_head.start)), head.tokens
+    rows, most = n * topk, most_rows(n * topk, early)
+    # Logits, true features, what goes into products and the layer, and what comes out.
+    sizes = (rows * padded, most * F if norm is not None else 0, most * 2 * D, most * D, rows * D)
+    like = policy.embedding
+    memory = like.new_empty(sum(sizes))
+    logits, wide, both, x, normed = (
+        memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes))
+    )
+    positions_N = positions_N.contiguous()
+    spots = positions_N.new_empty(tree_numbers(n, early, steps, topk))
+    layer_memory, (spare, delta, *others) = together.room(like, most)
+    cos, sin = rope_table(c, like.dtype, like.device)
+    tree(
+        given.ctypes.data,
+        positions_N.data_ptr(),
+        spots.data_ptr(),
+        early,
+        policy.embedding.data_ptr(),
+        present(fc.panels).data_ptr(),
+        present(fc.start).data_ptr(),
+        present(lm_head.panels).data_ptr(),
+        present(lm_head.start).data_ptr(),
+        len(policy.embedding),
+        padded,
+        0 if norm is None else norm.data_ptr(),
+        0 if last_norm is None else last_norm.data_ptr(),
+        0 if known is None else known.data_ptr(),
+        len(lm_head.weight),
+        keys_N2.data_ptr(),
+        temperatures_N.data_ptr(),
+        tokens.ctypes.data,
+        parents.ctypes.data,
+        scores.ctypes.data,
+        steps,
+        topk,
+        judged.ctypes.data,
+        gaps.ctypes.data,
+        together.table,
+        head.eps.data_ptr(),
+        logits,
+        wide,
+        both,
+        x,
+        spare,
+        delta,
+        normed,
+        *others,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        c.max_position_embeddings - 1,
+        slots * K,
+        int((cached_N + counts_N).max()) + (steps - 1) * topk,
+        kv.data_ptr(),
+        kv.data_ptr() + kv.nbytes // 2,
+        n,
+        D,
+        F,
+        c.num_heads,
+        heads,
+        K,
+        c.intermediate_size,
+        together.dtype.itemsize,
+        work=together.size,
+    )
+    del memory, layer_memory, spots, judged  # until here
     return tokens, parents, scores, gaps
 
 

@@ -40,9 +40,7 @@ class Candidates:
         size = max(min(drafts, N * C), 1)
         tokens, parents, counts = (np.empty(n, np.int64) for n in (size, size, N))
         scores = np.empty(size)
-        given = [
-            np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)
-        ]
+        given = [np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)]
         out = (array.ctypes.data for array in (tokens, parents, scores, counts))
         count = pick_nodes(*(array.ctypes.data for array in given), N, C, drafts, least, *out)
         del given  # until here

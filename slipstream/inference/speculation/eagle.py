@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import torch
@@ -31,10 +32,8 @@ from slipstream.inference.speculation.waiting import (
     WaitingFeatures,
 )
 from slipstream.inference.weights import checked_tensors
-from slipstream.models.decoder import PackedDecoder
-from slipstream.models.draft_head import PackedDraftHead
 from slipstream.models.draft_model import DraftModel, PackedDraft
-from slipstream.models.draft_pass import DraftPass, Ints, draft_chain, draft_tree
+from slipstream.models.draft_pass import DraftPass, Ints, draft_tree
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.choose import choose, draw
@@ -42,10 +41,6 @@ from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
-
-_Given = tuple[
-    PackedDraftHead, PackedDecoder, Tensor, Ints, Ints, Ints, Ints, Tensor, Tensor, Tensor
-]
 
 _COLUMNS = 64
 """Most columns that are caught up with at once; the mask grows with them."""
@@ -198,44 +193,52 @@ class EagleProposer:
         self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
     ) -> list[DraftTree]:
         packed = self._packed
-        if plan.topk > 1:
-            # Of laws that are cut, too: what is cut off is seldom among the best.
-            if isinstance(packed, PackedDraftHead) and packed.together is not None:
-                given = self._given(packed, batch, starts_N, waiting)
-                candidates = Candidates(
-                    *draft_tree(*given, plan.steps, plan.topk, batch.least, self._sureness.scale)
-                )
-            else:
-                candidates = self._by_levels(batch, plan, starts_N, waiting)
-            self._judged = candidates
-            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
-            return [
-                DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
-                for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
-            ]
-        in_one_call = packed.together is not None and not batch.rows.cuts
-        if in_one_call and isinstance(packed, PackedDraftHead):
-            drafts = draft_chain(*self._given(packed, batch, starts_N, waiting), plan.steps).t()
+        in_one_call = packed.together is not None
+        if plan.topk == 1 and (not in_one_call or batch.rows.cuts):
+            drafts = self._by_columns(batch, plan.steps, starts_N, waiting).tolist()
+            pairs = zip(batch.last, drafts, strict=True)
+            return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
+        if in_one_call:
+            candidates = self._in_one_call(packed, batch, plan, starts_N, waiting)
         else:
-            drafts = self._by_columns(batch, plan.steps, starts_N, waiting)
-        pairs = zip(batch.last, drafts.tolist(), strict=True)
-        return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
+            candidates = self._by_levels(batch, plan, starts_N, waiting)
+        self._judged = candidates
+        if plan.topk == 1:
+            # Of chains all is verified.
+            pairs = zip(batch.last, candidates.tokens_NC.tolist(), strict=True)
+            return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
+        # Of laws that are cut, too: what is cut off is seldom among the best.
+        best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
+        return [
+            DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
+            for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
+        ]
 
-    def _given(
-        self, packed: PackedDraftHead, batch: DraftBatch, starts_N: Ints, waiting: Waiting
-    ) -> _Given:
-        """What `draft_chain` and `draft_tree` take, but for the shape."""
-        return (
-            packed,
-            batch.policy,
-            self._store.data[0],
-            starts_N,
-            waiting.counts_N,
-            waiting.tokens_T,
-            waiting.addresses(),
-            batch.rows.keys_N2,
-            batch.positions_N,
-            batch.rows.temperature_N,
+    def _in_one_call(
+        self,
+        packed: PackedDraft,
+        batch: DraftBatch,
+        plan: DraftPlan,
+        starts_N: Ints,
+        waiting: Waiting,
+    ) -> Candidates:
+        return Candidates(
+            *draft_tree(
+                packed,
+                batch.policy,
+                self._store.data[0],
+                starts_N,
+                waiting.counts_N,
+                waiting.tokens_T,
+                waiting.addresses(),
+                batch.rows.keys_N2,
+                batch.positions_N,
+                batch.rows.temperature_N,
+                plan.steps,
+                plan.topk,
+                batch.least if plan.topk > 1 else -inf,
+                self._sureness.scale,
+            )
         )
 
     def _in_order(self, request_ids: Sequence[str]) -> list[Row]:

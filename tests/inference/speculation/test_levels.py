@@ -10,25 +10,43 @@ import torch
 
 from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft_model import DraftModel
 from slipstream.models.draft_pass import DraftPass, draft_tree
 from slipstream.sampling.choose import SamplingRows
 from tests.inference.helpers import make_decoder
 
 
+def make_head(kind: str, config: ModelConfig) -> DraftModel:
+    if kind == "eagle":
+        return DraftHead(config)
+    few = range(1, config.vocab_size, 3) if kind == "eagle3, some tokens" else None
+    return Eagle3Head(config, (0, 1, 2), few)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3, some tokens"])
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("steps", "topk"), [(1, 3), (4, 2), (3, 5)])
 @torch.no_grad()
-def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: bool) -> None:
-    decoder = make_decoder()
+def test_trees_are_those_of_the_compiled_call(
+    steps: int, topk: int, compiled: bool, kind: str
+) -> None:
+    decoder = make_decoder(num_layers=3)
     config = decoder.config
-    head = DraftHead(config)
+    head = make_head(kind, config)
     head.init_weights(1)
+    torch.manual_seed(2)
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            parameter.uniform_(0.5, 1.5)
     packed, policy = head.pack(torch.float32), decoder.pack(torch.float32)
     generator = torch.Generator().manual_seed(steps)
     counts = np.array([4, 4, 4])
     ids = torch.randint(0, config.vocab_size, (3, 4), generator=generator)
-    features = torch.randn(3, 4, config.hidden_size, generator=generator)
+    width = config.hidden_size * max(1, len(head.taps))
+    features = torch.randn(3, 4, width, generator=generator)
     rows = SamplingRows.of(
         [(1, 2), (3, 4), (5, 6)],
         temperatures=[1.0, 0.0, 0.6],
@@ -51,7 +69,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, compiled: b
     plain = packed if compiled else replace(packed, together=None)
     room = torch.zeros_like(kv)
     run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
-    hidden = run.run(0, ids, features)[:, -1]
+    hidden = run.run(0, ids, plain.taken(features))[:, -1]
     found = tree_by_levels(plain, room, batch, torch.tensor([4, 4, 4]), hidden, steps, topk)
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
