@@ -4,6 +4,7 @@
     speculation   the draft head as it is
     co-trained    the draft head learns beside the policy; from nothing where the policy has none,
                   on cores that decoding leaves where the settings say so
+    in chains     the same, with chains alone, where the settings allow trees
 
 Each run is a process of its own with the settings of the policy's run, from the same weights and
 the same seed. All must write the same responses and end with the same weights, to the last bit;
@@ -26,12 +27,12 @@ from tempfile import TemporaryDirectory
 from slipstream.bench.moved import nats_moved
 from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
-from slipstream.config.load import CONFIG_FILE
+from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
-PLAIN, FROZEN, COTRAINED = "plain", "speculation", "co-trained"
+PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in chains"
 
 PARTS = ("gen", "update_actor", "drafter", "sync")
 """Parts of a step whose share is shown."""
@@ -85,7 +86,10 @@ class Outcome:
 def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     """Measure; a row for each way to run. Raises EngineError where a run fails."""
     start, head = _start(bench.policy), _head(bench.policy)
-    arms = arms_of(head)
+    config = load_config(
+        bench.settings, file=bench.policy / CONFIG_FILE, notify=lambda _: None, complete=False
+    )
+    arms = arms_of(head, trees=config.speculative.eagle.spec_topk > 1)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
     moved: list[float] = []
     with TemporaryDirectory() as folder:
@@ -105,8 +109,8 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
 
 
-def arms_of(head: Path | None) -> dict[str, list[str]]:
-    """The settings of each way to run, with the `head` that there is."""
+def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
+    """The settings of each way to run, with the `head` that there is; `trees`: may be drafted."""
     given = f"speculative.eagle.spec_model_path={'null' if head is None else head}"
     off, on = "speculative.train.enable_drafter_training=false", "speculative.enable=true"
     # Where no head learns nobody takes a core that decoding leaves.
@@ -115,6 +119,9 @@ def arms_of(head: Path | None) -> dict[str, list[str]]:
     if head is not None:
         arms[FROZEN] = [on, given, *alone]
     arms[COTRAINED] = [on, given, off.replace("false", "true")]
+    if trees:
+        narrow = ["speculative.eagle.spec_topk=1", "speculative.eagle.spec_verify_tokens=null"]
+        arms[CHAINS] = [*arms[COTRAINED], *narrow]
     return arms
 
 
@@ -161,7 +168,8 @@ def identical(outcomes: Sequence[Outcome]) -> bool:
 def summary(rows: Sequence[Row]) -> dict[str, object]:
     """By name: `identical` for all runs, how many times faster than plain rollouts and whole steps
     were, and where there are both heads, how far the one that learned ended above the one that did
-    not, in tokens per verification (0.1: by a tenth)."""
+    not, in tokens per verification (0.1: by a tenth); where trees were allowed, how many times
+    faster rollouts with them were than with chains alone."""
     ours = [row for row in rows if row.contender != PLAIN]
 
     def speedups(name: str) -> dict[str, float]:
@@ -177,6 +185,9 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         for row in ours
         if "accept_length_last" in row.values
     }
+    chains = [row for row in ours if row.contender == CHAINS]
+    if chains:
+        found["trees_over_chains"] = median_of(chains[0].values["rollouts_with_trees"])
     if {FROZEN, COTRAINED} <= ends.keys():
         found["accept_length_over_frozen"] = ends[COTRAINED] / ends[FROZEN] - 1
     return found
@@ -207,6 +218,9 @@ def _row(
         "step_speedup": ratio(seconds(plain, "step"), seconds(mine, "step")),
         "identical": float(identical([*mine, *plain])),
     }
+    if name == CHAINS:
+        trees = outcomes[COTRAINED]
+        values["rollouts_with_trees"] = ratio(seconds(mine, "gen"), seconds(trees, "gen"))
     for part in PARTS:
         values[f"share_{part}"] = median(o.seconds(part) / o.seconds("step") for o in mine)
     values["idle_core_seconds"] = median(sum(o.values("rollout/idle_core_seconds")) for o in mine)

@@ -633,6 +633,9 @@ def _say_ab(rows: Sequence[Row]) -> bool:
     gained = summary.get("accept_length_over_frozen")
     if isinstance(gained, float):
         print(f"  at the end, the head that learned over the one that did not: {gained:+.1%}")
+    over = summary.get("trees_over_chains")
+    if isinstance(over, float):
+        print(f"  rollouts with trees allowed, over those with chains alone: {over:.3f}x")
     return same
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.bench import ab
 from slipstream.bench.ab import (
+    CHAINS,
     COTRAINED,
     FROZEN,
     PLAIN,
@@ -45,6 +46,32 @@ def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
     assert [lending in arms[name] for name in (PLAIN, FROZEN, COTRAINED)] == [True, True, False]
     assert "speculative.train.enable_drafter_training=true" in arms[COTRAINED]
     assert "speculative.eagle.spec_model_path=draft" in arms[COTRAINED]
+    wide = arms_of(Path("draft"), trees=True)
+    assert list(wide) == [*arms, CHAINS]
+    assert wide[CHAINS][: len(arms[COTRAINED])] == arms[COTRAINED]
+    assert "speculative.eagle.spec_topk=1" in wide[CHAINS]
+
+
+def test_where_trees_are_allowed_chains_run_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = a_run(tmp_path / "run")
+    (policy / "draft").mkdir()
+    seconds = {PLAIN: 4.0, FROZEN: 2.0, COTRAINED: 1.0, CHAINS: 1.5}
+
+    def outcome(folder: Path) -> Outcome:
+        step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name.rpartition("-")[0]]}
+        return Outcome(steps=[step], responses="same", weights="same")
+
+    monkeypatch.setattr(ab, "_train", lambda line, say: None)
+    monkeypatch.setattr(ab, "read_outcome", outcome)
+    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
+    monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
+    monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
+    wide = ("speculative.eagle.spec_topk=2", "speculative.eagle.spec_verify_tokens=6")
+    rows = ab.run(AbBench(policy=policy, settings=wide), lambda text: None)
+    assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED, CHAINS]
+    assert summary(rows)["trees_over_chains"] == 1.5
 
 
 def test_settings_of_all_runs_come_before_those_of_one(tmp_path: Path) -> None:
@@ -146,11 +173,15 @@ def test_a_curve_is_of_parts_as_equal_as_can_be() -> None:
 
 def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
     policy = a_run(tmp_path)
-    (policy / "config.yaml").write_text("data:\n  tusk: countdown\n")
     said: list[str] = []
-    with pytest.raises(EngineError, match="ended with status 2"):
+    # The folder has no prompts to begin with.
+    with pytest.raises(EngineError, match="ended with status"):
         ab.run(AbBench(policy=policy), said.append)
-    assert "data.tusk" in said[-1]
+    assert "rl has no prompts" in said[-1]
+    # What no run would take is said before the first one.
+    (policy / "config.yaml").write_text("data:\n  tusk: countdown\n")
+    with pytest.raises(ConfigError, match=r"data\.tusk"):
+        ab.run(AbBench(policy=policy), said.append)
 
 
 def test_three_runs_from_one_start_are_the_same(
