@@ -57,9 +57,9 @@ RIGHT_HEAD = "right_head"
 
 CHAINS = "chains"
 
-DEPTHS = (1, 2, 3, 4, 5, 7)
+DEPTHS = (1, 2, 3, 5, 7, 11)
 
-TREES = ("4_2_8", "4_4_12", "6_2_8", "6_2_12", "6_3_16", "6_4_16", "6_4_24", "8_4_16", "8_4_32")
+TREES = ("4_2_6", "4_2_8", "6_2_8", "6_2_12", "6_4_16", "8_2_10", "8_4_16", "8_4_32", "12_2_14")
 """Levels, tokens followed of each, tokens verified, as in FastRL's grid."""
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)

@@ -34,7 +34,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
     )
     rows = run_grid(bench, print)
-    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "7_1_8", *TREES, SELECTOR]
+    names = [PLAIN, "off", "1_1_2", "2_1_3", "3_1_4", "5_1_6", "7_1_8", "11_1_12", *TREES, SELECTOR]
     assert [row.contender for row in rows] == 2 * names
     assert [row.case for row in rows] == ["batch 1"] * len(names) + ["batch 2"] * len(names)
     values: dict[str, Any] = {row.contender: row.values for row in rows}

@@ -202,11 +202,11 @@ class EagleProposer:
             candidates = self._in_one_call(packed, batch, plan, starts_N, waiting)
         else:
             candidates = self._by_levels(batch, plan, starts_N, waiting)
-        self._judged = candidates
         if plan.topk == 1:
-            # Of chains all is verified.
+            # All of it is verified: nothing is asked of scores, and nothing learned of them.
             pairs = zip(batch.last, candidates.tokens_NC.tolist(), strict=True)
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
+        self._judged = candidates
         # Of laws that are cut, too: what is cut off is seldom among the best.
         best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
         return [
