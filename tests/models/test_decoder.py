@@ -20,6 +20,7 @@ from slipstream.models.attention import (
     padded_keys,
     unfold_queries,
 )
+from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.functional import add_norm
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
@@ -63,6 +64,17 @@ def test_positions_that_the_model_does_not_know_are_refused() -> None:
     packed = make_decoder("qwen2", max_position_embeddings=8).pack(torch.float32)
     with pytest.raises(IndexError, match="position 11 of 8"):
         packed.forward(random_ids(1, 12), torch.arange(12)[None])
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_places_of_keys_are_refused_where_torch_computes() -> None:
+    packed = make_decoder("qwen3").pack(torch.float32)
+    c = packed.config
+    data = torch.zeros(c.num_layers, 2, 1, c.num_kv_heads, 64, c.head_dim)
+    rows, slots = torch.zeros(4, dtype=torch.int64), torch.arange(4)
+    places = KeyPlaces.of(data, rows, slots, 4)
+    with pytest.raises(ValueError, match="for compiled kernels"):
+        packed.forward(random_ids(1, 4), slots[None], kv_cache=places)
 
 
 def test_taps_are_layer_inputs() -> None:

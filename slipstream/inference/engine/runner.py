@@ -17,10 +17,11 @@ from slipstream.inference.engine.kv_cache import (
     ExtendView,
     KVStore,
     PrefillView,
-    RowView,
+    row_places,
 )
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
+from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import (
     Decoder,
     HiddenStates,
@@ -134,10 +135,10 @@ class Runner:
         """Tokens that are known and drafts after them: cache them, and return their hidden states
         (M, ...), after which those of padding may come."""
         ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
-        view: PlacedKVCache
+        view: PlacedKVCache | KeyPlaces
         if step.rows_M is not None:
             positions = step.positions_BT.flatten()
-            view = RowView(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
+            view = row_places(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
         else:
             if self.graphs is not None and step.paths is None:
                 states = self.graphs.decode(self.packed, store, ids, slots, longest)
