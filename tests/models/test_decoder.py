@@ -13,11 +13,13 @@ from slipstream.errors import ConfigError
 from slipstream.models import Decoder, numerics
 from slipstream.models.attention import (
     SCORE_BOUND,
+    Order,
     as_context,
     attend,
     causal_mask,
     fold_queries,
     padded_keys,
+    path_mask,
     unfold_queries,
 )
 from slipstream.models.cpu_attention import KeyPlaces
@@ -41,6 +43,22 @@ def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
     )
     tolerance = 1e-6 if dtype == torch.float32 else 0.03
     assert float((got.double() - expected).abs().max()) < tolerance
+
+
+def test_a_path_is_seen_as_if_its_tokens_came_in_a_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    H, G, K, S, stem = 2, 2, 16, 128, 70
+    q, k, v = (torch.randn(1, n, S, K, generator=generator) for n in (H * G, H, H))
+    # The token after the first 70 and two after it, the second of which is followed by a third.
+    paths = torch.tensor([[[stem, 0, 0, 0], [stem, 70, 0, 0], [stem, 71, 0, 0], [stem, 71, 72, 0]]])
+    positions = torch.tensor([[69, 70, 70, 71]])
+    context = as_context(k.flatten(0, 1), v.flatten(0, 1))
+    queries = fold_queries(q[:, :, :4].transpose(1, 2), H)
+    order = Order.of(paths, positions, S, H, G)
+    expected = attend(queries, context, causal_mask(positions, S, H, G), order=order)
+    found = attend(queries, context, path_mask(paths, S, H, G))
+    assert float((found - expected).abs().max()) < 1e-6
+    assert not torch.allclose(found, attend(queries, context, causal_mask(positions, S, H, G)))
 
 
 def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
