@@ -1,26 +1,22 @@
 """Recorded decode steps give what computing them gives.
 
-CUDA graphs need a GPU. On a CPU, torch's tracer records a step as they do: its operations with the
-addresses and shapes that they had, and nothing of the Python around them.
+CUDA graphs need a GPU; see `tests.inference.stand_in`.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.bench.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
-from slipstream.inference.engine.recorder import Recorded
 from slipstream.inference.engine.verification import verification
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftTree
@@ -34,23 +30,9 @@ from tests.inference.helpers import (
     make_request,
     update_from,
 )
+from tests.inference.stand_in import trace
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
-
-
-MIB = 1 << 20
-
-
-def trace(compute: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-    """A `Recorder`."""
-    recorded = make_fx(compute)()
-    results = compute()
-
-    def replay() -> None:
-        for result, again in zip(results, recorded(), strict=True):
-            result.copy_(again)
-
-    return Recorded(results, replay, MIB)
 
 
 def recording(
