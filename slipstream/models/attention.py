@@ -28,6 +28,7 @@ from slipstream.models.numerics import (
     ROW_MULTIPLE,
     WIDTH_MULTIPLE,
     key_step,
+    order_is_kept,
     round_up,
 )
 
@@ -44,13 +45,26 @@ def causal_mask(
     `num_keys - num_seen`. R is `group_size * T` rounded up to the row multiple; rows beyond are
     copies of the first and are dropped again after `attend`.
     """
-    B = query_positions_BT.shape[0]
     keys = torch.arange(num_seen, num_keys, device=query_positions_BT.device)
     hidden_BTX = keys[None, None, :] > query_positions_BT[:, :, None]
+    return _additive(hidden_BTX, num_kv_heads, group_size)
+
+
+def path_mask(paths_BTP: Tensor, num_keys: int, num_kv_heads: int, group_size: int) -> Tensor:
+    """As `causal_mask`, over all keys, for queries that stand on `paths` through draft trees
+    (`KVCache.paths`): of slots after the stem they see those that are on their path."""
+    keys = torch.arange(num_keys, device=paths_BTP.device)
+    hidden_BTS = keys >= paths_BTP[..., :1]
+    # What a path is too short for is slot 0, which all see.
+    hidden_BTS = hidden_BTS.scatter(2, paths_BTP[..., 1:], False)
+    return _additive(hidden_BTS, num_kv_heads, group_size)
+
+
+def _additive(hidden_BTX: Tensor, num_kv_heads: int, group_size: int) -> Tensor:
     mask_BTX = torch.zeros(hidden_BTX.shape, device=hidden_BTX.device)
     mask_BTX.masked_fill_(hidden_BTX, float("-inf"))
     rows = pad_query_rows(mask_BTX[:, None].repeat(1, 1, group_size, 1))
-    R, X = rows.shape[2:]
+    B, _, R, X = rows.shape
     return rows.expand(B, num_kv_heads, R, X).reshape(B * num_kv_heads, R, X)
 
 
@@ -140,9 +154,14 @@ class TorchAttention:
             num_keys, seen = kv_cache.num_keys, kv_cache.num_seen
         self._num_keys = num_keys
         self._order: Order | None = None
-        if kv_cache is not None and kv_cache.paths is not None:
-            self._order = Order.of(kv_cache.paths, positions_BT, num_keys, H, G)
-        self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
+        paths = None if kv_cache is None else kv_cache.paths
+        in_order = order_is_kept(positions_BT.device)
+        if paths is not None and in_order:
+            self._order = Order.of(paths, positions_BT, num_keys, H, G)
+        if paths is None or in_order:
+            self._mask_NRX = causal_mask(positions_BT, num_keys, H, G, seen)
+        else:
+            self._mask_NRX = path_mask(paths, num_keys, H, G)
         self._cos, self._sin = rope_at(positions_BT, config, dtype)
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:

@@ -33,7 +33,8 @@ from slipstream.models.numerics import activation_dtype, has_kernels, row_multip
 
 
 class PlacedKVCache(KVCache, Protocol):
-    """A cache that compiled kernels can write to, too."""
+    """A cache for any device: compiled kernels go to its keys and values by their places, torch's
+    operations by what `KVCache` gives."""
 
     def places(self) -> KeyPlaces:
         """Where keys and values of this pass's rows lie."""
@@ -295,7 +296,7 @@ class PackedDecoder:
         ids_BT: Tensor,
         positions_BT: Tensor,
         *,
-        kv_cache: PlacedKVCache | None = None,
+        kv_cache: PlacedKVCache | KeyPlaces | None = None,
         lengths: Sequence[int] | None = None,
         taps: Sequence[int] = (),
         recompute: bool = False,
@@ -306,14 +307,15 @@ class PackedDecoder:
         causal mask keeps padding unseen. Where the decoder `takes_sequences_in_a_row`, they may
         come so instead, without padding: B is 1, `lengths` add up to T, positions begin at 0 with
         each sequence. With a cache, keys and values are stored in it and earlier ones are attended
-        to. In exact mode B * T must be a multiple of `row_multiple`.
+        to; where it takes sequences in a row, places of keys will do for one. In exact mode B * T
+        must be a multiple of `row_multiple`.
         `taps` are layers, from the first to the last, whose inputs are wanted, too. `recompute`
         trades time for memory in the backward pass (gradient checkpointing).
 
         Raises:
             IndexError: without a cache, positions that the model does not know.
-            ValueError: `lengths` that are not those of the rows, or of no use here; taps that are
-                no layers, or out of order.
+            ValueError: `lengths` that are not those of the rows, or of no use here; places where
+                no kernel goes to them; taps that are no layers, or out of order.
         """
         if lengths is not None:
             dtype, device = self.compute_dtype, self.embedding.device
@@ -333,7 +335,7 @@ class PackedDecoder:
         B, T = ids_BT.shape
         kernels = has_kernels(self.dtype, ids_BT.device)
         if self.together is not None and kernels and not torch.is_grad_enabled():
-            places = None if kv_cache is None else kv_cache.places()
+            places = _places(kv_cache)
             x = F.embedding(ids_BT.flatten(), self.embedding)
             final, tapped = self.together(x, positions_BT, places, lengths, taps=taps)
             return HiddenStates(
@@ -370,19 +372,27 @@ def takes_sequences_in_a_row(config: ModelConfig, dtype: torch.dtype, device: to
     return has_kernels(activation_dtype(dtype, device), device) and attends(config, dtype)
 
 
+def _places(kv_cache: PlacedKVCache | KeyPlaces | None) -> KeyPlaces | None:
+    """Where kernels go."""
+    if kv_cache is None or isinstance(kv_cache, KeyPlaces):
+        return kv_cache
+    return kv_cache.places()
+
+
 def start_pass(
     positions_BT: Tensor,
     config: ModelConfig,
     dtype: torch.dtype,
     eps: Tensor,
-    kv_cache: PlacedKVCache | None = None,
+    kv_cache: PlacedKVCache | KeyPlaces | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Attention:
     """Attention for queries at `positions_BT`; see `PackedDecoder.forward`."""
     rows = activation_dtype(dtype, positions_BT.device)
     if takes_sequences_in_a_row(config, dtype, positions_BT.device):
-        places = None if kv_cache is None else kv_cache.places()
-        return CpuAttention(config, eps, positions_BT, dtype, places, lengths)
+        return CpuAttention(config, eps, positions_BT, dtype, _places(kv_cache), lengths)
+    if isinstance(kv_cache, KeyPlaces):
+        raise ValueError("places of keys are for compiled kernels, and here torch computes")
     return TorchAttention(config, eps, positions_BT, rows, kv_cache)
 
 

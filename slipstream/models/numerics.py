@@ -86,6 +86,13 @@ def key_step(dtype: torch.dtype, device: torch.device) -> int:
     return KEY_CHUNK[dtype]
 
 
+def order_is_kept(device: torch.device) -> bool:
+    """Whether sums over keys are taken in the order of positions whatever slots the keys lie in: on
+    CPUs, where bits are promised. A GPU's libraries add in orders of their own, and there what
+    order takes (keys gathered for each row by itself) would buy nothing."""
+    return device.type == "cpu"
+
+
 def rows_are_exact(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a row has the same bits in whatever batch it is computed, so that engine and trainer
     agree on each token: by the kernels, or where torch's own products happen to be like that."""

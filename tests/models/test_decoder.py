@@ -13,13 +13,16 @@ from slipstream.errors import ConfigError
 from slipstream.models import Decoder, numerics
 from slipstream.models.attention import (
     SCORE_BOUND,
+    Order,
     as_context,
     attend,
     causal_mask,
     fold_queries,
     padded_keys,
+    path_mask,
     unfold_queries,
 )
+from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.functional import add_norm
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
@@ -40,6 +43,22 @@ def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
     )
     tolerance = 1e-6 if dtype == torch.float32 else 0.03
     assert float((got.double() - expected).abs().max()) < tolerance
+
+
+def test_a_path_is_seen_as_if_its_tokens_came_in_a_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    H, G, K, S, stem = 2, 2, 16, 128, 70
+    q, k, v = (torch.randn(1, n, S, K, generator=generator) for n in (H * G, H, H))
+    # The token after the first 70 and two after it, the second of which is followed by a third.
+    paths = torch.tensor([[[stem, 0, 0, 0], [stem, 70, 0, 0], [stem, 71, 0, 0], [stem, 71, 72, 0]]])
+    positions = torch.tensor([[69, 70, 70, 71]])
+    context = as_context(k.flatten(0, 1), v.flatten(0, 1))
+    queries = fold_queries(q[:, :, :4].transpose(1, 2), H)
+    order = Order.of(paths, positions, S, H, G)
+    expected = attend(queries, context, causal_mask(positions, S, H, G), order=order)
+    found = attend(queries, context, path_mask(paths, S, H, G))
+    assert float((found - expected).abs().max()) < 1e-6
+    assert not torch.allclose(found, attend(queries, context, causal_mask(positions, S, H, G)))
 
 
 def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
@@ -63,6 +82,17 @@ def test_positions_that_the_model_does_not_know_are_refused() -> None:
     packed = make_decoder("qwen2", max_position_embeddings=8).pack(torch.float32)
     with pytest.raises(IndexError, match="position 11 of 8"):
         packed.forward(random_ids(1, 12), torch.arange(12)[None])
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_places_of_keys_are_refused_where_torch_computes() -> None:
+    packed = make_decoder("qwen3").pack(torch.float32)
+    c = packed.config
+    data = torch.zeros(c.num_layers, 2, 1, c.num_kv_heads, 64, c.head_dim)
+    rows, slots = torch.zeros(4, dtype=torch.int64), torch.arange(4)
+    places = KeyPlaces.of(data, rows, slots, 4)
+    with pytest.raises(ValueError, match="for compiled kernels"):
+        packed.forward(random_ids(1, 4), slots[None], kv_cache=places)
 
 
 def test_taps_are_layer_inputs() -> None:

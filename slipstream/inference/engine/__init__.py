@@ -9,6 +9,7 @@
     kv_cache      contiguous keys and values, one dense block of rows
     memory        how many bytes they may take
     runner        weights and forward passes: prefill a group once, decode a batch, choose tokens
+    graphs        decode steps that a GPU replays (`graph_shapes`: which; `recorder`: how)
 
 It knows token ids only. `inference.embedded` puts it behind the asynchronous protocol.
 """

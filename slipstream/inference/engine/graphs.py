@@ -2,153 +2,137 @@
 
 A step is hundreds of small operations, and to start them takes the CPU longer than a GPU needs to
 compute them in all but the largest models. A recording starts them all at once. It is fixed to
-shapes and addresses, so a step is computed with rows and keys rounded up to a few sizes (those
-beyond are padding that nothing looks at), and recordings end with the memory or the weights that
-they were made for. Shapes as in `runner`; used by it.
+shapes and addresses, so a step is computed with requests, rows and keys rounded up to a few sizes
+(those beyond are padding that nothing looks at), and recordings end with the memory or the weights
+that they were made for. `graph_shapes` says which there are. Used by `runner`.
+
+Shapes: N requests, W rows of each, P the longest path through a draft tree, F width of states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.inference.engine.graph_shapes import (
+    Choices,
+    Habits,
+    Shape,
+    Sizes,
+    bucket_of_keys,
+    bucket_of_requests,
+)
 from slipstream.inference.engine.kv_cache import DecodeView, KVStore
-from slipstream.models.attention import padded_keys
+from slipstream.inference.engine.recorder import Inputs, Recorded, RecordedMemory, Recorder
+from slipstream.inference.engine.verification import Verification
 from slipstream.models.decoder import PackedDecoder
-from slipstream.models.numerics import round_up
-
-ROWS = 8
-"""From here on rows are rounded up to multiples of it; below, to powers of two."""
-
-_SEEN = 2
-"""Times that a shape has come up before it is recorded: recording takes as long as many steps."""
-
-
-class Recorder(Protocol):
-    """Turns a computation into one call."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """Where the result will be, and what computes it anew from the same addresses."""
-        ...
-
-
-class CudaRecorder:
-    """By CUDA graphs, which share their memory: one of them runs at a time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-        """See `Recorder`."""
-        # Libraries set themselves up in their first calls, which may not be recorded.
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):
-                compute()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = compute()
-        return result, graph.replay
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A recorded step: tokens and their slots (N, W) go in, hidden states (N * W, D) come out."""
+    """A recorded step: what goes in, and hidden states (N * W, F), which come out."""
 
-    ids_NW: Tensor
-    slots_NW: Tensor
-    hidden: Tensor
-    replay: Callable[[], object]
+    inputs: Inputs
+    recorded: Recorded
 
 
 class DecodeGraphs:
     """The recordings for one policy and one store."""
 
-    def __init__(self, record: Recorder, taps: tuple[int, ...] = ()) -> None:
-        """Hidden states come with the inputs of the layers `taps` beside them."""
+    def __init__(
+        self, record: Recorder, taps: tuple[int, ...] = (), choices: Choices | None = None
+    ) -> None:
+        """Hidden states come with the inputs of the layers `taps` beside them. `choices` bounds
+        what is recorded to what may come of these draft plans."""
         self._record, self._taps = record, taps
         self._data: Tensor | None = None
-        self._steps: dict[tuple[int, int, int], _Step] = {}
-        self._seen: dict[tuple[int, int, int], int] = {}
+        self._steps: dict[Shape, _Step] = {}
+        self._sizes, self._habits = Sizes(choices), Habits()
+        self.memory = RecordedMemory("decode graph")
         self.replayed = 0
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What is recorded now."""
+        return sorted(self._steps)
 
     def clear(self) -> None:
         """Let go of all recordings, and of the memory that they hold: other weights come, or the
         store gives its memory back."""
+        if self._data is None:
+            return
         self._data = None
         self._steps.clear()
-        self._seen.clear()
+        self.memory.clear()
+        self._habits.fade()
 
-    def decode(
-        self,
-        packed: PackedDecoder,
-        store: KVStore,
-        ids_NW: Tensor,
-        slots_NW: Tensor,
-        longest: int,
-    ) -> Tensor | None:
-        """`Runner.decode` by a recording, its hidden states side by side; None where there is none
-        yet. The store has rows in multiples of `ROWS`."""
+    def decode(self, packed: PackedDecoder, store: KVStore, step: Verification) -> Tensor | None:
+        """`Runner.decode` of a step that is a matrix by a recording, its hidden states (N * W, F)
+        side by side; None where there is none yet. The store has rows in multiples of
+        `graph_shapes.ROWS`."""
         if self._data is not store.data:
             self.clear()
             self._data = store.data
-        N, W = ids_NW.shape
-        rows = bucket_of_rows(N)
-        keys = min(bucket_of_keys(longest, packed.dtype, ids_NW.device), store.slots)
-        shape = rows, W, keys
-        step = self._steps.get(shape)
-        if step is None:
-            self._seen[shape] = self._seen.get(shape, 0) + 1
-            if self._seen[shape] <= _SEEN:
-                return None
+        N, W = step.ids_BT.shape
+        requests = len(step.starts) - 1
+        size = self._sizes.of(W, requests)
+        # Rows of padding write to the slots after the others.
+        if size is None or step.longest + size - W > store.slots:
+            return None
+        keys = min(bucket_of_keys(step.longest, packed.dtype, step.ids_BT.device), store.slots)
+        shape = Shape(size, bucket_of_requests(N), keys, step.paths is not None)
+        self._habits.came(shape, size, shape.requests)
+        only = self._sizes.only(size, requests)
+        recording = self._steps.get(shape)
+        if recording is not None:
+            recording.inputs.fill(_values(step, size))
+            self.memory.stepped()
+        elif self._habits.stays(shape, size, shape.requests, only=only):
             # To record is to compute, and to write keys and values: with this step's tokens.
-            ids, slots = (_fill(x.new_empty(rows, W), x) for x in (ids_NW, slots_NW))
-            step = self._steps[shape] = self._recorded(packed, store, ids, slots, keys)
-        _fill(step.ids_NW, ids_NW)
-        _fill(step.slots_NW, slots_NW)
-        step.replay()
+            recording = self._steps[shape] = self._recorded(packed, store, step, shape)
+            self.memory.add(size, recording.recorded.nbytes)
+        else:
+            self.memory.stepped()
+            return None
+        recording.recorded.replay()
         self.replayed += 1
+        (hidden,) = recording.recorded.results
         # Drafters keep what the next replay writes over.
-        return step.hidden[: N * W].clone()
+        return hidden.view(shape.requests, size, -1)[:N, :W].clone().flatten(0, 1)
 
     def _recorded(
-        self, packed: PackedDecoder, store: KVStore, ids_NW: Tensor, slots_NW: Tensor, keys: int
+        self, packed: PackedDecoder, store: KVStore, step: Verification, shape: Shape
     ) -> _Step:
+        rows = shape.requests, shape.size
+        # A path has at most all rows of its tree after the stem.
+        shapes = [rows, rows, *([rows, (*rows, 1 + shape.size)] if shape.on_paths else [])]
+        inputs = Inputs(shapes, _values(step, shape.size))
+        return _Step(inputs, self._record(self._computation(packed, store, inputs, shape.keys)))
+
+    def _computation(
+        self, packed: PackedDecoder, store: KVStore, inputs: Inputs, keys: int
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        ids_NW, slots_NW, *on_paths = inputs.buffers
+        places_NW, paths_NWP = on_paths or (slots_NW, None)
         last = packed.config.max_position_embeddings - 1
 
-        def compute() -> Tensor:
-            view = DecodeView(store, slots_NW, keys, 0)
-            positions_NW = slots_NW.clamp(max=last)
+        def compute() -> tuple[Tensor, ...]:
+            view = DecodeView(store, slots_NW, keys, 0, paths_NWP)
+            positions_NW = places_NW.clamp(max=last)
             found = packed.forward(ids_NW, positions_NW, kv_cache=view, taps=self._taps)
-            return found.side_by_side().flatten(0, 1)
+            return (found.side_by_side().flatten(0, 1),)
 
-        return _Step(ids_NW, slots_NW, *self._record(compute))
-
-
-def _fill(buffer: Tensor, values: Tensor) -> Tensor:
-    """`values` into the first rows of a buffer. The others are padding, in rows of the store that
-    nobody holds: zeros."""
-    buffer[: len(values)] = values
-    buffer[len(values) :] = 0
-    return buffer
+        return compute
 
 
-def bucket_of_rows(count: int) -> int:
-    """1, 2, 4, 8, 16, 24, ..."""
-    return 1 << (count - 1).bit_length() if count < ROWS else round_up(count, ROWS)
-
-
-def bucket_of_keys(length: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What attention to `length` positions takes, rounded up to two sizes in each doubling."""
-    step = padded_keys(1, dtype, device)
-    count = padded_keys(length, dtype, device) // step
-    size = 1
-    while size < count:
-        size = size * 3 // 2 if size % 2 == 0 and size * 3 // 2 >= count else size * 2
-    return size * step
+def _values(step: Verification, size: int) -> list[Tensor]:
+    """What goes in: tokens, their slots and, of trees, positions and paths. Requests of padding are
+    zeros, in rows of the store that nobody holds; rows of padding have slots of their own, and
+    those of trees see the first slot."""
+    slots = step.slots_BT
+    more = torch.arange(1, 1 + size - slots.shape[1], device=slots.device)
+    values = [step.ids_BT, torch.cat([slots, slots[:, -1:] + more], 1)]
+    return values if step.paths is None else [*values, step.positions_BT, step.paths]

@@ -204,7 +204,7 @@ class KVStore:
 
 
 class PrefillView:
-    """`KVCache` of a prefill: new contexts only, each written to every row that shares it.
+    """`PlacedKVCache` of a prefill: new contexts only, each written to every row that shares it.
 
     `rows` are the rows to fill and `sources` the index of the context for each; every context has a
     row, and with `places` the other rows get it from there in `finish`.
@@ -261,7 +261,7 @@ class PrefillView:
 
 
 class ExtendView:
-    """`KVCache` of a prefill that goes on where keys and values are stored already.
+    """`PlacedKVCache` of a prefill that goes on where keys and values are stored already.
 
     Context i lies in row `rows[i]`; `starts[i]` slots of it are filled, and `counts[i]` of the W
     new tokens follow. The others are padding: they are not stored, and nothing looks at them.
@@ -317,7 +317,7 @@ class ExtendView:
 
 
 class DecodeView:
-    """`KVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
+    """`PlacedKVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
 
     `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
     its first new token. With `paths_NWP` (`kernels.paths`) tokens stand in draft trees.
@@ -381,40 +381,18 @@ class DecodeView:
         return KeyPlaces.of(self._store.data, rows_M, self._slots_NW.flatten(), self._length)
 
 
-class RowView:
-    """`PlacedKVCache` of a decode step row by row, for compiled kernels alone: new tokens of
-    `rows_M` in `slots_M`, at `positions_M`, which see what `paths` says (`kernels.paths`)."""
-
-    def __init__(
-        self,
-        store: KVStore,
-        rows_M: Tensor,
-        slots_M: Tensor,
-        positions_M: Tensor,
-        paths: Tensor | None,
-        length: int,
-    ) -> None:
-        """`length`: slots of the longest context, all new tokens included."""
-        self.paths = None
-        found = KeyPlaces.of(store.data, rows_M, slots_M, length)
-        self._places = replace(found, seen_M=positions_M + 1, paths=paths)
-
-    @property
-    def num_keys(self) -> int:
-        """Kernels have their own way to the cache."""
-        raise NotImplementedError
-
-    @property
-    def num_seen(self) -> int:
-        """As `num_keys`."""
-        raise NotImplementedError
-
-    def extend(self, layer: int, k_BTHK: Tensor, v_BTHK: Tensor) -> Context:
-        """As `num_keys`."""
-        raise NotImplementedError
-
-    def places(self) -> KeyPlaces:
-        return self._places
+def row_places(
+    store: KVStore,
+    rows_M: Tensor,
+    slots_M: Tensor,
+    positions_M: Tensor,
+    paths: Tensor | None,
+    longest: int,
+) -> KeyPlaces:
+    """Of a decode step row by row: new tokens of `rows_M` in `slots_M`, at `positions_M`, which see
+    what `paths` says (`kernels.paths`); `longest` is the longest context with all of them."""
+    found = KeyPlaces.of(store.data, rows_M, slots_M, longest)
+    return replace(found, seen_M=positions_M + 1, paths=paths)
 
 
 @lru_cache(maxsize=256)

@@ -11,16 +11,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.inference.engine.graphs import ROWS, CudaRecorder, DecodeGraphs
+from slipstream.inference.engine.graph_shapes import ROWS, Choices
+from slipstream.inference.engine.graphs import DecodeGraphs
 from slipstream.inference.engine.kv_cache import (
     DecodeView,
     ExtendView,
     KVStore,
     PrefillView,
-    RowView,
+    row_places,
 )
+from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
+from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import (
     Decoder,
     HiddenStates,
@@ -43,9 +46,10 @@ class Runner:
         *,
         eager: bool = False,
         taps: tuple[int, ...] = (),
+        choices: Choices | None = None,
     ) -> None:
-        """Unless `eager`, decode steps on a GPU become recordings. Hidden states come with the
-        inputs of the layers `taps`."""
+        """Unless `eager`, decode steps on a GPU become recordings, `choices` of draft plans as in
+        `DecodeGraphs`. Hidden states come with the inputs of the layers `taps`."""
         self.config = decoder.config
         self.taps = taps
         self.dtype = dtype
@@ -54,7 +58,7 @@ class Runner:
         with torch.no_grad():
             self.packed = decoder.pack(dtype)
         recorded = self.device.type == "cuda" and not eager
-        self.graphs = DecodeGraphs(CudaRecorder(), taps) if recorded else None
+        self.graphs = DecodeGraphs(CudaRecorder(), taps, choices) if recorded else None
 
     @property
     def row_multiple(self) -> int:
@@ -134,13 +138,13 @@ class Runner:
         """Tokens that are known and drafts after them: cache them, and return their hidden states
         (M, ...), after which those of padding may come."""
         ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
-        view: PlacedKVCache
+        view: PlacedKVCache | KeyPlaces
         if step.rows_M is not None:
             positions = step.positions_BT.flatten()
-            view = RowView(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
+            view = row_places(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
         else:
-            if self.graphs is not None and step.paths is None:
-                states = self.graphs.decode(self.packed, store, ids, slots, longest)
+            if self.graphs is not None:
+                states = self.graphs.decode(self.packed, store, step)
                 if states is not None:
                     return self.split(states)
             view = DecodeView(store, slots, longest, step.shortest, step.paths)

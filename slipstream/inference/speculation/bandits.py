@@ -131,9 +131,7 @@ class BanditSelector:
 
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
-        if self._threshold is not None and running > self._threshold:
-            return OFF
-        plans = self._plans(running)
+        plans = self.choices(running)
         if len(plans) == 1:
             return plans[0]
         earned = self._earned.get(bucket_of(running), {})
@@ -141,6 +139,12 @@ class BanditSelector:
             if not earned.get(plan):
                 return plan
         return self._rule.pick({plan: earned[plan] for plan in plans}, self._rng)
+
+    def choices(self, running: int) -> Sequence[DraftPlan]:
+        """See `Choosing`."""
+        if self._threshold is not None and running > self._threshold:
+            return (OFF,)
+        return self.buckets[self._starts[bisect_right(self._starts, running) - 1]]
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -156,9 +160,6 @@ class BanditSelector:
             for rewards in earned.values():
                 for _ in range(len(rewards) - math.ceil(_KEPT_ON_CHANGE * len(rewards))):
                     rewards.popleft()
-
-    def _plans(self, running: int) -> Sequence[DraftPlan]:
-        return self.buckets[self._starts[bisect_right(self._starts, running) - 1]]
 
 
 def buckets_by_rows(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.inference.speculation.bandits import BanditSelector
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
+    Choosing,
     CostModelSelector,
     RowJudge,
     StepRecord,
@@ -78,6 +79,10 @@ class ReportedSelector:
     def select(self, running: int) -> DraftPlan:
         """See `StrategySelector`."""
         return self._selector.select(running)
+
+    def choices(self, running: int) -> Sequence[DraftPlan] | None:
+        """See `Choosing`."""
+        return self._selector.choices(running) if isinstance(self._selector, Choosing) else None
 
     def worth(self, running: int) -> float:
         """See `RowJudge`."""

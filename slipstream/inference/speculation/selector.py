@@ -80,6 +80,15 @@ class RowJudge(Protocol):
         ...
 
 
+@runtime_checkable
+class Choosing(Protocol):
+    """A selector that can tell what it may choose."""
+
+    def choices(self, running: int) -> Sequence[DraftPlan] | None:
+        """All plans that `select` may return at this batch size; None where nobody knows."""
+        ...
+
+
 @dataclass(slots=True)
 class PredefinedSelector:
     """One plan up to a number of running requests, plain decoding beyond: FastRL's thresholds."""
@@ -95,6 +104,10 @@ class PredefinedSelector:
         """See `StrategySelector`."""
         over = self.bs_threshold is not None and running > self.bs_threshold
         return OFF if over else self.plan
+
+    def choices(self, running: int) -> Sequence[DraftPlan]:
+        """See `Choosing`."""
+        return (self.select(running),)
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -387,6 +400,11 @@ class CostModelSelector:
                 self._look = _Look(plan, bucket, begun, until, begins)
                 return plan
         return bucket.current
+
+    def choices(self, running: int) -> Sequence[DraftPlan]:
+        """See `Choosing`."""
+        over = self._threshold is not None and running > self._threshold
+        return (OFF,) if over else self.plans
 
     def worth(self, running: int) -> float:
         """See `RowJudge`."""

@@ -1,25 +1,26 @@
 """Recorded decode steps give what computing them gives.
 
-CUDA graphs need a GPU. On a CPU, torch's tracer records a step as they do: its operations with the
-addresses and shapes that they had, and nothing of the Python around them.
+CUDA graphs need a GPU; see `tests.inference.stand_in`.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from slipstream.bench.drafters import LyingOracle
 from slipstream.inference.engine import Engine
-from slipstream.inference.engine.graphs import DecodeGraphs, bucket_of_keys, bucket_of_rows
+from slipstream.inference.engine.graph_shapes import Choices
+from slipstream.inference.engine.graphs import DecodeGraphs
+from slipstream.inference.engine.verification import verification
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.types import GenerateRequest
+from slipstream.inference.speculation.protocol import DraftTree
+from slipstream.types import GenerateRequest, Generation
 from tests.inference.helpers import (
     VOCAB,
     all_bits,
@@ -29,20 +30,16 @@ from tests.inference.helpers import (
     make_request,
     update_from,
 )
+from tests.inference.stand_in import trace
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
 
 
-def trace(compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], object]]:
-    """A `Recorder`."""
-    recorded = make_fx(compute)()
-    result = compute()
-    return result, lambda: result.copy_(recorded())
-
-
-def recording(engine: Engine) -> DecodeGraphs:
+def recording(
+    engine: Engine, taps: tuple[int, ...] = (), choices: Choices | None = None
+) -> DecodeGraphs:
     """Let an engine on a CPU record; as on a GPU, its rows come in eights."""
-    graphs = DecodeGraphs(trace)
+    graphs = DecodeGraphs(trace, taps, choices)
     engine._runner.graphs = graphs
     engine._scheduler.store._row_multiple = engine._runner.row_multiple
     return graphs
@@ -72,10 +69,75 @@ def test_with_drafts_too() -> None:
         proposer=LyingOracle(known, vocab_size=VOCAB, lies=0.3),
         plan=DraftPlan.chain(3),
     )
-    graphs = recording(recorded)
+    graphs = recording(recorded, choices=lambda running: [DraftPlan.chain(3)])
     assert all_bits(recorded.run(requests())) == all_bits(expected)
     assert recorded.stats().accepted_tokens > 100
     assert graphs.replayed > 10
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows see the slots on their paths, and sums over them are taken in no order."""
+    monkeypatch.setattr("slipstream.models.attention.order_is_kept", lambda device: False)
+
+
+def drafting(
+    known: Sequence[Generation], plan: DraftPlan, *, ragged: bool = False, **settings: Any
+) -> Engine:
+    """An engine whose drafts are often right."""
+    responses = {g.request_id: g.token_ids for g in known}
+    oracle = LyingOracle(responses, vocab_size=VOCAB, lies=0.3, ragged=ragged)
+    return make_engine(proposer=oracle, plan=plan, **settings)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_with_trees_are_recorded(dtype: torch.dtype) -> None:
+    plain = make_engine(dtype=dtype).run(requests())
+    eager = drafting(plain, DraftPlan(4, 3, 8), dtype=dtype)
+    recorded = drafting(plain, DraftPlan(4, 3, 8), dtype=dtype)
+    graphs = recording(recorded)
+    steps = replayed = 0
+    for _ in range(3):
+        expected, got = eager.run(requests()), recorded.run(requests())
+        assert all_bits(got) == all_bits(expected)
+        assert [g.token_ids for g in got] == [g.token_ids for g in plain]
+        before, steps = steps, recorded.stats().decode_steps
+        share, replayed = (graphs.replayed - replayed) / (steps - before), graphs.replayed
+    # What came up in rollouts before is recorded at once.
+    assert share > 0.7
+    assert recorded.stats().sibling_tokens > 50
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_is_filled_up_changes_nothing() -> None:
+    plain = make_engine(dtype=torch.bfloat16).run(requests())
+    plan = DraftPlan(5, 3, 7)
+    recorded = drafting(plain, plan, dtype=torch.bfloat16, ragged=True)
+    graphs = recording(recorded, choices=lambda running: [plan, DraftPlan(8, 4, 32)])
+    assert [g.token_ids for g in recorded.run(requests())] == [g.token_ids for g in plain]
+    assert graphs.replayed > 10
+    chains = drafting(plain, DraftPlan.chain(4), dtype=torch.bfloat16, ragged=True)
+    graphs = recording(chains, choices=lambda running: [DraftPlan.chain(7)])
+    assert all_bits(chains.run(requests())) == all_bits(plain)
+    assert graphs.replayed > 10
+
+
+def test_rows_of_padding_stay_within_the_store() -> None:
+    engine = make_engine(dtype=torch.bfloat16)
+    graphs = recording(engine, choices=lambda running: [DraftPlan.chain(31)])
+    store, packed = engine._scheduler.store, engine._runner.packed
+    store.reserve(1, 100)
+    tree, cpu = DraftTree.chain(5, [6, 7]), torch.device("cpu")
+
+    def recorded(length: int) -> list[bool]:
+        step = verification([tree], [length], cpu, row_by_row=False, multiple=4)
+        with torch.inference_mode():
+            return [graphs.decode(packed, store, step) is not None for _ in range(4)]
+
+    # Twenty-nine rows of padding after the last known token and two drafts.
+    assert recorded(store.slots - 30) == [False] * 4
+    assert recorded(store.slots - 31) == [False, False, True, True]
 
 
 def test_recordings_end_with_the_weights_that_they_were_made_for() -> None:
@@ -106,14 +168,6 @@ def test_an_idle_engine_holds_no_memory_of_recordings() -> None:
     assert kept() is None
 
 
-def test_buckets_waste_at_most_half() -> None:
-    assert [bucket_of_rows(n) for n in (1, 2, 3, 5, 8, 9, 33)] == [1, 2, 4, 8, 8, 16, 40]
-    cpu = torch.device("cpu")
-    lengths = 1, 512, 513, 1025, 2000, 2049, 3000, 4000
-    found = [bucket_of_keys(n, torch.bfloat16, cpu) // 512 for n in lengths]
-    assert found == [1, 1, 2, 3, 4, 6, 6, 8]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_write_what_eager_steps_write() -> None:
     decoder = make_decoder().cuda()
@@ -137,9 +191,7 @@ def test_taps_are_recorded_beside_the_final_states() -> None:
     ]
     eager = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
     recorded = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
-    graphs = DecodeGraphs(trace, taps)
-    recorded._runner.graphs = graphs
-    recorded._scheduler.store._row_multiple = recorded._runner.row_multiple
+    graphs = recording(recorded, taps)
     for ours, theirs in zip(recorded.run(asked), eager.run(asked), strict=True):
         assert ours.hidden_states is not None
         assert theirs.hidden_states is not None

@@ -204,6 +204,13 @@ def test_the_plans_in_a_line() -> None:
     assert plan_table(fixed, None) == "plan 2_1_3, for any number of running requests"
 
 
+def test_what_may_be_chosen_is_told() -> None:
+    selector = CostModelSelector(PLANS, bs_threshold=32)
+    reported = ReportedSelector(selector, notify=lambda message: None)
+    assert reported.choices(32) == (OFF, *PLANS)
+    assert reported.choices(33) == (OFF,)
+
+
 def test_an_engine_reports_what_it_does() -> None:
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)

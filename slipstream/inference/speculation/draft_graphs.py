@@ -1,0 +1,143 @@
+"""Drafting that is recorded once for each plan and shape, and replayed after that: what
+`engine.graphs` does for decode steps.
+
+To draft is several passes of one layer, each of some dozens of small operations, one after another:
+more than anything else it is the CPU starting them that a GPU waits for. What a head takes in
+before it drafts has a width of its own in each step, and is not recorded.
+
+Shapes: N requests, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.inference.engine.graph_shapes import Habits, bucket, bucket_of_requests
+from slipstream.inference.engine.recorder import Inputs, Recorded, RecordedMemory, Recorder
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch
+
+_KEYS = 64
+"""Slots that are attended to come in sizes of `bucket` times so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What drafts begin with: the slots (N,) of a head's cache that each request has filled, the
+    states (N, D) that the head predicts next, and a scale of scores ()."""
+
+    ends_N: Tensor
+    hidden_ND: Tensor
+    scale: Tensor
+
+
+Drafting = Callable[[DraftBatch, DraftInputs, int], tuple[Tensor, ...]]
+"""From a batch, its inputs, and a number of slots beyond all that are used, drafts: tensors of N
+rows. Of the batch it knows positions, keys, temperatures and weights alone, and to be recorded it
+must not wait for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    plan: DraftPlan
+    requests: int
+    keys: int
+    # Whether any request samples, and whether any does not, or at another temperature than 1.
+    law: tuple[bool, bool, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    inputs: Inputs
+    recorded: Recorded
+
+
+class DraftGraphs:
+    """The recordings of one draft head."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._drafts: dict[_Shape, _Draft] = {}
+        self._habits = Habits()
+        # Addresses that recordings are made for.
+        self._at: tuple[int, ...] = ()
+        self.memory = RecordedMemory("draft graph")
+        self.replayed = 0
+
+    def clear(self) -> None:
+        """Let go of all recordings: the head has other weights, or its cache gives its memory
+        back."""
+        self._at = ()
+        if self._drafts:
+            self._drafts.clear()
+            self.memory.clear()
+            self._habits.fade()
+
+    def draft(
+        self,
+        drafting: Drafting,
+        batch: DraftBatch,
+        plan: DraftPlan,
+        given: DraftInputs,
+        kv: Tensor,
+        num_keys: int,
+    ) -> tuple[Tensor, ...]:
+        """What `drafting` gives, of a plan, into the cache `kv` (2, rows, H, S, K): by a recording,
+        where there is one. Then all levels are drafted, whatever a draft is worth."""
+        at = tuple(t.data_ptr() for t in (kv, batch.policy.embedding, batch.policy.lm_head.weight))
+        at = (*at, *kv.shape)
+        if at != self._at:
+            self.clear()
+            self._at = at
+        _, rows, _, slots, _ = kv.shape
+        N, settings = len(given.ends_N), batch.rows
+        requests = min(bucket_of_requests(N), rows)
+        keys = min(_KEYS * bucket(-(-num_keys // _KEYS)), slots)
+        law = settings.any_sampled, settings.any_greedy, settings.any_tempered
+        shape = _Shape(plan, requests, keys, law)
+        self._habits.came(shape, plan, requests)
+        recording = self._drafts.get(shape)
+        if recording is not None:
+            recording.inputs.fill(_values(batch, given))
+            self.memory.stepped()
+        elif self._habits.stays(shape, plan, requests):
+            recording = self._drafts[shape] = self._recorded(drafting, batch, given, shape)
+            self.memory.add(plan.verify_tokens, recording.recorded.nbytes)
+        else:
+            self.memory.stepped()
+            return drafting(batch, given, num_keys)
+        recording.recorded.replay()
+        self.replayed += 1
+        return tuple(result[:N].clone() for result in recording.recorded.results)
+
+    def _recorded(
+        self, drafting: Drafting, batch: DraftBatch, given: DraftInputs, shape: _Shape
+    ) -> _Draft:
+        values = _values(batch, given)
+        # Of padding all is zero: it goes to rows that nobody holds.
+        shapes = [(shape.requests, *value.shape[1:]) if value.ndim else () for value in values]
+        inputs = Inputs(shapes, values)
+        ends, hidden, scale, positions, keys, temperature = inputs.buffers
+        unused = torch.zeros_like(ends)
+        settings = replace(
+            batch.rows,
+            keys_N2=keys,
+            temperature_N=temperature,
+            top_k_N=unused,
+            top_p_N=unused,
+            min_p_N=unused,
+            cuts=False,
+        )
+        steady = replace(batch, positions_N=positions, rows=settings, worth=0.0)
+        held = DraftInputs(ends, hidden, scale)
+        return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))
+
+
+def _values(batch: DraftBatch, given: DraftInputs) -> list[Tensor]:
+    rows = batch.rows
+    drawn = [batch.positions_N, rows.keys_N2, rows.temperature_N]
+    return [given.ends_N, given.hidden_ND, given.scale, *drawn]

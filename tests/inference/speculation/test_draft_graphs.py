@@ -1,0 +1,146 @@
+"""Recorded drafting gives what drafting gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.inference.engine.graph_shapes import OFTEN
+from slipstream.inference.speculation.draft_graphs import DraftGraphs, Drafting, DraftInputs
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch
+from slipstream.models.decoder import PackedDecoder
+from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.draft_pass import DraftPass
+from slipstream.sampling.choose import SamplingRows, first_argmax
+from slipstream.sampling.noise import gumbel_noise
+from tests.inference.helpers import VOCAB, make_decoder
+from tests.inference.stand_in import MIB, trace
+
+pytestmark = pytest.mark.usefixtures("without_kernels")
+
+PLAN = DraftPlan.chain(3)
+
+
+def models(seed: int = 0) -> tuple[PackedDecoder, PackedDraftHead]:
+    decoder = make_decoder(seed)
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    with torch.no_grad():
+        packed = head.pack(torch.float32)
+        return decoder.pack(torch.float32), packed
+
+
+def chains(head: PackedDraftHead, kv: Tensor) -> Drafting:
+    """Chains of three drafts, and their scores over a scale."""
+
+    def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
+        slots = given.ends_N[:, None] + torch.arange(2)
+        run = DraftPass(head, batch.policy.embedding, kv, slots, num_keys)
+        hidden, found, scores = given.hidden_ND, list[Tensor](), list[Tensor]()
+        for step in range(3):
+            logits = head.logits(hidden, batch.policy.lm_head).double()
+            noise = gumbel_noise(batch.rows.keys_N2, batch.positions_N + step, VOCAB)
+            heat = batch.rows.temperature_N[:, None]
+            drawn = torch.where(heat == 0, logits, logits / heat + noise)
+            found.append(first_argmax(drawn))
+            scores.append(drawn.amax(-1) / given.scale)
+            if step < 2:
+                hidden = run.run(step, found[-1][:, None], hidden[:, None])[:, 0]
+        return torch.stack(found, 1), torch.stack(scores, 1)
+
+    return draft
+
+
+def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
+    rows = SamplingRows.of(
+        [(i, step) for i in range(count)],
+        temperatures=[0.0, *[0.5 + 0.1 * i for i in range(1, count)]],
+        top_ks=[0] * count,
+        top_ps=[1.0] * count,
+        min_ps=[0.0] * count,
+        device=torch.device("cpu"),
+    )
+    return DraftBatch(
+        request_ids=[str(i) for i in range(count)],
+        last=[0] * count,
+        positions_N=torch.arange(count) + 10 * step,
+        rows=rows,
+        policy=policy,
+        worth=0.3,
+    )
+
+
+def inputs(count: int, step: int) -> DraftInputs:
+    generator = torch.Generator().manual_seed(step)
+    hidden = torch.randn(count, 32, generator=generator)
+    ends = torch.randint(1, 40, (count,), generator=generator)
+    return DraftInputs(ends, hidden, torch.tensor(1.0 + step, dtype=torch.float64))
+
+
+def cache() -> Tensor:
+    return torch.randn(2, 8, 2, 128, 16, generator=torch.Generator().manual_seed(9))
+
+
+def drafted(
+    graphs: DraftGraphs, policy: PackedDecoder, head: PackedDraftHead, kv: Tensor, step: int
+) -> None:
+    """Draft for five requests, and compare with drafts that were not recorded."""
+    given, batch = inputs(5, step), batch_of(policy, 5, step)
+    num_keys = int(given.ends_N.max()) + 2
+    expected = chains(head, kv.clone())(batch, given, num_keys)
+    found = graphs.draft(chains(head, kv), batch, PLAN, given, kv, num_keys)
+    assert found[0].shape == (5, 3)
+    assert torch.equal(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], rtol=1e-5)
+
+
+@torch.no_grad()
+def test_recorded_drafts_are_those_that_were_not() -> None:
+    (policy, head), kv = models(), cache()
+    graphs = DraftGraphs(trace)
+    for step in range(OFTEN + 5):
+        drafted(graphs, policy, head, kv, step)
+    assert graphs.replayed == 6
+    assert graphs.memory.nbytes == MIB
+    assert graphs.memory.sentence().startswith("1 draft graph takes 1.0 MiB: 1.0 MiB for 4 rows")
+
+
+@torch.no_grad()
+def test_recordings_end_with_the_memory_that_they_were_made_for() -> None:
+    (policy, head), kv = models(), cache()
+    graphs = DraftGraphs(trace)
+    for step in range(2 * OFTEN):
+        drafted(graphs, policy, head, kv, step)
+    before = graphs.replayed
+    other, head = models(seed=3)
+    graphs.clear()
+    assert graphs.memory.nbytes == 0
+    kv = cache()
+    # Half of what came up still counts, so it is recorded again.
+    for step in range(3):
+        drafted(graphs, other, head, kv, step)
+    assert graphs.replayed > before
+    # Another cache, and nobody who says so.
+    kv = torch.cat([cache(), cache()], 3)
+    drafted(graphs, other, head, kv, 0)
+    assert graphs.memory.nbytes <= MIB
+
+
+@torch.no_grad()
+def test_plans_have_recordings_of_their_own_once_they_are_usual() -> None:
+    (policy, head), kv = models(), cache()
+    graphs = DraftGraphs(trace)
+
+    def draft(plan: DraftPlan) -> None:
+        graphs.draft(chains(head, kv), batch_of(policy, 4, 0), plan, inputs(4, 0), kv, 42)
+
+    for _ in range(100):
+        draft(PLAN)
+    for _ in range(4):
+        draft(DraftPlan(3, 2, 4))
+    assert graphs.memory.nbytes == MIB
+    for _ in range(20):
+        draft(DraftPlan(3, 2, 4))
+    assert graphs.memory.nbytes == 2 * MIB
