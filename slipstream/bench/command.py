@@ -20,6 +20,7 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
 
 _KINDS = "{rollout,decode,speculation,lossless,selector,train,export,startup}"
@@ -33,6 +34,7 @@ EXAMPLES = """\
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench train --ab speculation --policy runs/quickstart --steps 20
+  slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench export --policy runs/llama
   slipstream bench startup
   slipstream bench lossless --json lossless.json
@@ -231,6 +233,19 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
     )
     speculation.add_argument(
         "--new-tokens", metavar="N", type=positive, default=64, help="default: 64"
+    )
+    speculation.add_argument(
+        "--heads",
+        metavar="DIR",
+        type=Path,
+        nargs="+",
+        help="draft heads to compare with each other, in turns, instead of plans by batch size",
+    )
+    speculation.add_argument(
+        "--plan",
+        metavar="PLAN",
+        nargs="+",
+        help="of --heads: plans beside the selector (default: 1_1_2 3_1_4 5_1_6 7_1_8)",
     )
 
 
@@ -531,6 +546,7 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
 
 def _speculation(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import grid, speculation
+    from slipstream.errors import ConfigError
 
     bench = speculation.SpeculationBench(
         policy=args.policy,
@@ -540,6 +556,10 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
     )
+    if args.heads is not None:
+        return _heads(args, bench)
+    if args.plan is not None:
+        raise ConfigError("--plan names plans that heads are compared by; give --heads, too")
     rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
@@ -547,6 +567,20 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         from slipstream.bench.heat_map import plot_grid
 
         print(f"  picture: {plot_grid(rows, args.plot)}")
+    return rows
+
+
+def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
+    from slipstream.bench import heads
+    from slipstream.errors import ConfigError
+    from slipstream.inference.speculation.plan import DraftPlan
+
+    if args.plot is not None:
+        raise ConfigError("--plot draws plans by batch size; leave out --heads")
+    fixed = heads.PLANS if args.plan is None else tuple(map(DraftPlan.parse, args.plan))
+    rows = heads.run_heads(bench, args.heads, partial(print, file=sys.stderr, flush=True), fixed)
+    _print_heading("draft heads in turns", rows)
+    print(heads.heads_table(rows), flush=True)
     return rows
 
 
