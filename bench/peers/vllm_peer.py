@@ -8,10 +8,12 @@ starts it (`slipstream/bench/peer_process.py`). It computes only between a comma
         threads null: vLLM's defaults, an engine and a worker process, and the cores it takes itself
         speculative: vLLM's `speculative_config`, or null
     -> {"ok": true, "seconds": .., "versions": {..}}
-    {"op": "generate", "prompts": [[ids]], "lengths": [n], "temperature": 1.0}
+    {"op": "generate", "prompts": [[ids]], "lengths": [n], "temperature": 1.0, "gaps": false}
     -> {"ok": true, "seconds": .., "cpu_seconds": .., "busiest_cpu_seconds": ..,
-        "idle_seconds": .., "idle_cpu_seconds": .., "token_ids": [[ids]],
+        "idle_seconds": .., "idle_cpu_seconds": .., "token_ids": [[ids]], "gaps": [[nats]],
         "speculation": {counter: ..}}
+        gaps: how far the likeliest token's log-prob is above the next one's, for each token of
+        token_ids; nothing unless asked for
         cpu_seconds are those of all its processes, busiest_cpu_seconds those of one of them;
         idle_.. is since the last answer
     {"op": "quit"}
@@ -83,13 +85,22 @@ class Peer:
         self._answered = time.perf_counter(), self._cpu()
 
     def generate(
-        self, *, prompts: list[list[int]], lengths: list[int], temperature: float
+        self,
+        *,
+        prompts: list[list[int]],
+        lengths: list[int],
+        temperature: float,
+        gaps: bool = False,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
-                temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False
+                temperature=temperature,
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=2 if gaps else None,
             )
             for length in lengths
         ]
@@ -107,6 +118,9 @@ class Peer:
             "idle_seconds": wall - last_wall,
             "idle_cpu_seconds": sum(cpu.values()) - sum(last_cpu.values()),
             "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+            "gaps": [
+                [_gap(some) for some in output.outputs[0].logprobs or ()] for output in outputs
+            ],
             "speculation": {k: v - counted[k] for k, v in self._counters().items()},
         }
 
@@ -127,6 +141,12 @@ class Peer:
             for metric in self._llm.get_metrics()
             if metric.name.startswith("vllm:spec_decode") and hasattr(metric, "value")
         }
+
+
+def _gap(some: Mapping[int, Any]) -> float:
+    """Between the two largest of some tokens' log-probs."""
+    first, second, *_ = sorted((one.logprob for one in some.values()), reverse=True)
+    return float(first - second)
 
 
 def main() -> None:

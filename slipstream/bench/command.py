@@ -20,6 +20,7 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
+    from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
 
 _KINDS = "{rollout,decode,speculation,lossless,selector,train,export,startup}"
@@ -33,6 +34,7 @@ EXAMPLES = """\
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench train --ab speculation --policy runs/quickstart --steps 20
+  slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench export --policy runs/llama
   slipstream bench startup
   slipstream bench lossless --json lossless.json
@@ -231,6 +233,19 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
     )
     speculation.add_argument(
         "--new-tokens", metavar="N", type=positive, default=64, help="default: 64"
+    )
+    speculation.add_argument(
+        "--heads",
+        metavar="DIR",
+        type=Path,
+        nargs="+",
+        help="draft heads to compare with each other, in turns, instead of plans by batch size",
+    )
+    speculation.add_argument(
+        "--plan",
+        metavar="PLAN",
+        nargs="+",
+        help="of --heads: plans beside the selector (default: 1_1_2 3_1_4 5_1_6 7_1_8)",
     )
 
 
@@ -468,13 +483,25 @@ def _export(args: argparse.Namespace) -> list[Row]:
 
 
 def _say_export(rows: Sequence[Row]) -> bool:
-    """Print how far vLLM's acceptance is from ours; whether that is little enough."""
-    from slipstream.bench.export import SAME, TOLERANCE, good, ratio_of
+    """Print how far vLLM's acceptance is from ours, and whether drafts change what it writes;
+    whether all of that is as promised."""
+    from slipstream.bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
+    from slipstream.bench.record import median_of
 
     furthest = max(abs(ratio_of(row) - 1) for row in rows)
     print(
         f"  tokens per verification in vLLM are within {furthest:.1%} of ours at every depth "
-        f"(promised: {TOLERANCE:.0%}, of responses of which {SAME:.0%} are the same)"
+        f"(promised: {TOLERANCE:.0%})"
+    )
+    same = {
+        name: min(median_of(row.values[name]) for row in rows)
+        for name in ("vllm_same_as_plain", "same_responses")
+    }
+    print(
+        f"  {same['vllm_same_as_plain']:.1%} of vLLM's responses with drafts are those without, "
+        f"{same['same_responses']:.1%} are ours; where they part, the two likeliest tokens are "
+        f"{max(map(widest_parting, rows)):.2g} nats apart at most (promised: {TIES[rows[0].dtype]} "
+        f"in {rows[0].dtype}; usually: {median_of(rows[0].values['vllm_median_gap']):.2g})"
     )
     return good(rows)
 
@@ -531,6 +558,7 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
 
 def _speculation(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import grid, speculation
+    from slipstream.errors import ConfigError
 
     bench = speculation.SpeculationBench(
         policy=args.policy,
@@ -540,6 +568,10 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
     )
+    if args.heads is not None:
+        return _heads(args, bench)
+    if args.plan is not None:
+        raise ConfigError("--plan names plans that heads are compared by; give --heads, too")
     rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
@@ -547,6 +579,20 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         from slipstream.bench.heat_map import plot_grid
 
         print(f"  picture: {plot_grid(rows, args.plot)}")
+    return rows
+
+
+def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
+    from slipstream.bench import heads
+    from slipstream.errors import ConfigError
+    from slipstream.inference.speculation.plan import DraftPlan
+
+    if args.plot is not None:
+        raise ConfigError("--plot draws plans by batch size; leave out --heads")
+    fixed = heads.PLANS if args.plan is None else tuple(map(DraftPlan.parse, args.plan))
+    rows = heads.run_heads(bench, args.heads, partial(print, file=sys.stderr, flush=True), fixed)
+    _print_heading("draft heads in turns", rows)
+    print(heads.heads_table(rows), flush=True)
     return rows
 
 

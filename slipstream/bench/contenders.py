@@ -35,13 +35,15 @@ OURS = "slipstream"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
     """`threads` None: as many as the benchmark has. `defaults`: the processes and cores that
-    vLLM chooses by itself, whatever `threads`. `speculative` is vLLM's `speculative_config`."""
+    vLLM chooses by itself, whatever `threads`. `speculative` is vLLM's `speculative_config`. With
+    `gaps`, answers say how sure it was of each token."""
 
     dtype: str
     eager: bool = False
     threads: int | None = None
     defaults: bool = False
     speculative: Mapping[str, object] | None = None
+    gaps: bool = False
 
     @property
     def given_threads(self) -> int | None:
@@ -289,6 +291,7 @@ def vllm_of(
                     prompts=workload.prompts,
                     lengths=workload.lengths,
                     temperature=temperature,
+                    gaps=settings.gaps,
                 )
             )
             return [list(ids) for ids in answers[-1]["token_ids"]]

@@ -165,6 +165,9 @@ class DrafterTrainConfig:
     acceptance_weight: NonNegativeFloat = 0.0
     """Weight of -log sum min(p, q), the probability that a draft sampled from the head's q is
     accepted under the policy's p (LK loss, Samarin et al. 2026)."""
+    topk_mass_weight: NonNegativeFloat = 0.0
+    """Weight of -log of the policy's mass on the head's `speculative.eagle.spec_topk` best tokens,
+    which a tree's level has for candidates."""
     depth: PositiveInt | None = None
     """Drafts in a row that a step trains: from the second on the head is given its own
     predictions; null: 1 of an EAGLE head, 5 of EAGLE3, which needs more than one."""

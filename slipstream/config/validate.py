@@ -466,11 +466,12 @@ def _drafter(config: Config) -> Iterator[str]:
             key = f"speculative.{name}.optim"
             yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
     value_weight = 1 if train.value_weight is None else train.value_weight
-    if not (value_weight or train.soft_weight or train.acceptance_weight):
+    others = train.soft_weight, train.acceptance_weight, train.topk_mass_weight
+    if not (value_weight or any(others)):
         yield (
-            "speculative.train.value_weight=0, soft_weight=0 and acceptance_weight=0 leave a draft "
-            "model nothing to learn; set speculative.train.value_weight=1, or "
-            "speculative.train.acceptance_weight=1"
+            "speculative.train.value_weight=0, soft_weight=0, acceptance_weight=0 and "
+            "topk_mass_weight=0 leave a draft model nothing to learn; set "
+            "speculative.train.value_weight=1, or speculative.train.acceptance_weight=1"
         )
     engine, states = config.actor_rollout_ref.rollout.name, "collect_hidden_states_from_engine"
     # Where it is to draft as well, that is what is said of it.

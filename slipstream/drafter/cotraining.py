@@ -252,6 +252,7 @@ def _of_training(history: Sequence[Metrics]) -> Metrics:
         "drafter/feature_loss": "draft/value_loss",
         "drafter/token_loss": "draft/soft_loss",
         "drafter/acceptance_loss": "draft/acceptance_loss",
+        "drafter/topk_mass_loss": "draft/topk_mass_loss",
     }
     return {
         ours: sum(m[theirs] for m in history) / len(history)

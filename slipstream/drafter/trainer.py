@@ -32,9 +32,9 @@ class DraftTrainSettings:
     """What one optimizer step does; see `draft_loss` for the weights and depths.
 
     `compute_dtype` is what the run computes in. `grad_clip` bounds the norm of the gradient, None
-    leaves it. `feature_noise` is the width of
-    the uniform noise on given features, a function of `seed` and the step (EAGLE's is 0.2 * 512 /
-    length). Raises ConfigError for values that cannot be.
+    leaves it. `topk` is how many candidates `topk_mass_weight` is about. `feature_noise` is the
+    width of the uniform noise on given features, a function of `seed` and the step (EAGLE's is
+    0.2 * 512 / length). Raises ConfigError for values that cannot be.
     """
 
     optim: OptimSettings
@@ -43,14 +43,16 @@ class DraftTrainSettings:
     value_weight: float = 1.0
     soft_weight: float = 0.1
     acceptance_weight: float = 0.0
+    topk_mass_weight: float = 0.0
+    topk: int = 1
     depth: int = 1
     depth_decay: float = 1.0
     feature_noise: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "depth", where="draft head: ")
-        losses = ("value_weight", "soft_weight", "acceptance_weight")
+        check_at_least_one(self, "depth", "topk", where="draft head: ")
+        losses = ("value_weight", "soft_weight", "acceptance_weight", "topk_mass_weight")
         for name in (*losses, "depth_decay", "feature_noise"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -141,6 +143,8 @@ class DraftTrainer:
             value_weight=s.value_weight,
             soft_weight=s.soft_weight,
             acceptance_weight=s.acceptance_weight,
+            topk_mass_weight=s.topk_mass_weight,
+            topk=s.topk,
             depth=s.depth,
             depth_decay=s.depth_decay,
             noise=self._noise(batch),
@@ -179,7 +183,11 @@ class DraftTrainer:
 
 
 def _metrics(loss: DraftLoss, total: float) -> Metrics:
-    some = {"draft/value_loss": loss.value, "draft/acceptance_loss": loss.acceptance}
+    some = {
+        "draft/value_loss": loss.value,
+        "draft/acceptance_loss": loss.acceptance,
+        "draft/topk_mass_loss": loss.topk_mass,
+    }
     return {name: float(part) for name, part in some.items() if part is not None} | {
         "draft/loss": total,
         "draft/soft_loss": float(loss.soft),

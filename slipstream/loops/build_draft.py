@@ -169,6 +169,16 @@ def train_settings(
             f"speculative.train.value_weight={train.value_weight:g}: an EAGLE3 head predicts no "
             "features; set speculative.train.value_weight=null"
         )
+    topk, tokens = config.speculative.eagle.spec_topk, head.config.vocab_size
+    if head.tokens is not None:
+        tokens = len(head.tokens)
+    if train.topk_mass_weight and topk >= tokens:
+        raise ConfigError(
+            f"speculative.train.topk_mass_weight={train.topk_mass_weight:g}: the "
+            f"speculative.eagle.spec_topk={topk} best of the {tokens} tokens that the head drafts "
+            f"are all of them; set speculative.eagle.spec_topk below {tokens}, or "
+            "speculative.train.topk_mass_weight=0"
+        )
     return DraftTrainSettings(
         optim=OptimSettings(
             lr=optim.lr,
@@ -186,6 +196,8 @@ def train_settings(
         value_weight=value_weight if train.value_weight is None else train.value_weight,
         soft_weight=train.soft_weight,
         acceptance_weight=train.acceptance_weight,
+        topk_mass_weight=train.topk_mass_weight,
+        topk=topk,
         depth=depth if train.depth is None else train.depth,
         depth_decay=depth_decay if train.depth_decay is None else train.depth_decay,
         feature_noise=train.feature_noise,

@@ -329,6 +329,12 @@ SECTIONS: tuple[Section, ...] = (
                 "`acceptance_weight` above 0",
             ),
             Metric(
+                "draft/topk_mass_loss",
+                "nats",
+                "-log of the policy's mass on the head's best tokens; only with `topk_mass_weight` "
+                "above 0",
+            ),
+            Metric(
                 "draft/accuracy",
                 "share",
                 "first drafts whose likeliest token is the policy's",
@@ -372,6 +378,12 @@ SECTIONS: tuple[Section, ...] = (
                 "nats",
                 "-log of the probability that a draft sampled from the head is accepted; only with "
                 "`acceptance_weight` above 0",
+            ),
+            Metric(
+                "drafter/topk_mass_loss",
+                "nats",
+                "-log of the policy's mass on the head's best tokens; only with `topk_mass_weight` "
+                "above 0",
             ),
             Metric("drafter/updates", "steps", "optimizer steps so far"),
             Metric("drafter/tokens_seen", "tokens", "tokens trained on so far"),

@@ -76,6 +76,22 @@ def test_what_a_rollout_cannot_be_asked_for(
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--plan 5_1_6", "--plan names plans that heads are compared by; give --heads, too"),
+        ("--heads a b --plot x.png", "--plot draws plans by batch size; leave out --heads"),
+        ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
+        ("--heads a a", "--heads a a: name each once"),
+    ],
+)
+def test_how_heads_cannot_be_compared(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "speculation", *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "line",
     [
         ["bench"],

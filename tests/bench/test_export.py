@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.bench import export
 from slipstream.bench.contenders import Contender, VllmSettings, Workload
-from slipstream.bench.export import ExportBench, ratio_of
+from slipstream.bench.export import Accepted, ExportBench, parted, ratio_of
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.trained import Trained
 from slipstream.errors import ConfigError
@@ -28,33 +28,37 @@ def trained(family: str = "llama") -> Trained:
 def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     given = trained()
     asked: list[tuple[int, str, Workload]] = []
+    writes = {0: 7, 1: 7, 2: 0}
 
     @contextmanager
     def vllm(
         name: str, settings: VllmSettings, folder: Path, positions: int, temperature: float
     ) -> Iterator[Contender]:
         assert temperature == 0
-        assert settings.speculative is not None
-        head = Path(str(settings.speculative["model"]))
+        assert settings.gaps
         # As vLLM loads them.
         assert (folder / "config.json").exists()
-        assert "EagleLlamaForCausalLM" in (head / "config.json").read_text()
-        assert (head / "model.safetensors").exists()
-        depth = int(str(settings.speculative["num_speculative_tokens"]))
+        depth, counted = 0, {}
+        if settings.speculative is not None:
+            head = Path(str(settings.speculative["model"]))
+            assert "EagleLlamaForCausalLM" in (head / "config.json").read_text()
+            assert (head / "model.safetensors").exists()
+            depth = int(str(settings.speculative["num_speculative_tokens"]))
+            counted = {
+                "vllm:spec_decode_num_drafts": 10.0,
+                "vllm:spec_decode_num_accepted_tokens": 5.0,
+            }
         contender = Contender(generate=lambda w: [], dtype="float32", threads=1)
 
         def generate(workload: Workload) -> list[list[int]]:
             asked.append((depth, name, workload))
-            contender.answers.append(
-                {
-                    "seconds": 0.5,
-                    "speculation": {
-                        "vllm:spec_decode_num_drafts": 10.0,
-                        "vllm:spec_decode_num_accepted_tokens": 5.0,
-                    },
-                }
-            )
-            return [[0] * length for length in workload.lengths]
+            gaps = [[0.5, 0.25] * (length // 2) for length in workload.lengths]
+            contender.answers.append({"seconds": 0.5, "speculation": counted, "gaps": gaps})
+            # The second token of the first response is the one that may differ.
+            first = [0, writes[depth]] if (1, 2, 3) in workload.prompts else [0, 0]
+            tokens = [[0] * length for length in workload.lengths]
+            tokens[0][:2] = first
+            return tokens
 
         contender.generate = generate
         yield contender
@@ -63,7 +67,7 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(export, "vllm_of", vllm)
     bench = ExportBench(policy=Path("run"), depths=(1, 2), prompts=3, new_tokens=8, at_once=2)
     rows = export.run(bench, lambda text: None)
-    assert [depth for depth, _, _ in asked] == [1, 1, 2, 2]
+    assert [depth for depth, _, _ in asked] == [0, 0, 1, 1, 2, 2]
     assert [w.prompts for _, _, w in asked[:2]] == [((1, 2, 3), (4, 5)), ((6,),)]
     assert [row.case for row in rows] == ["chains of 1", "chains of 2"]
     for row in rows:
@@ -74,26 +78,55 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(ours, float)
         assert 1 <= ours <= 3
         assert ratio_of(row) == pytest.approx(1.5 / ours)
-        # The stand-in writes zeros.
+        # The stand-in writes zeros, sure of each by half a nat or a quarter.
         assert values["same_responses"] == 0
+        assert values["largest_gap_where_they_part"] == 0.5
+        assert values["vllm_median_gap"] == 0.375
+    same = [row.values["vllm_same_as_plain"] for row in rows]
+    assert same == [1.0, pytest.approx(2 / 3)]
+    # At the second token.
+    assert [row.values["vllm_largest_gap_where_they_part"] for row in rows] == [0.0, 0.25]
+    assert [export.widest_parting(row) for row in rows] == [0.5, 0.5]
     assert not export.good(rows)
 
 
+def test_responses_part_at_the_first_token_that_differs() -> None:
+    one = Accepted(
+        token_ids=[[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+        per_verification=1.0,
+        seconds=0.0,
+        gaps=[[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]],
+    )
+    assert parted(one, [[1, 2, 3], [4, 0, 0], [7, 8, 0]]) == [0.5, 0.9]
+
+
 @pytest.mark.parametrize(
-    ("over", "same", "good"), [(0.91, 1.0, True), (1.11, 1.0, False), (1.0, 0.5, False)]
+    ("dtype", "over", "ours", "theirs", "good"),
+    [
+        ("float32", 0.91, 0.0, 0.0, True),
+        ("float32", 1.11, 0.0, 0.0, False),
+        ("float32", 1.0, 0.125, 0.0, False),
+        ("float32", 1.0, 0.0, 0.125, False),
+        ("bfloat16", 1.0, 0.125, 0.125, True),
+        ("bfloat16", 1.0, 0.125, 0.5, False),
+    ],
 )
-def test_as_much_has_to_be_accepted_of_the_same_responses(
-    over: float, same: float, good: bool
+def test_as_much_has_to_be_accepted_and_responses_part_at_ties_only(
+    dtype: str, over: float, ours: float, theirs: float, good: bool
 ) -> None:
     row = Row(
         benchmark="export",
         case="chains of 1",
         contender="vllm",
-        dtype="float32",
+        dtype=dtype,
         threads=1,
         seconds=Spread.of([0.0]),
         machine=this_machine(),
-        values={"vllm_over_ours": over, "same_responses": same},
+        values={
+            "vllm_over_ours": over,
+            "largest_gap_where_they_part": ours,
+            "vllm_largest_gap_where_they_part": theirs,
+        },
     )
     assert export.good([row]) == good
 

@@ -28,6 +28,7 @@ def cotraining(
     count: int = 64,
     seed: int = 1,
     acceptance_weight: float = 0.0,
+    topk_mass_weight: float = 0.0,
     ema_decay: float = 0.0,
 ) -> CoTraining:
     """With responses of the toy policy, as if RL step 1 had brought them."""
@@ -52,7 +53,11 @@ def cotraining(
     head = new_head(decoder, seed)
     torch.nn.init.zeros_(head.fc.weight)
     settings = CoTrainSettings(
-        train=DraftTrainSettings(optim=OptimSettings(lr=1e-2), acceptance_weight=acceptance_weight),
+        train=DraftTrainSettings(
+            optim=OptimSettings(lr=1e-2),
+            acceptance_weight=acceptance_weight,
+            topk_mass_weight=topk_mass_weight,
+        ),
         updates=10,
         batch_size=8,
         accept_depth=2,
@@ -90,15 +95,16 @@ def test_a_head_that_accepts_more_is_passed_on_as_the_next_version() -> None:
     assert second.metrics["drafter/accept_length/before"] == metrics["drafter/accept_length/after"]
 
 
-def test_the_acceptance_loss_is_reported_where_it_counts() -> None:
+@pytest.mark.parametrize("name", ["acceptance", "topk_mass"])
+def test_losses_of_acceptance_are_reported_where_they_count(name: str) -> None:
     ends = ends_of(shared_decoder())
     with_it, without = (
-        cotraining(held_out=0, count=24, acceptance_weight=weight).slice(ends, step=1).metrics
+        cotraining(held_out=0, count=24, **{f"{name}_weight": weight}).slice(ends, step=1).metrics  # type: ignore[arg-type]
         for weight in (1.0, 0.0)
     )
     check_names(with_it)
-    assert 0 < with_it["drafter/acceptance_loss"] < with_it["drafter/loss"]
-    assert "drafter/acceptance_loss" not in without
+    assert 0 < with_it[f"drafter/{name}_loss"] < with_it["drafter/loss"]
+    assert f"drafter/{name}_loss" not in without
 
 
 def test_a_head_that_accepts_less_is_held_back() -> None:

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.drafter.losses import DraftSamples, acceptance_loss, draft_loss
+from slipstream.drafter.losses import (
+    DraftSamples,
+    acceptance_loss,
+    draft_loss,
+    topk_mass_loss,
+)
 from slipstream.errors import DataError
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_head3 import Eagle3Head
@@ -158,6 +163,129 @@ def test_the_gradient_of_the_acceptance_loss_is_that_of_finite_differences() -> 
     )
 
 
+def among(q: list[float], k: int) -> list[float]:
+    """How likely each token is among `k` candidates, in plain numbers."""
+    low, high = 1e-9, 1.0
+    for _ in range(200):
+        level = (low * high) ** 0.5
+        enough = sum(1 - math.exp(-one / level) for one in q) > k
+        low, high = (level, high) if enough else (low, level)
+    return [1 - math.exp(-one / low) for one in q]
+
+
+def test_the_top_k_mass_loss_is_that_of_a_loop() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_p, log_q = (
+        torch.log_softmax(torch.randn(7, 13, dtype=torch.float64, generator=generator) * 2, -1)
+        for _ in range(2)
+    )
+    for k in (1, 2, 4, 12):
+        expected = []
+        for p, q in zip(log_p.exp().tolist(), log_q.exp().tolist(), strict=True):
+            members = among(q, k)
+            assert sum(members) == pytest.approx(k)
+            expected.append(-math.log(sum(a * b for a, b in zip(p, members, strict=True))))
+        found = float(topk_mass_loss(log_p, log_q, k))
+        assert found == pytest.approx(sum(expected) / len(expected), rel=1e-9)
+    # A head that knows nothing has chosen k of V tokens at random.
+    flat = torch.full((7, 13), -math.log(13))
+    assert float(topk_mass_loss(log_p.float(), flat, 4)) == pytest.approx(math.log(13 / 4))
+
+
+def test_candidates_are_as_likely_as_drawing_them_says() -> None:
+    """Shares among the best of log q + G over many draws: the law is one given the level, so not
+    exactly theirs."""
+    generator = torch.Generator().manual_seed(2)
+    log_q = torch.log_softmax(torch.tensor([2.0, 1.0, 0.0, 0.0, -1.0, -2.0, -3.0, -9.0]), -1)
+    noise = -torch.log(-torch.log(torch.rand(40_000, 8, generator=generator)))
+    best = (log_q + noise).topk(3, -1).indices
+    drawn = torch.bincount(best.flatten(), minlength=8) / 40_000
+    for token in range(8):
+        log_p = torch.log_softmax(100.0 * F.one_hot(torch.tensor([token]), 8).float(), -1)
+        found = math.exp(-float(topk_mass_loss(log_p, log_q[None], 3)))
+        assert found == pytest.approx(float(drawn[token]), abs=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_a_sure_head_the_top_k_mass_is_the_policys_on_its_best_tokens(
+    dtype: torch.dtype,
+) -> None:
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=dtype)
+    logits = torch.tensor([[0.0, 300.0, 100.0, 400.0]], dtype=dtype, requires_grad=True)
+    for k, mass in ((1, 0.05), (2, 0.35), (3, 0.5)):
+        loss = topk_mass_loss(p.log(), torch.log_softmax(logits, -1), k)
+        assert float(loss.detach()) == pytest.approx(-math.log(mass), rel=1e-5)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert logits.grad is not None
+        assert logits.grad.isfinite().all()
+
+
+def test_the_gradient_of_the_top_k_mass_loss_is_that_of_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p, logits = (
+        torch.randn(5, 11, dtype=torch.float64, generator=generator).mul_(2) for _ in range(2)
+    )
+    log_p = torch.log_softmax(log_p, -1)
+    logits.requires_grad_()
+    for k in (1, 3, 10):
+        assert torch.autograd.gradcheck(
+            lambda given, k=k: topk_mass_loss(log_p, torch.log_softmax(given, -1), k), logits
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_top_k_mass_loss_lifts_a_token_that_is_far_from_the_candidates(
+    dtype: torch.dtype,
+) -> None:
+    log_p = torch.log_softmax(torch.tensor([[0.0, 0.0, 0.0, 200.0]], dtype=dtype), -1)
+    logits = torch.tensor([[90.0, 60.0, 30.0, 0.0]], dtype=dtype, requires_grad=True)
+    loss = topk_mass_loss(log_p, torch.log_softmax(logits, -1), 2)
+    # The level lies between 60 and 30: it depends on the numbers' precision where.
+    assert 30 < float(loss.detach()) < 60
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert float(logits.grad[0, 3]) == pytest.approx(-1.0, abs=1e-3)
+    assert float(logits.grad.sum()) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_as_many_candidates_as_tokens_are_refused() -> None:
+    batch, packed = random_batch(), passing_on().pack(torch.float32)
+    draft_loss(packed, batch, topk_mass_weight=0.1, topk=V - 1)
+    with pytest.raises(ValueError, match=f"{V} candidates of {V} tokens leave none out"):
+        draft_loss(packed, batch, topk_mass_weight=0.1, topk=V)
+
+
+def test_top_k_mass_counts_at_every_depth_and_only_with_a_weight() -> None:
+    head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
+    head.init_weights(3)
+    batch, packed = random_batch(), head.pack(torch.float32)
+    plain, loss = (
+        draft_loss(packed, batch, depth=2, depth_decay=0.5, topk_mass_weight=weight, topk=3)
+        for weight in (0.0, 0.7)
+    )
+    expected = []
+    with torch.no_grad():
+        unrolled = packed.unroll(
+            batch.tokens_BT[:, 1:], batch.features_BTF[:, :-1], batch.embedding_VD, 2
+        )
+        for k, predicted in enumerate(unrolled):
+            slots = [
+                (b, t)
+                for b in range(B)
+                for t in range(T - 2 - k)
+                if batch.loss_mask_BT[b, t + 2 + k]
+            ]
+            true = torch.stack([batch.features_BTF[b, t + 1 + k] for b, t in slots])
+            mine = torch.stack([predicted[b, t] for b, t in slots])
+            log_p, log_q = (torch.log_softmax(batch.lm_head(x), -1) for x in (true, mine))
+            expected.append(float(topk_mass_loss(log_p, log_q, 3)))
+    assert plain.topk_mass is None
+    assert loss.topk_mass is not None
+    assert float(loss.topk_mass) == pytest.approx(expected[0], rel=1e-5)
+    more = 0.7 * (expected[0] + expected[1] / 2) / 1.5
+    assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
+
+
 def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
@@ -196,6 +324,7 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
     batch = replace(random_batch(), features_BTF=wide)
     packed = head.pack(torch.float32)
     weights: dict[str, Any] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
+    weights |= {"topk_mass_weight": 0.4, "topk": 3}
     loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
     assert loss.value is None
     assert torch.equal(batch.given, wide[..., : 3 * D])
@@ -206,7 +335,7 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
             packed.unroll(batch.tokens_BT.roll(-1, -1), batch.given, batch.embedding_VD, steps)
         )
         for k, states in enumerate(unrolled):
-            soft, accepted, hits = [], [], []
+            soft, accepted, held, hits = [], [], [], []
             for b in range(B):
                 for t in range(T - 2 - k):
                     if not batch.loss_mask_BT[b, t + 2 + k]:
@@ -219,8 +348,12 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
                     soft.append(-float((p * q.log()).sum()) if known else 0.0)
                     mass = torch.softmax(logits, -1)[tokens]
                     accepted.append(-float(torch.minimum(mass, q).sum().log()))
+                    held.append(
+                        -math.log(float(mass @ torch.tensor(among(q.tolist(), 3)).double()))
+                    )
                     hits.append(tokens[int(mine.argmax())] == int(logits.argmax()))
             mean = 0.2 * sum(soft) / len(soft) + 0.3 * sum(accepted) / len(accepted)
+            mean += 0.4 * sum(held) / len(held)
             total += 0.5**k * mean
             assert float(loss.depth_accuracy[k]) == pytest.approx(sum(hits) / len(hits))
             if k == 0:

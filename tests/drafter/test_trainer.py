@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -78,6 +79,21 @@ def test_the_acceptance_loss_alone_makes_more_drafts_right() -> None:
     assert losses[-1] < 0.8 * losses[0]
     assert after.at_depth(1) > before.at_depth(1) + 0.05
     assert after.at_depth(2) > before.at_depth(2) + 0.05
+
+
+def test_the_top_k_mass_loss_alone_gathers_the_policys_mass_on_few_tokens() -> None:
+    decoder = shared_decoder()
+    head, ends, data = new_head(decoder), ends_of(decoder), sequences(decoder, 48)
+    torch.nn.init.zeros_(head.fc.weight)
+    weights = {"value_weight": 0.0, "soft_weight": 0.0, "topk_mass_weight": 1.0}
+    made = trainer(head, lr=1e-2, topk=2, **weights)
+    history = made.train(passes(data, 16, "learn"), ends, steps=30)
+    check_names(history[0])
+    losses = [metrics["draft/topk_mass_loss"] for metrics in history]
+    # At first two of all tokens, at random.
+    chance = 2 / decoder.config.vocab_size
+    assert losses[0] == pytest.approx(-math.log(chance), rel=1e-3)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def by_heart(sequences: Sequence[DraftSequence], decoder: Decoder) -> DraftHead:
@@ -227,6 +243,8 @@ def test_the_state_of_another_head_is_refused() -> None:
         ({"soft_weight": -1.0}, "soft_weight=-1.0 must be a finite number"),
         ({"soft_weight": 0.0, "value_weight": 0.0}, "leave nothing to learn"),
         ({"acceptance_weight": -1.0}, "acceptance_weight=-1.0 must be a finite number"),
+        ({"topk_mass_weight": -1.0}, "topk_mass_weight=-1.0 must be a finite number"),
+        ({"topk": 0}, "topk=0 must be at least 1"),
         ({"grad_clip": 0.0}, "grad_clip=0.0 must be > 0"),
     ],
 )

@@ -150,6 +150,11 @@ def test_the_most_frequent_tokens() -> None:
         ((THIRD[0], f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,4]"), 2, "not of [0, 1, 4]"),
         ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "at most the policy's"),
         ((*THIRD, f"{TRAIN}.value_weight=1"), 2, "an EAGLE3 head predicts no features"),
+        (
+            (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
+            2,
+            "spec_topk=12 best of the 12 tokens that the head drafts are all of them",
+        ),
         ((VOCABULARY,), 2, "draft_vocab_size has no effect with"),
         (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),
     ],
