@@ -14,6 +14,7 @@ import torch
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.errors import ConfigError
+from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
     EpsilonGreedy,
@@ -87,12 +88,14 @@ def make_speculation(
         head, source = first_head(config, policy)
         folder = None if source is None else str(source)
         what = f"draft head {source}" if source is not None else "a draft head that begins anew"
+        recorded = device.type == "cuda" and not config.actor_rollout_ref.rollout.enforce_eager
         # One layer beside the policy's: its share holds as many contexts as theirs do.
         proposer = EagleProposer(
             head.to(device),
             dtype=dtype,
             kv_budget_bytes=kv_budget_bytes // policy.config.num_layers,
             free_cache=free_cache,
+            record=CudaRecorder() if recorded else None,
         )
         if speculative.spec_strategy == "union":
             proposer = union = UnionProposer(proposer, history)

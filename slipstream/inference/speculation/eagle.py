@@ -21,7 +21,9 @@ from torch import Tensor
 
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
-from slipstream.inference.speculation.levels import tree_by_levels
+from slipstream.inference.engine.recorder import Recorder
+from slipstream.inference.speculation.draft_graphs import DraftGraphs, Drafting, DraftInputs
+from slipstream.inference.speculation.levels import chain_by_columns, tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.sureness import Sureness
@@ -36,7 +38,6 @@ from slipstream.models.draft_model import DraftModel, PackedDraft
 from slipstream.models.draft_pass import DraftPass, Ints, draft_tree
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
-from slipstream.sampling.choose import choose, draw
 from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 
@@ -57,12 +58,14 @@ class EagleProposer:
         kv_budget_bytes: int = 1 << 30,
         waiting_bytes: int = 1 << 28,
         free_cache: bool = True,
+        record: Recorder | None = None,
     ) -> None:
         """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
         more, nothing is drafted, which is said once. Features that wait take at most
         `waiting_bytes`, and those that requests begin with as much; beyond, the oldest are
         forgotten and rows begin anew after them. With
-        `free_cache` the memory of keys and values is given back when no request is left."""
+        `free_cache` the memory of keys and values is given back when no request is left. With
+        `record` drafting becomes recordings, one for each plan and shape that is usual."""
         self._head = head
         device = head.device
         self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
@@ -80,6 +83,7 @@ class EagleProposer:
         self._sureness = Sureness()
         # Of the trees that are being verified.
         self._judged: Candidates | None = None
+        self._graphs = None if record is None else DraftGraphs(record)
         self._short_of_memory = False
         self._free_cache = free_cache
 
@@ -149,6 +153,8 @@ class EagleProposer:
         if not self._order:
             self._waiting.clear()
             if self._free_cache:
+                if self._graphs is not None:
+                    self._graphs.clear()
                 self._store.release()
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
@@ -161,6 +167,8 @@ class EagleProposer:
         copy_tensors(self._head, checked_tensors(self._head, update, self._dtype, what=what))
         with torch.no_grad():
             self._packed = self._head.pack(self._dtype)
+        if self._graphs is not None:
+            self._graphs.clear()
         for row in self._rows.values():
             row.cached = 0
 
@@ -195,7 +203,7 @@ class EagleProposer:
         packed = self._packed
         in_one_call = packed.together is not None
         if plan.topk == 1 and (not in_one_call or batch.rows.cuts):
-            drafts = self._by_columns(batch, plan.steps, starts_N, waiting).tolist()
+            drafts = self._by_columns(batch, plan, starts_N, waiting).tolist()
             pairs = zip(batch.last, drafts, strict=True)
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
         if in_one_call:
@@ -250,53 +258,65 @@ class EagleProposer:
         return self._batch
 
     def _by_columns(
-        self, batch: DraftBatch, steps: int, starts_N: Ints, waiting: Waiting
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
-        run, columns, hidden_ND = self._caught_up(batch, starts_N, waiting, steps)
-        drafts = [_choose(batch, self._packed, hidden_ND, 0)]
-        for step in range(1, steps):
-            column = columns + step - 1
-            hidden_ND = run.run(column, drafts[-1][:, None], hidden_ND[:, None])[:, 0]
-            drafts.append(_choose(batch, self._packed, hidden_ND, step))
-        return torch.stack(drafts, 1)
+
+        def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
+            kv = self._store.data[0]
+            return (chain_by_columns(self._packed, kv, batch, given, num_keys, plan.steps),)
+
+        (drafts,) = self._recorded(draft, batch, plan, starts_N, waiting)
+        return drafts
 
     def _by_levels(
         self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
     ) -> Candidates:
         """Candidates of trees, by one call for each level."""
-        _, _, hidden_ND = self._caught_up(batch, starts_N, waiting, 1)
-        ends_N = torch.from_numpy(starts_N + waiting.counts_N).to(hidden_ND.device)
-        kv = self._store.data[0]
-        shape = plan.steps, plan.topk, self._sureness.scale
-        return tree_by_levels(self._packed, kv, batch, ends_N, hidden_ND, *shape)
 
-    def _caught_up(
-        self, batch: DraftBatch, starts_N: Ints, waiting: Waiting, steps: int
-    ) -> tuple[DraftPass, int, Tensor]:
-        """The head takes in what waits: the pass, which has room for `steps` drafts, the column of
-        the first of them, and the states (N, D) that it predicts next."""
+        def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
+            shape = num_keys, plan.steps, plan.topk
+            return tree_by_levels(self._packed, self._store.data[0], batch, given, *shape)
+
+        parts = self._recorded(draft, batch, plan, starts_N, waiting)
+        return Candidates(*(part.cpu().numpy() for part in parts))
+
+    def _recorded(
+        self,
+        drafting: Drafting,
+        batch: DraftBatch,
+        plan: DraftPlan,
+        starts_N: Ints,
+        waiting: Waiting,
+    ) -> tuple[Tensor, ...]:
+        """What `drafting` gives after what waits; by a recording where there is one."""
+        hidden_ND = self._caught_up(batch, starts_N, waiting)
+        ends_N = starts_N + waiting.counts_N
+        device = hidden_ND.device
+        scale = torch.tensor(self._sureness.scale, dtype=torch.float64, device=device)
+        given = DraftInputs(torch.from_numpy(ends_N).to(device), hidden_ND, scale)
+        num_keys = int(ends_N.max()) + (plan.steps - 1) * plan.topk
+        # Laws that are cut take as many tokens as there are.
+        if self._graphs is None or batch.rows.cuts:
+            return drafting(batch, given, num_keys)
+        return self._graphs.draft(drafting, batch, plan, given, self._store.data[0], num_keys)
+
+    def _caught_up(self, batch: DraftBatch, starts_N: Ints, waiting: Waiting) -> Tensor:
+        """The head takes in what waits: the states (N, D) that it predicts next."""
         ids_NT, features_NTF = waiting.padded()
         states_NTD = self._packed.taken(features_NTF)
         width = ids_NT.shape[1]
-        ends_N1 = (starts_N + waiting.counts_N)[:, None]
-        columns = starts_N[:, None] + np.arange(width), ends_N1 + np.arange(steps - 1)
         device = batch.positions_N.device
-        slots_NC = torch.from_numpy(np.concatenate(columns, 1)).to(device)
-        num_keys = int(starts_N.max()) + width + steps
-        done = 0
+        slots_NT = torch.from_numpy(starts_N[:, None] + np.arange(width)).to(device)
+        num_keys = int(starts_N.max()) + width
         hidden: list[Tensor] = []
-        while width - done > _COLUMNS:
-            part = slice(done, done + _COLUMNS)
-            early = self._pass(batch, slots_NC[:, part], num_keys)
-            hidden.append(early.run(0, ids_NT[:, part], states_NTD[:, part]))
-            done += _COLUMNS
-        run = self._pass(batch, slots_NC[:, done:], num_keys)
-        hidden.append(run.run(0, ids_NT[:, done:], states_NTD[:, done:]))
+        for start in range(0, width, _COLUMNS):
+            part = slice(start, start + _COLUMNS)
+            run = self._pass(batch, slots_NT[:, part], num_keys)
+            hidden.append(run.run(0, ids_NT[:, part], states_NTD[:, part]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
-        hidden_ND = all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
-        return run, width - done, hidden_ND
+        return all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
@@ -321,18 +341,3 @@ class EagleProposer:
                 length,
             )
         self._short_of_memory = True
-
-
-def _choose(batch: DraftBatch, head: PackedDraft, states_ND: Tensor, step: int) -> Tensor:
-    """Drafted tokens (N,): argmax of log q + G, with the noise of the position that they are for.
-
-    Over the temperature, logits and log q differ by a constant, so no distribution is needed.
-    """
-    rows, positions = batch.rows, batch.positions_N + step
-    logits_NV = head.logits(states_ND, batch.policy.lm_head)
-    if rows.cuts:
-        return choose(logits_NV, positions, rows).tokens
-    if rows.any_tempered:
-        heat_N = torch.where(rows.temperature_N == 0, 1.0, rows.temperature_N)
-        logits_NV = logits_NV / heat_N[:, None]
-    return draw(logits_NV, positions, rows)

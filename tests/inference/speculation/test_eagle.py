@@ -19,6 +19,8 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.kernels import team
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.sampling.choose import SamplingRows, first_argmax
+from slipstream.sampling.noise import gumbel_noise
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     all_bits,
@@ -29,6 +31,7 @@ from tests.inference.helpers import (
     shared_decoder,
     update_from,
 )
+from tests.inference.stand_in import trace
 
 
 def new_head(decoder: Decoder, seed: int = 1) -> DraftHead:
@@ -411,3 +414,29 @@ def test_a_head_in_another_dtype_than_the_policy_is_refused() -> None:
     engine.add(make_request("a", [3, 4, 5], max_tokens=8))
     with pytest.raises(EngineError, match=r"computes in torch.float32, and the draft head in torc"):
         drain(engine)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("plan", ["4_1_5", "3_2_6"])
+def test_recorded_drafts_are_what_drafts_are(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_torch(scores: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        # What a GPU draws by: the kernel of a CPU leaves no operations to record.
+        noise = gumbel_noise(rows.keys_N2, positions, scores.shape[1])
+        return first_argmax(scores.double() + noise)
+
+    monkeypatch.setattr("slipstream.inference.speculation.levels.draw", by_torch)
+    requests = [make_request(f"r{i}", [3, 4, 5 + i], max_tokens=60) for i in range(3)]
+    found = []
+    for record in (None, trace):
+        head = new_head(shared_decoder())
+        proposer = EagleProposer(head, dtype=torch.float32, record=record)
+        engine = make_engine(proposer=proposer, plan=DraftPlan.parse(plan))
+        done = all_bits(engine.run(requests))
+        stats = engine.stats()
+        found.append((done, stats.draft_tokens, stats.accepted_tokens))
+        graphs = proposer._graphs
+        assert (graphs is None) == (record is None)
+        if graphs is not None:
+            assert graphs.replayed > 10
+    assert found[0] == found[1]
+    assert found[0][2] > 0

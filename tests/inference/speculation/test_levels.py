@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.inference.speculation.draft_graphs import DraftInputs
 from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.config import ModelConfig
@@ -16,6 +17,7 @@ from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_model import DraftModel
 from slipstream.models.draft_pass import DraftPass, draft_tree
 from slipstream.sampling.choose import SamplingRows
+from slipstream.sampling.tree import Candidates
 from tests.inference.helpers import make_decoder
 
 
@@ -24,6 +26,10 @@ def make_head(kind: str, config: ModelConfig) -> DraftModel:
         return DraftHead(config)
     few = range(1, config.vocab_size, 3) if kind == "eagle3, some tokens" else None
     return Eagle3Head(config, (0, 1, 2), few)
+
+
+def candidates(parts: tuple[torch.Tensor, ...]) -> Candidates:
+    return Candidates(*(part.numpy() for part in parts))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3, some tokens"])
@@ -70,16 +76,16 @@ def test_trees_are_those_of_the_compiled_call(
     room = torch.zeros_like(kv)
     run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
     hidden = run.run(0, ids, plain.taken(features))[:, -1]
-    found = tree_by_levels(plain, room, batch, torch.tensor([4, 4, 4]), hidden, steps, topk)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    shape = DraftInputs(torch.tensor([4, 4, 4]), hidden, one), 4 + steps * topk, steps, topk
+    found = candidates(tree_by_levels(plain, room, batch, *shape))
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
     # Levels end where nothing that is followed is worth its row; no candidate that is gets lost.
     worth = 0.3
     fewer = draft_tree(*given, steps, topk, float(np.log(worth)))
-    level = tree_by_levels(
-        plain, room, replace(batch, worth=worth), torch.tensor([4, 4, 4]), hidden, steps, topk
-    )
+    level = candidates(tree_by_levels(plain, room, replace(batch, worth=worth), *shape))
     worthy = expected[2] >= np.log(worth)
     assert ((fewer[2] >= np.log(worth)) == worthy).all()
     assert (fewer[0][worthy] == expected[0][worthy]).all()
