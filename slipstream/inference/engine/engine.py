@@ -33,7 +33,12 @@ from slipstream.inference.speculation.protocol import (
     Proposer,
     taps_of,
 )
-from slipstream.inference.speculation.selector import RowJudge, StepRecord, StrategySelector
+from slipstream.inference.speculation.selector import (
+    Choosing,
+    RowJudge,
+    StepRecord,
+    StrategySelector,
+)
 from slipstream.kernels.team import by_itself
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
@@ -88,7 +93,13 @@ class Engine:
         self.settings = settings
         self.version = 0
         self._decode_text = decode
-        self._runner = Runner(decoder, settings.dtype, eager=settings.enforce_eager, taps=taps)
+        self._runner = Runner(
+            decoder,
+            settings.dtype,
+            eager=settings.enforce_eager,
+            taps=taps,
+            choices=selector.choices if isinstance(selector, Choosing) else None,
+        )
         self._scheduler = Scheduler(
             self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
             max_num_seqs=settings.max_num_seqs,
