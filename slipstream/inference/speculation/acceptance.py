@@ -57,10 +57,13 @@ class AcceptanceCurve:
             return guess
         return (self._right[depth] + weight * guess) / (self._tried[depth] + weight)
 
-    def rates(self, depths: int) -> list[float]:
-        """`share` of the first depths: one that was tried less often takes after the one before."""
+    def rates(self, depths: int, like: AcceptanceCurve | None = None) -> list[float]:
+        """`share` of the first depths: one that was tried less often takes after the one before,
+        or after the same depth of another curve, as far as anything was tried there."""
         guess, found = self._guess, []
         for depth in range(depths):
+            if like is not None and depth < len(like._tried):
+                guess = like.share(depth, guess, self._weight)
             guess = self.share(depth, guess, self._weight)
             found.append(guess)
         return found

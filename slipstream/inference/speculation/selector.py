@@ -249,8 +249,8 @@ class _Slept:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """Of chains."""
-    trees: dict[DraftPlan, list[int]] = field(default_factory=dict)
-    """Accepted drafts of trees."""
+    trees: dict[DraftPlan, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """Drafts of trees, and accepted ones."""
     seconds: dict[DraftPlan, list[tuple[int, float]]] = field(default_factory=dict)
     """By plan, and in it with the requests that ran."""
 
@@ -258,7 +258,9 @@ class _Slept:
         if not step.drafted:
             self.plain += 1
         elif step.plan.topk > 1:
-            self.trees.setdefault(step.plan, []).extend(step.accepted)
+            drafted, accepted = self.trees.setdefault(step.plan, ([], []))
+            drafted += step.drafted
+            accepted += step.accepted
         else:
             self.drafting += 1
             self.drafted += step.drafted
@@ -296,6 +298,9 @@ class CostModelSelector:
             raise ConfigError("a selector needs at least one draft plan")
         self.curve = AcceptanceCurve()
         self._trees = TreeYields()
+        # How often any draft of a level of trees is right, after right ones: where chains have not
+        # been tried, what they might be at best.
+        self._levels = AcceptanceCurve()
         self._costs = StepCosts()
         self._threshold = bs_threshold
         self._hysteresis = hysteresis
@@ -423,7 +428,7 @@ class CostModelSelector:
         if drawn == OFF:
             self._forget(bucket, 1)
         elif drawn.topk > 1:
-            self._branched(size, drawn, step.accepted)
+            self._branched(size, drawn, step.drafted, step.accepted)
         else:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
@@ -443,6 +448,7 @@ class CostModelSelector:
             self._recess.drafter_changed()
         self.curve.forget(0.5)
         self._trees.forget(0.5)
+        self._levels.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
             bucket.trees.forget(0.5)
@@ -488,8 +494,8 @@ class CostModelSelector:
             if slept.drafting:
                 self.curve.record(slept.drafted, slept.accepted, slept.drafting)
                 bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
-            for plan, accepted in slept.trees.items():
-                self._branched(size, plan, accepted)
+            for plan, (drafted, accepted) in slept.trees.items():
+                self._branched(size, plan, drafted, accepted)
             for plan, steps in slept.seconds.items():
                 self._measured(size, plan, steps)
                 bucket.thoughts += _LEARNING
@@ -514,18 +520,22 @@ class CostModelSelector:
         self._costs.record(size, plan, steps, self._spent - self._told)
         self._told = self._spent
 
-    def _branched(self, size: int, plan: DraftPlan, accepted: Sequence[int]) -> None:
+    def _branched(
+        self, size: int, plan: DraftPlan, drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
         """What trees of a batch size have yielded."""
         count, mean = len(accepted), sum(accepted) / len(accepted)
+        # No path is longer than there are drafts.
+        self._levels.record([min(drafts, plan.steps) for drafts in drafted], accepted)
         for trees, expected in (
-            (self._trees, expected_of_tree(self.curve.rates(plan.steps), plan)),
+            (self._trees, expected_of_tree(self._first_rates(plan.steps), plan)),
             (self._buckets[size].trees, expected_of_tree(self._shares(size, plan.steps), plan)),
         ):
             trees.record(plan, mean, expected, count)
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
-        for known in (self.curve, bucket.curve, self._trees, bucket.trees):
+        for known in (self.curve, bucket.curve, self._levels, self._trees, bucket.trees):
             known.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
@@ -565,8 +575,12 @@ class CostModelSelector:
         """Of right drafts of chains after right ones, by depth, at a batch size."""
         own = self._buckets[size].curve
         return [
-            own.share(depth, guess, _TRUST) for depth, guess in enumerate(self.curve.rates(depths))
+            own.share(depth, guess, _TRUST) for depth, guess in enumerate(self._first_rates(depths))
         ]
+
+    def _first_rates(self, depths: int) -> list[float]:
+        """Of right drafts of chains, at all batch sizes."""
+        return self.curve.rates(depths, like=self._levels)
 
     def _looked(self, running: int, look: _Look) -> None:
         """A look has ended."""
