@@ -89,7 +89,10 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     config = load_config(
         bench.settings, file=bench.policy / CONFIG_FILE, notify=lambda _: None, complete=False
     )
-    arms = arms_of(head, trees=config.speculative.eagle.spec_topk > 1)
+    eagle = config.speculative.eagle
+    # A bandit has shapes of its own, which `spec_topk` does not narrow.
+    trees = eagle.spec_topk > 1 and eagle.tune_algorithm in ("COST", "PREDEFINED")
+    arms = arms_of(head, trees=trees)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
     moved: list[float] = []
     with TemporaryDirectory() as folder:

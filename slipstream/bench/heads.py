@@ -3,21 +3,22 @@
 What each took to train, as its run's folder says, and, all heads in turns, how many tokens a
 verification of each plan gives and what is gained over plain decoding, by batch size; beside fixed
 plans the selector, which is what a run has. Which of two heads is the better one depends on all of
-it: EAGLE-3 accepts more where it was trained long enough, and drafts in a call for each token.
+it: a step of EAGLE-3's training takes several times as long as one of EAGLE-1's.
 
 Used by `command`; settings are those of `speculation`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slipstream.bench.grid import SELECTOR
 from slipstream.bench.record import Row, Spread, median_of
 from slipstream.bench.speculation import (
     PLAIN,
+    Generator,
     SpeculationBench,
     chains,
     check_same,
@@ -27,23 +28,19 @@ from slipstream.bench.speculation import (
 )
 from slipstream.bench.timing import alternate, ratio
 from slipstream.bench.trained import (
-    Responses,
     Trained,
     cut_to,
     load_trained,
     make_engine,
     natural_responses,
 )
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
-from slipstream.inference.protocol import EngineStats
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector
 from slipstream.loops.snapshot import head_folder
-from slipstream.metrics.loggers import METRICS_FILE
+from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 from slipstream.models.draft_io import load_draft_head
-
-SELECTOR = "selector"
 
 PLANS = tuple(map(DraftPlan.chain, (1, 3, 5, 7)))
 
@@ -86,11 +83,13 @@ def run_heads(
     rows = []
     for size in bench.batches:
         say(f"batch {size}: {len(heads)} heads, {len(fixed)} plans each and the selector, in turns")
-        contenders = {(PLAIN, ""): _Contender(make_engine(trained, bench.dtype), size, pool, bench)}
+        count = max(size, bench.least_responses // size * size)
+        batches = [pool.requests[i : i + size] for i in range(0, count, size)]
+        generators = {(PLAIN, ""): Generator(make_engine(trained, bench.dtype), batches)}
         for name, one in theirs.items():
             for how, engine in _engines(one, bench, fixed):
-                contenders[name, how] = _Contender(engine, size, pool, bench)
-        rows += _in_turns(bench, size, contenders, theirs, took)
+                generators[name, how] = Generator(engine, batches)
+        rows += _in_turns(bench, size, generators, theirs, took)
     return rows
 
 
@@ -104,12 +103,9 @@ def training_of(folder: Path) -> Training | None:
             break
     else:
         return None
-    try:
-        lines = [json.loads(line)["data"] for line in file.read_text().splitlines()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is no record of a training: {error!r}") from error
     # Before the first step the head is only measured, and a run's own file has no losses of a head.
-    seconds = [line["timing_s/step"] for line in lines if "draft/loss" in line]
+    steps = (metrics for _, metrics in read_jsonl(file) if "draft/loss" in metrics)
+    seconds = [metrics["timing_s/step"] for metrics in steps]
     return Training(steps=len(seconds), seconds=sum(seconds)) if seconds else None
 
 
@@ -139,23 +135,6 @@ def heads_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-class _Contender:
-    """An engine that decodes as many batches of a size as there are responses for."""
-
-    def __init__(self, engine: Engine, size: int, pool: Responses, bench: SpeculationBench) -> None:
-        count = max(size, bench.least_responses // size * size)
-        self._batches = [pool.requests[i : i + size] for i in range(0, count, size)]
-        self._engine = engine
-        self.tokens: list[list[int]] = []
-        self.stats: list[EngineStats] = []
-
-    def __call__(self) -> None:
-        before = self._engine.stats()
-        done = [g for batch in self._batches for g in self._engine.run(batch)]
-        self.tokens = [g.token_ids for g in done]
-        self.stats.append(self._engine.stats().since(before))
-
-
 def _engines(
     one: Trained, bench: SpeculationBench, fixed: Sequence[DraftPlan]
 ) -> Iterable[tuple[str, Engine]]:
@@ -172,12 +151,12 @@ def _engines(
 def _in_turns(
     bench: SpeculationBench,
     size: int,
-    contenders: Mapping[tuple[str, str], _Contender],
+    generators: Mapping[tuple[str, str], Generator],
     theirs: Mapping[str, Trained],
     took: Mapping[str, Training | None],
 ) -> list[Row]:
-    keys = {" ".join(key): key for key in contenders}
-    calls = {joined: contenders[key] for joined, key in keys.items()}
+    keys = {" ".join(key): key for key in generators}
+    calls = {joined: generators[key] for joined, key in keys.items()}
     times = alternate(calls, rounds=bench.rounds, warm_up=WARM_UP)
     plain = calls[f"{PLAIN} "]
     tokens = sum(map(len, plain.tokens))

@@ -39,7 +39,7 @@ from slipstream.bench.trained import (
 )
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.inference.engine import Engine
-from slipstream.inference.protocol import BATCH_LIMITS, EngineStats
+from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, GenerateRequest
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -117,18 +117,18 @@ def plans() -> list[DraftPlan]:
     return [*chains(), *map(DraftPlan.parse, TREES)]
 
 
-class _Generator:
+class Generator:
     """An engine and what it did in each round."""
 
     def __init__(
         self,
         engine: Engine,
-        batch: Responses,
+        batches: Sequence[Sequence[GenerateRequest]],
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        """`prepare` is called before each round."""
+        """A round is all `batches`, one after the other; `prepare` is called before it."""
         self.engine = engine
-        self.batch = batch
+        self.batches = batches
         self.prepare = prepare
         self.tokens: list[list[int]] = []
         self.stats: list[EngineStats] = []
@@ -136,7 +136,8 @@ class _Generator:
     def __call__(self) -> None:
         self.prepare()
         before = self.engine.stats()
-        self.tokens = [g.token_ids for g in self.engine.run(self.batch.requests)]
+        done = [g for batch in self.batches for g in self.engine.run(batch)]
+        self.tokens = [g.token_ids for g in done]
         self.stats.append(self.engine.stats().since(before))
 
     def tail_rates(self, rounds: int) -> list[float]:
@@ -183,13 +184,13 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         RIGHT_HEAD: (RightHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
         ORACLE: (oracle(), lambda: None),
     }
-    generators = {PLAIN: _Generator(plain, chosen)}
-    generators[AGAIN] = _Generator(make_engine(trained, bench.dtype), chosen)
+    generators = {PLAIN: Generator(plain, [chosen.requests])}
+    generators[AGAIN] = Generator(make_engine(trained, bench.dtype), [chosen.requests])
     for name, (proposer, prepare) in proposers.items():
         branches = name in (UNTRAINED, "eagle", "union")
         selector = CostModelSelector(plans() if branches else chains())
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
-        generators[name] = _Generator(engine, chosen, prepare)
+        generators[name] = Generator(engine, [chosen.requests], prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
     calls["machine"] = lambda: rates.append(measure_rates(bench.dtype, trained.decoder.config))
     with ExitStack() as stack:
@@ -274,7 +275,7 @@ def _rollout_row(
     bench: SpeculationBench,
     name: str,
     times: Mapping[str, Times],
-    generators: Mapping[str, _Generator],
+    generators: Mapping[str, Generator],
     chosen: Responses,
     least: Mapping[str, Spread],
 ) -> Row:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream.bench import heads
-from slipstream.bench.heads import SELECTOR, Training, heads_table, run_heads, training_of
+from slipstream.bench.grid import SELECTOR
+from slipstream.bench.heads import Training, heads_table, run_heads, training_of
 from slipstream.bench.speculation import PLAIN, SpeculationBench
 from slipstream.bench.trained import Trained
 from slipstream.errors import CheckpointError, ConfigError
@@ -37,7 +38,9 @@ def test_heads_have_a_row_for_each_plan_and_the_selector(
         head.init_weights(1, decoder)
         save_draft_head(head, tmp_path / name)
     lines = [{"step": step, "data": {"draft/loss": 1.0, "timing_s/step": 1.5}} for step in (1, 2)]
-    (tmp_path / "third" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "third" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     prompts = [(3, 4, 5 + i) for i in range(4)]
     toy = Trained(decoder=decoder, head=first, prompts=prompts, max_model_len=40)
     monkeypatch.setattr(heads, "load_trained", lambda folder: toy)
@@ -78,10 +81,10 @@ def test_what_a_training_took_is_in_its_folder_or_in_its_runs(tmp_path: Path) ->
     record.write_text(f"{json.dumps(measured)}\n{json.dumps(step)}\n")
     assert training_of(tmp_path) == training_of(record.parent) == Training(steps=1, seconds=0.25)
     # RL's own steps are no training of a head.
-    record.write_text(json.dumps({"step": 1, "data": {"timing_s/step": 9.0}}))
+    record.write_text(json.dumps({"step": 1, "data": {"timing_s/step": 9.0}}) + "\n")
     assert training_of(tmp_path) is None
-    record.write_text("[]")
-    with pytest.raises(CheckpointError, match="no record of a training"):
+    record.write_text("[]\n")
+    with pytest.raises(CheckpointError, match="no record of metrics"):
         training_of(tmp_path)
 
 

@@ -4,7 +4,8 @@ A recording holds memory, and recordings of all numbers of rows to verify at all
 hold much. So there are graphs for one number of rows after another (FastRL's "bucketed" graphs):
 steps are filled up to the numbers of the draft plans, plans of the same number share what is
 recorded, and only at batch sizes at which one of them may be chosen. A selector that may choose
-among many at all sizes is watched: what it seldom does is not recorded. Used by `graphs`.
+among many at all sizes is watched: what it seldom does is not recorded. Used by
+`graphs`, and in part by `speculation.draft_graphs`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A computation as one call: CUDA graphs, and the memory that they take.
 
-Used by `graphs`.
+Used by `graphs`, and by `speculation.draft_graphs` for drafts.
 """
 
 from __future__ import annotations

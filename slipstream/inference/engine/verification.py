@@ -50,6 +50,7 @@ class Verification:
 
     def sampling(self, batch: BatchSampling) -> SamplingRows:
         """How each row chooses."""
+        # Of one request all rows are alike, too.
         if self.rows_M is None or len(batch.names) == 1:
             return batch.repeated(self.ids_BT.shape[1])
         return batch.rows.part(self.rows_M)
