@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
 
 from slipstream.inference.speculation.plan import DraftPlan
 
 _FADE = 0.99
 
-_SIBLING = 0.35
-"""What a second draft in the place of a first one counts of it, and so each further one, before
-trees have been seen."""
+_SIBLING = 0.8
+"""How often a further draft in the place of one is right where those before it are not, of how
+often the first one is: what the quickstart's head has of it (docs/log.md)."""
 
 
 class AcceptanceCurve:
@@ -80,8 +82,8 @@ def expected_accepted(rates: Sequence[float]) -> float:
 
 
 class TreeYields:
-    """Accepted drafts of trees against what chains let expect: the share is a plan's own as far as
-    it has been seen, and else that of all trees. Old steps fade."""
+    """Accepted drafts of trees, or verified ones, against what chains let expect: the share is a
+    plan's own as far as it has been seen, and else that of all trees. Old steps fade."""
 
     def __init__(self, *, kept: float = 200.0, trust: float = 8.0) -> None:
         """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
@@ -91,7 +93,7 @@ class TreeYields:
         self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
 
     def record(self, plan: DraftPlan, accepted: float, expected: float, requests: int) -> None:
-        """So many requests had so many drafts accepted and expected, on average."""
+        """So many requests had so many drafts accepted (or verified) and expected, on average."""
         right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
         keep = max(_FADE, 1 - requests / self._kept)
         self._seen[plan] = (
@@ -120,9 +122,26 @@ class TreeYields:
         return (right + self._trust * guess) / (expected + self._trust)
 
 
-def expected_of_tree(rates: Sequence[float], plan: DraftPlan) -> float:
-    """Accepted tokens of a tree, on average, as if each level had as many drafts as there are rows
-    for, where the first ones are right so often after right ones."""
-    levels = min(plan.steps, plan.verify_tokens - 1)
-    more = min(plan.topk, (plan.verify_tokens - 1) / levels) - 1
-    return expected_accepted([1 - (1 - rate) ** (1 + _SIBLING * more) for rate in rates[:levels]])
+@lru_cache(maxsize=512)
+def expected_of_tree(
+    rates: tuple[float, ...], plan: DraftPlan, worth: float = 0.0
+) -> tuple[float, float]:
+    """Drafts of a request that are verified, and how many of them accepted, on average: of the best
+    nodes of a tree whose first drafts are right so often after right ones, those whose chance is
+    `worth` their row."""
+    # By what they promise: of siblings the next one, and the first one after each, come after it.
+    nodes = [(-rates[0], 0, 0)]
+    drafts, accepted = 0, 0.0
+    while nodes and drafts < plan.verify_tokens - 1:
+        chance, depth, before = heappop(nodes)
+        if -chance < worth:
+            break
+        drafts += 1
+        accepted -= chance
+        if before + 1 < plan.topk:
+            rate = rates[depth]
+            left = 1 - _SIBLING * rate if before else _SIBLING * (1 - rate)
+            heappush(nodes, (chance * left, depth, before + 1))
+        if depth + 1 < plan.steps:
+            heappush(nodes, (chance * rates[depth + 1], depth + 1, 0))
+    return drafts, accepted

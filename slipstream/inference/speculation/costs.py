@@ -3,7 +3,7 @@
 A few numbers fit all batch sizes and plans at once, so a batch size that has just come up needs no
 measuring of its own:
 
-    seconds = a + b R + c max(R - 8, 0)     R = running * verify_tokens rows through the policy
+    seconds = a + b R + c max(R - 8, 0)     R rows through the policy: those that are verified
             + [steps > 0] d + e steps + f S the drafts themselves, of S rows through the drafter
 
 No number is below 0. They are fitted to relative errors by least squares in which old steps fade,
@@ -141,7 +141,7 @@ class StepCosts:
         self._scales: list[float] = []
         self._weights: list[float] = []
         # Seconds by these weights: asked for in every step.
-        self._fitted: dict[_Cell, float] = {}
+        self._fitted: dict[tuple[int, DraftPlan, float | None], float] = {}
         self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
         self._measured = 0
         # Contexts grow longer, a machine is busy.
@@ -153,15 +153,18 @@ class StepCosts:
         """Whether anything has been measured."""
         return self._measured > 0
 
-    def seconds(self, running: int, plan: DraftPlan, bucket: int) -> float:
-        """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
-        return self._factor(plan, bucket) * self._shape(running, plan)
+    def seconds(
+        self, running: int, plan: DraftPlan, bucket: int, drafts: float | None = None
+    ) -> float:
+        """Of a step of `running` requests, which `bucket` of similar sizes has its own factors.
+        `drafts` of a request are verified, on average: by default as many as the plan has."""
+        return self._factor(plan, bucket) * self._shape(running, plan, drafts)
 
-    def row(self, running: int, plan: DraftPlan) -> float:
+    def row(self, running: int, plan: DraftPlan, drafts: float | None = None) -> float:
         """Seconds that one more row through the policy takes."""
-        self._shape(running, plan)
+        self._shape(running, plan, drafts)
         _, first, beyond, *_ = self._weights
-        rows = running * plan.verify_tokens
+        rows = _rows(running, plan, drafts)
         return self._beliefs.mood * (first + (beyond if rows > _KNEE else 0.0))
 
     def record(
@@ -170,14 +173,16 @@ class StepCosts:
         plan: DraftPlan,
         steps: Sequence[tuple[int, float]],
         elapsed: float | None = None,
+        drafts: float | None = None,
     ) -> None:
         """Each of `steps`, one after the other, of so many running requests, all of `bucket`, has
-        taken so many seconds. Since the last steps that were recorded, these included, `elapsed`
-        seconds have gone by: by default, what these took."""
+        taken so many seconds, `drafts` of a request being verified in it, as in `seconds`. Since
+        the last steps that were recorded, these included, `elapsed` seconds have gone by: by
+        default, what these took."""
         for running, seconds in steps[: _FIRST - len(self._scales)]:
             self._scales.append(seconds / _guess(running, plan))
         factor, count = self._factor(plan, bucket), len(steps)
-        expected = [factor * self._shape(running, plan) for running, _ in steps]
+        expected = [factor * self._shape(running, plan, drafts) for running, _ in steps]
         taken = 0.0
         for (_, seconds), guess in zip(steps, expected, strict=True):
             taken += min(max(seconds, guess / FARTHEST), guess * FARTHEST)
@@ -185,7 +190,8 @@ class StepCosts:
         size = sum(running for running, _ in steps) / count
         shape = sum(expected) / count / factor
         target = off * factor / self._beliefs.mood
-        self._unfitted[plan != OFF].append([x / shape for x in _features(size, plan)] + [target])
+        features = _features(size, plan, drafts)
+        self._unfitted[plan != OFF].append([x / shape for x in features] + [target])
         self._measured += 1
         if elapsed is None:
             elapsed = sum(seconds for _, seconds in steps)
@@ -200,16 +206,16 @@ class StepCosts:
     def _factor(self, plan: DraftPlan, bucket: int) -> float:
         return exp(self._beliefs.of((bucket, plan)))
 
-    def _shape(self, running: int, plan: DraftPlan) -> float:
+    def _shape(self, running: int, plan: DraftPlan, drafts: float | None) -> float:
         # The more steps there were, the less the next ones change. A fit takes a tenth of a small
         # model's step.
         waiting = sum(map(len, self._unfitted))
         if not self._weights or waiting >= min(1 + self._measured // 8, _REFIT):
             self._take_in()
-        known = self._fitted.get((running, plan))
+        known = self._fitted.get((running, plan, drafts))
         if known is None:
-            pairs = zip(_features(running, plan), self._weights, strict=True)
-            known = self._fitted[running, plan] = max(sum(x * w for x, w in pairs), 1e-12)
+            pairs = zip(_features(running, plan, drafts), self._weights, strict=True)
+            known = self._fitted[running, plan, drafts] = max(sum(x * w for x, w in pairs), 1e-12)
         return known
 
     def _take_in(self) -> None:
@@ -254,10 +260,14 @@ def _least_squares(left: _Floats, right: _Floats) -> _Floats:
     return np.maximum(x, 0.0)
 
 
-def _features(running: float, plan: DraftPlan) -> tuple[float, ...]:
-    rows = running * plan.verify_tokens
-    drafts = float(plan != OFF)
-    return 1.0, rows, max(rows - _KNEE, 0), drafts, plan.steps, running * plan.draft_rows
+def _features(running: float, plan: DraftPlan, drafts: float | None = None) -> tuple[float, ...]:
+    rows = _rows(running, plan, drafts)
+    drafting = float(plan != OFF)
+    return 1.0, rows, max(rows - _KNEE, 0), drafting, plan.steps, running * plan.draft_rows
+
+
+def _rows(running: float, plan: DraftPlan, drafts: float | None) -> float:
+    return running * (plan.verify_tokens if drafts is None else 1 + drafts)
 
 
 def _guess(size: int, plan: DraftPlan) -> float:

@@ -42,10 +42,11 @@ class StepRecord:
 
     @property
     def drawn(self) -> DraftPlan:
-        """What it took its time for: chains may turn out shorter than planned."""
-        if not self.drafted:
-            return OFF
-        return self.plan if self.plan.topk > 1 else DraftPlan.chain(max(self.drafted))
+        """What it took its time for: chains may turn out shorter than planned. A tree is one, too,
+        where none of its drafts was worth a row: the drafter has made them."""
+        if self.plan.topk > 1:
+            return self.plan
+        return DraftPlan.chain(max(self.drafted)) if self.drafted else OFF
 
 
 class StrategySelector(Protocol):
@@ -157,6 +158,9 @@ _ELSEWHERE = 4.0
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
 
+_WHOLE = 0.6
+"""A look at a tree is at all of it where that is held to yield so much of the current plan."""
+
 _CHEAP = 0.1
 """Share of its time that a look is held to lose at least."""
 
@@ -198,6 +202,7 @@ class _Bucket:
 
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     trees: TreeYields = field(default_factory=TreeYields)
+    tree_rows: TreeYields = field(default_factory=TreeYields)
     current: DraftPlan = OFF
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
@@ -225,6 +230,9 @@ class _Look:
     until: int
     tour: bool
     """Whether the drafter had to catch up for it: what a look costs most, so another may follow."""
+    whole: bool
+    """Whether all drafts of a tree are verified. What a row takes, trees tell that differ in rows
+    alone: of chains, more rows are more levels, too."""
 
 
 @dataclass(slots=True)
@@ -236,22 +244,22 @@ class _Slept:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """Of chains."""
-    trees: dict[DraftPlan, list[int]] = field(default_factory=dict)
-    """Accepted drafts of trees."""
-    seconds: dict[DraftPlan, list[tuple[int, float]]] = field(default_factory=dict)
-    """By plan, and in it with the requests that ran."""
+    trees: dict[DraftPlan, list[StepRecord]] = field(default_factory=dict)
+    seconds: dict[DraftPlan, list[StepRecord]] = field(default_factory=dict)
+    """Of which it is known what they took, by plan."""
 
     def add(self, step: StepRecord, tells: bool) -> None:
-        if not step.drafted:
+        drawn = step.drawn
+        if drawn == OFF:
             self.plain += 1
-        elif step.plan.topk > 1:
-            self.trees.setdefault(step.plan, []).extend(step.accepted)
+        elif drawn.topk > 1:
+            self.trees.setdefault(drawn, []).append(step)
         else:
             self.drafting += 1
             self.drafted += step.drafted
             self.accepted += step.accepted
-        if tells and step.drawn == step.plan:
-            self.seconds.setdefault(step.plan, []).append((step.running, step.seconds))
+        if tells and drawn == step.plan:
+            self.seconds.setdefault(drawn, []).append(step)
 
 
 class CostModelSelector:
@@ -282,7 +290,7 @@ class CostModelSelector:
         if len(self.plans) == 1:
             raise ConfigError("a selector needs at least one draft plan")
         self.curve = AcceptanceCurve()
-        self._trees = TreeYields()
+        self._trees, self._tree_rows = TreeYields(), TreeYields()
         self._costs = StepCosts()
         self._threshold = bs_threshold
         self._hysteresis = hysteresis
@@ -362,7 +370,9 @@ class CostModelSelector:
                 bucket.decide_at = bucket.seen.steps + _LOOK
         here = rates[bucket.current]
         # A row gives its chance of a token, and takes the time of others.
-        bucket.worth = min(self._costs.row(running, best) * running * rates[best], _MOST_WORTH)
+        drafts = self._of_tree(bucket_of(running), best)[0] if best.topk > 1 else None
+        row = self._costs.row(running, best, drafts)
+        bucket.worth = min(row * running * rates[best], _MOST_WORTH)
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
         bucket.rests = here < least
@@ -384,13 +394,18 @@ class CostModelSelector:
                 bucket.looks, bucket.looked_at = bucket.looks + 1, until
                 begins = plan != OFF and self._rest.missed > 0
                 bucket.lost += beginning if begins else 0.0
-                self._look = _Look(plan, bucket, begun, until, begins)
+                whole = self._rates(running, [plan], worth=0.0)[plan] > _WHOLE * here
+                self._look = _Look(plan, bucket, begun, until, begins, whole)
                 return plan
         return bucket.current
 
     def worth(self, running: int) -> float:
         """See `RowJudge`."""
-        return self._bucket(running).worth
+        return self._worth(self._bucket(running))
+
+    def _worth(self, bucket: _Bucket) -> float:
+        look = self._look
+        return 0.0 if look is not None and look.whole and look.bucket is bucket else bucket.worth
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -405,16 +420,16 @@ class CostModelSelector:
         if drawn == OFF:
             self._forget(bucket, 1)
         elif drawn.topk > 1:
-            self._branched(size, drawn, step.accepted)
+            self._branched(size, drawn, [step])
         else:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
-            self._measured(size, drawn, [(step.running, step.seconds)])
+            self._measured(size, drawn, [step])
         elif drawn != OFF and self._rest.missed and self._costs.known:
-            extra = step.seconds - self._costs.seconds(step.running, drawn, size)
+            extra = step.seconds - self._expected_seconds(step)
             self._rest.took_in(extra, self._row(step.running))
         self._rest.stepped(made, drafted=drawn != OFF)
         self._recess.stepped(step.seconds, self._gained(step, made))
@@ -425,9 +440,11 @@ class CostModelSelector:
             self._recess.drafter_changed()
         self.curve.forget(0.5)
         self._trees.forget(0.5)
+        self._tree_rows.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
             bucket.trees.forget(0.5)
+            bucket.tree_rows.forget(0.5)
             bucket.seen.forget(0.5)
         self._seen.forget(0.5)
 
@@ -470,8 +487,8 @@ class CostModelSelector:
             if slept.drafting:
                 self.curve.record(slept.drafted, slept.accepted, slept.drafting)
                 bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
-            for plan, accepted in slept.trees.items():
-                self._branched(size, plan, accepted)
+            for plan, steps in slept.trees.items():
+                self._branched(size, plan, steps)
             for plan, steps in slept.seconds.items():
                 self._measured(size, plan, steps)
                 bucket.thoughts += _LEARNING
@@ -479,35 +496,46 @@ class CostModelSelector:
 
     def _gained(self, step: StepRecord, made: float) -> float:
         """Seconds, over steps without drafts that would have made as much."""
-        if not step.drafted or not self._costs.known:
+        if step.drawn == OFF or not self._costs.known:
             return 0.0
         size, seconds = bucket_of(step.running), step.seconds
         if self._tells(step):
             # Beyond, something else ran.
-            expected = self._costs.seconds(step.running, step.drawn, size)
-            seconds = min(seconds, FARTHEST * expected)
+            seconds = min(seconds, FARTHEST * self._expected_seconds(step))
         return made * self._costs.seconds(step.running, OFF, size) - seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""
         return step.steady and not 0 < self._plain <= _SETTLED
 
-    def _measured(self, size: int, plan: DraftPlan, steps: Sequence[tuple[int, float]]) -> None:
-        self._costs.record(size, plan, steps, self._spent - self._told)
-        self._told = self._spent
+    def _expected_seconds(self, step: StepRecord) -> float:
+        size = bucket_of(step.running)
+        return self._costs.seconds(step.running, step.drawn, size, _verified([step]))
 
-    def _branched(self, size: int, plan: DraftPlan, accepted: Sequence[int]) -> None:
-        """What trees of a batch size have yielded."""
-        count, mean = len(accepted), sum(accepted) / len(accepted)
-        for trees, expected in (
-            (self._trees, expected_of_tree(self.curve.rates(plan.steps), plan)),
-            (self._buckets[size].trees, expected_of_tree(self._shares(size, plan.steps), plan)),
+    def _measured(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
+        elapsed, self._told = self._spent - self._told, self._spent
+        taken = [(step.running, step.seconds) for step in steps]
+        self._costs.record(size, plan, taken, elapsed, _verified(steps))
+
+    def _branched(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
+        """What trees of a batch size have come to."""
+        bucket, count = self._buckets[size], sum(step.running for step in steps)
+        drafts, accepted = (
+            sum(sum(counts) for counts in found) / count
+            for found in ([s.drafted for s in steps], [s.accepted for s in steps])
+        )
+        for rates, rows, trees in (
+            (self.curve.rates(plan.steps), self._tree_rows, self._trees),
+            (self._shares(size, plan.steps), bucket.tree_rows, bucket.trees),
         ):
-            trees.record(plan, mean, expected, count)
+            verified, right = expected_of_tree(tuple(rates), plan, self._worth(bucket))
+            rows.record(plan, drafts, verified, count)
+            trees.record(plan, accepted, right, count)
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
-        for known in (self.curve, bucket.curve, self._trees, bucket.trees):
+        trees = self._trees, self._tree_rows, bucket.trees, bucket.tree_rows
+        for known in (self.curve, bucket.curve, *trees):
             known.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
@@ -522,9 +550,12 @@ class CostModelSelector:
         return self._rates(running, [plan])[plan]
 
     def _rates(
-        self, running: int, plans: Sequence[DraftPlan] | None = None
+        self,
+        running: int,
+        plans: Sequence[DraftPlan] | None = None,
+        worth: float | None = None,
     ) -> dict[DraftPlan, float]:
-        """`_rate` of some plans, or of all."""
+        """`_rate` of some plans, or of all; `worth` as `_of_tree` has it."""
         plans = self.plans if plans is None else plans
         size = bucket_of(running)
         shares = self._shares(size, max(plan.steps for plan in plans))
@@ -532,16 +563,38 @@ class CostModelSelector:
         for share in shares:
             reach *= share
             made.append(made[-1] + reach)
-        trees = self._buckets[size].trees
-        return {
-            plan: (
-                made[plan.steps]
-                if plan.topk <= 1
-                else 1 + expected_of_tree(shares, plan) * trees.share(plan, self._trees.share(plan))
-            )
-            / self._costs.seconds(running, plan, size)
-            for plan in plans
-        }
+        rates = {}
+        for plan in plans:
+            tokens, drafts = made[plan.steps], None
+            if plan.topk > 1:
+                drafts, accepted = self._of_tree(size, plan, worth, shares)
+                tokens = 1 + accepted
+            rates[plan] = tokens / self._costs.seconds(running, plan, size, drafts)
+        return rates
+
+    def _of_tree(
+        self,
+        size: int,
+        plan: DraftPlan,
+        worth: float | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> tuple[float, float]:
+        """Drafts of a request that are verified, where a chance of `worth` (by default, that of the
+        batch size) is worth a row, and how many of them accepted, on average; `shares` as `_shares`
+        has them, where they are at hand."""
+        bucket = self._buckets[size]
+        worth = bucket.worth if worth is None else worth
+        known = self._shares(size, plan.steps) if shares is None else shares[: plan.steps]
+        verified, right = expected_of_tree(tuple(known), plan, worth)
+        verified *= bucket.tree_rows.share(plan, self._tree_rows.share(plan))
+        right *= bucket.trees.share(plan, self._trees.share(plan))
+        return min(verified, plan.verify_tokens - 1), right
+
+    def _seconds(self, running: int, plan: DraftPlan) -> float:
+        """Of a step by a plan."""
+        size = bucket_of(running)
+        drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
+        return self._costs.seconds(running, plan, size, drafts)
 
     def _shares(self, size: int, depths: int) -> list[float]:
         """Of right drafts of chains after right ones, by depth, at a batch size."""
@@ -556,8 +609,8 @@ class CostModelSelector:
         # drafts were, is no loss of the look's.
         bucket = look.bucket
         rates = self._rates(running, [look.plan, bucket.current])
-        expected = self._costs.seconds(running, look.plan, bucket_of(running))
-        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current]) * expected
+        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current])
+        lost *= self._seconds(running, look.plan)
         lost *= bucket.seen.steps - look.begun
         if look.plan == OFF:
             bucket.lost_plain += lost
@@ -590,7 +643,7 @@ class CostModelSelector:
     ) -> DraftPlan | None:
         """A plan other than the current one that, as little as is known of it, might yield more
         than `least`: the most for what a look is believed to lose."""
-        bucket, size = self._bucket(running), bucket_of(running)
+        bucket = self._bucket(running)
         found, most = None, 0.0
         for plan, rate in rates.items():
             if plan == bucket.current:
@@ -604,10 +657,18 @@ class CostModelSelector:
             gain = rate * (1 + 0.5 / (1 + known) ** 0.5) - least
             if gain <= 0 or known >= _ENOUGH:
                 continue
-            lost = self._costs.seconds(running, plan, size) * max(1 - rate / least, _CHEAP)
+            lost = self._seconds(running, plan) * max(1 - rate / least, _CHEAP)
             if gain / lost > most:
                 found, most = plan, gain / lost
         return found
+
+
+def _verified(steps: Sequence[StepRecord]) -> float | None:
+    """Drafts of a request in steps of one plan, on average: of trees, for some may have been left
+    out. None where the plan says it."""
+    if steps[0].drawn.topk <= 1:
+        return None
+    return sum(sum(step.drafted) for step in steps) / sum(step.running for step in steps)
 
 
 @cache
