@@ -85,7 +85,7 @@ class TreeYields:
     """Accepted drafts of trees, or verified ones, against what chains let expect: the share is a
     plan's own as far as it has been seen, and else that of all trees. Old steps fade."""
 
-    def __init__(self, *, kept: float = 200.0, trust: float = 8.0) -> None:
+    def __init__(self, *, kept: float = 200.0, trust: float = 40.0) -> None:
         """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
         requests."""
         self._kept, self._trust = kept, trust
@@ -123,25 +123,26 @@ class TreeYields:
 
 
 @lru_cache(maxsize=512)
-def expected_of_tree(
-    rates: tuple[float, ...], plan: DraftPlan, worth: float = 0.0
-) -> tuple[float, float]:
-    """Drafts of a request that are verified, and how many of them accepted, on average: of the best
-    nodes of a tree whose first drafts are right so often after right ones, those whose chance is
-    `worth` their row."""
+def chances_of_tree(rates: tuple[float, ...], plan: DraftPlan) -> tuple[float, ...]:
+    """Of each draft that a plan verifies the chance that all tokens down to it are right, the best
+    first, where first drafts are right so often after right ones."""
     # By what they promise: of siblings the next one, and the first one after each, come after it.
     nodes = [(-rates[0], 0, 0)]
-    drafts, accepted = 0, 0.0
-    while nodes and drafts < plan.verify_tokens - 1:
+    found: list[float] = []
+    while nodes and len(found) < plan.verify_tokens - 1:
         chance, depth, before = heappop(nodes)
-        if -chance < worth:
-            break
-        drafts += 1
-        accepted -= chance
+        found.append(-chance)
         if before + 1 < plan.topk:
             rate = rates[depth]
+            # Of what the first one leaves over, and of what further ones do.
             left = 1 - _SIBLING * rate if before else _SIBLING * (1 - rate)
             heappush(nodes, (chance * left, depth, before + 1))
         if depth + 1 < plan.steps:
             heappush(nodes, (chance * rates[depth + 1], depth + 1, 0))
-    return drafts, accepted
+    return tuple(found)
+
+
+def best_of(chances: Sequence[float], drafts: float) -> float:
+    """How many of the best `drafts` are right, on average."""
+    whole = int(drafts)
+    return sum(chances[:whole]) + (drafts - whole) * sum(chances[whole : whole + 1])

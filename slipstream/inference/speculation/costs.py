@@ -4,6 +4,7 @@ A few numbers fit all batch sizes and plans at once, so a batch size that has ju
 measuring of its own:
 
     seconds = a + b R + c max(R - 8, 0)     R rows through the policy: those that are verified
+            + c' max(R - 64, 0)
             + [steps > 0] d + e steps + f S the drafts themselves, of S rows through the drafter
 
 No number is below 0. They are fitted to relative errors by least squares in which old steps fade,
@@ -29,7 +30,10 @@ import numpy.typing as npt
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 _FADE = 0.999
-_KNEE = 8
+_KNEES = 8, 64
+"""Rows from which on each may take longer: reading the weights hides what those before take, on
+a processor that of a few and on an accelerator that of many."""
+
 _REFIT = 64
 """Measurements between two fits, at most."""
 
@@ -163,9 +167,11 @@ class StepCosts:
     def row(self, running: int, plan: DraftPlan, drafts: float | None = None) -> float:
         """Seconds that one more row through the policy takes."""
         self._shape(running, plan, drafts)
-        _, first, beyond, *_ = self._weights
+        _, row, *beyond = self._weights
         rows = _rows(running, plan, drafts)
-        return self._beliefs.mood * (first + (beyond if rows > _KNEE else 0.0))
+        for knee, more in zip(_KNEES, beyond, strict=False):
+            row += more if rows > knee else 0.0
+        return self._beliefs.mood * row
 
     def record(
         self,
@@ -237,7 +243,13 @@ class StepCosts:
                 for plan in _PRIOR_PLANS
             ]
         )
+        # Many rows are held to take no more than few until they have been measured, whatever was
+        # guessed of all.
+        second = 1 + len(_KNEES)
+        most = float(np.square(guessed[:, second]).sum())
+        guessed[:, second] = 0.0
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
+        left[second, second] += _PRIOR_WEIGHT * most
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
         self._weights = _least_squares(left, right).tolist()
 
@@ -263,7 +275,8 @@ def _least_squares(left: _Floats, right: _Floats) -> _Floats:
 def _features(running: float, plan: DraftPlan, drafts: float | None = None) -> tuple[float, ...]:
     rows = _rows(running, plan, drafts)
     drafting = float(plan != OFF)
-    return 1.0, rows, max(rows - _KNEE, 0), drafting, plan.steps, running * plan.draft_rows
+    beyond = (max(rows - knee, 0) for knee in _KNEES)
+    return 1.0, rows, *beyond, drafting, plan.steps, running * plan.draft_rows
 
 
 def _rows(running: float, plan: DraftPlan, drafts: float | None) -> float:

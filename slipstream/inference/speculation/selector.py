@@ -17,7 +17,8 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import (
     AcceptanceCurve,
     TreeYields,
-    expected_of_tree,
+    best_of,
+    chances_of_tree,
 )
 from slipstream.inference.speculation.costs import FARTHEST, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -424,6 +425,7 @@ class CostModelSelector:
         else:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
+            self._forget_trees(bucket, 1)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
@@ -487,6 +489,7 @@ class CostModelSelector:
             if slept.drafting:
                 self.curve.record(slept.drafted, slept.accepted, slept.drafting)
                 bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
+                self._forget_trees(bucket, slept.drafting)
             for plan, steps in slept.trees.items():
                 self._branched(size, plan, steps)
             for plan, steps in slept.seconds.items():
@@ -528,14 +531,19 @@ class CostModelSelector:
             (self.curve.rates(plan.steps), self._tree_rows, self._trees),
             (self._shares(size, plan.steps), bucket.tree_rows, bucket.trees),
         ):
-            verified, right = expected_of_tree(tuple(rates), plan, self._worth(bucket))
-            rows.record(plan, drafts, verified, count)
-            trees.record(plan, accepted, right, count)
+            chances = chances_of_tree(tuple(rates), plan)
+            rows.record(plan, drafts, _worthy(chances, self._worth(bucket)), count)
+            trees.record(plan, accepted, best_of(chances, drafts), count)
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
-        trees = self._trees, self._tree_rows, bucket.trees, bucket.tree_rows
-        for known in (self.curve, bucket.curve, *trees):
+        for known in (self.curve, bucket.curve):
+            known.forget(_FORGET**steps)
+        self._forget_trees(bucket, steps)
+
+    def _forget_trees(self, bucket: _Bucket, steps: int) -> None:
+        """What was seen of trees says less and less while chains are drafted, or nothing."""
+        for known in (self._trees, self._tree_rows, bucket.trees, bucket.tree_rows):
             known.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
@@ -585,15 +593,16 @@ class CostModelSelector:
         bucket = self._buckets[size]
         worth = bucket.worth if worth is None else worth
         known = self._shares(size, plan.steps) if shares is None else shares[: plan.steps]
-        verified, right = expected_of_tree(tuple(known), plan, worth)
-        verified *= bucket.tree_rows.share(plan, self._tree_rows.share(plan))
-        right *= bucket.trees.share(plan, self._trees.share(plan))
-        return min(verified, plan.verify_tokens - 1), right
+        chances = chances_of_tree(tuple(known), plan)
+        drafts = _worthy(chances, worth) * bucket.tree_rows.share(plan, self._tree_rows.share(plan))
+        drafts = min(drafts, len(chances))
+        accepted = best_of(chances, drafts)
+        return drafts, accepted * bucket.trees.share(plan, self._trees.share(plan))
 
-    def _seconds(self, running: int, plan: DraftPlan) -> float:
-        """Of a step by a plan."""
+    def _seconds(self, running: int, plan: DraftPlan, worth: float | None = None) -> float:
+        """Of a step by a plan; `worth` as `_of_tree` has it."""
         size = bucket_of(running)
-        drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
+        drafts = self._of_tree(size, plan, worth)[0] if plan.topk > 1 else None
         return self._costs.seconds(running, plan, size, drafts)
 
     def _shares(self, size: int, depths: int) -> list[float]:
@@ -608,9 +617,10 @@ class CostModelSelector:
         # By what is believed, not by what was measured: what disturbs a step, or how lucky its
         # drafts were, is no loss of the look's.
         bucket = look.bucket
-        rates = self._rates(running, [look.plan, bucket.current])
-        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current])
-        lost *= self._seconds(running, look.plan)
+        worth = 0.0 if look.whole else None
+        rate = self._rates(running, [look.plan], worth)[look.plan]
+        lost = max(0.0, 1 - rate / self._rate(running, bucket.current))
+        lost *= self._seconds(running, look.plan, worth)
         lost *= bucket.seen.steps - look.begun
         if look.plan == OFF:
             bucket.lost_plain += lost
@@ -669,6 +679,11 @@ def _verified(steps: Sequence[StepRecord]) -> float | None:
     if steps[0].drawn.topk <= 1:
         return None
     return sum(sum(step.drafted) for step in steps) / sum(step.running for step in steps)
+
+
+def _worthy(chances: Sequence[float], worth: float) -> int:
+    """How many are worth a row."""
+    return sum(chance >= worth for chance in chances)
 
 
 @cache
