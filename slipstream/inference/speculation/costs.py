@@ -42,6 +42,9 @@ _PRIOR_SIZES, _PRIOR_PLANS = (1, 4, 16, 64), [DraftPlan.chain(depth) for depth i
 _FIRST = 8
 """Steps by whose median what is guessed is scaled: the very first ones may take any time."""
 
+_DOUBT = 3.0
+"""Standard deviations of what a row takes that it may take less."""
+
 FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
@@ -144,6 +147,8 @@ class StepCosts:
         # What the first steps took of what is guessed.
         self._scales: list[float] = []
         self._weights: list[float] = []
+        # Their covariance, but for the noise of what was measured.
+        self._unsure = np.zeros((size, size))
         # Seconds by these weights: asked for in every step.
         self._fitted: dict[tuple[int, DraftPlan, float | None], float] = {}
         self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
@@ -164,14 +169,16 @@ class StepCosts:
         `drafts` of a request are verified, on average: by default as many as the plan has."""
         return self._factor(plan, bucket) * self._shape(running, plan, drafts)
 
-    def row(self, running: int, plan: DraftPlan, drafts: float | None = None) -> float:
-        """Seconds that one more row through the policy takes."""
+    def row_at_least(self, running: int, plan: DraftPlan, drafts: float | None = None) -> float:
+        """Seconds that one more row through the policy takes, as far as that is beyond doubt: where
+        only chains of one batch size were measured, it may be the drafts that take so long."""
         self._shape(running, plan, drafts)
-        _, row, *beyond = self._weights
         rows = _rows(running, plan, drafts)
-        for knee, more in zip(_KNEES, beyond, strict=False):
-            row += more if rows > knee else 0.0
-        return self._beliefs.mood * row
+        beyond = [float(rows > knee) for knee in _KNEES]
+        kind = np.zeros(len(self._weights))
+        kind[1 : 2 + len(beyond)] = [1.0, *beyond]
+        doubt = sqrt(self._noise * float(kind @ self._unsure @ kind))
+        return self._beliefs.mood * max(float(kind @ self._weights) - _DOUBT * doubt, 0.0)
 
     def record(
         self,
@@ -252,6 +259,7 @@ class StepCosts:
         left[second, second] += _PRIOR_WEIGHT * most
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
         self._weights = _least_squares(left, right).tolist()
+        self._unsure = np.linalg.inv(left)
 
 
 def _least_squares(left: _Floats, right: _Floats) -> _Floats:

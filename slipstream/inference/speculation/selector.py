@@ -139,9 +139,9 @@ _THINKING = 0.005
 """Share of the time that this may take: of short steps most go by without, for they are many and
 alike. What they took counts all the same, together."""
 
-_FIRST_THOUGHTS = 1.0
-"""How many more there may be, by the square root of the steps at a batch size: what comes first
-teaches most."""
+_FIRST_THOUGHTS = 0.16
+"""How many more there may be for each plan, by the square root of the steps at a batch size: what
+comes first teaches most, and the more plans there are the longer it takes to look at them."""
 
 _LONGEST_SLEEP = 31
 """Steps after which it is looked again whether a thought is due."""
@@ -158,9 +158,6 @@ _ELSEWHERE = 4.0
 
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
-
-_WHOLE = 0.6
-"""A look at a tree is at all of it where that is held to yield so much of the current plan."""
 
 _CHEAP = 0.1
 """Share of its time that a look is held to lose at least."""
@@ -231,9 +228,6 @@ class _Look:
     until: int
     tour: bool
     """Whether the drafter had to catch up for it: what a look costs most, so another may follow."""
-    whole: bool
-    """Whether all drafts of a tree are verified. What a row takes, trees tell that differ in rows
-    alone: of chains, more rows are more levels, too."""
 
 
 @dataclass(slots=True)
@@ -351,7 +345,8 @@ class CostModelSelector:
         begins = bucket.current != OFF or (grown and bucket.rests)
         if bucket.seen.steps == bucket.decide_at or (begins and self._rest.missed > 0 and not over):
             return OFF, 0
-        thoughts = bucket.thoughts - _FIRST_THOUGHTS * sqrt(bucket.seen.steps)
+        early = _FIRST_THOUGHTS * len(self.plans) * sqrt(bucket.seen.steps)
+        thoughts = bucket.thoughts - early
         wait = thoughts * _THOUGHT / _THINKING - bucket.spent
         steps = min(ceil(wait * bucket.seen.steps / bucket.spent), _LONGEST_SLEEP)
         return OFF if over else bucket.current, max(steps, bucket.decide_at - bucket.seen.steps)
@@ -372,7 +367,7 @@ class CostModelSelector:
         here = rates[bucket.current]
         # A row gives its chance of a token, and takes the time of others.
         drafts = self._of_tree(bucket_of(running), best)[0] if best.topk > 1 else None
-        row = self._costs.row(running, best, drafts)
+        row = self._costs.row_at_least(running, best, drafts)
         bucket.worth = min(row * running * rates[best], _MOST_WORTH)
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
@@ -395,18 +390,13 @@ class CostModelSelector:
                 bucket.looks, bucket.looked_at = bucket.looks + 1, until
                 begins = plan != OFF and self._rest.missed > 0
                 bucket.lost += beginning if begins else 0.0
-                whole = self._rates(running, [plan], worth=0.0)[plan] > _WHOLE * here
-                self._look = _Look(plan, bucket, begun, until, begins, whole)
+                self._look = _Look(plan, bucket, begun, until, begins)
                 return plan
         return bucket.current
 
     def worth(self, running: int) -> float:
         """See `RowJudge`."""
-        return self._worth(self._bucket(running))
-
-    def _worth(self, bucket: _Bucket) -> float:
-        look = self._look
-        return 0.0 if look is not None and look.whole and look.bucket is bucket else bucket.worth
+        return self._bucket(running).worth
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -532,7 +522,7 @@ class CostModelSelector:
             (self._shares(size, plan.steps), bucket.tree_rows, bucket.trees),
         ):
             chances = chances_of_tree(tuple(rates), plan)
-            rows.record(plan, drafts, _worthy(chances, self._worth(bucket)), count)
+            rows.record(plan, drafts, _worthy(chances, bucket.worth), count)
             trees.record(plan, accepted, best_of(chances, drafts), count)
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
@@ -558,12 +548,9 @@ class CostModelSelector:
         return self._rates(running, [plan])[plan]
 
     def _rates(
-        self,
-        running: int,
-        plans: Sequence[DraftPlan] | None = None,
-        worth: float | None = None,
+        self, running: int, plans: Sequence[DraftPlan] | None = None
     ) -> dict[DraftPlan, float]:
-        """`_rate` of some plans, or of all; `worth` as `_of_tree` has it."""
+        """`_rate` of some plans, or of all."""
         plans = self.plans if plans is None else plans
         size = bucket_of(running)
         shares = self._shares(size, max(plan.steps for plan in plans))
@@ -575,34 +562,28 @@ class CostModelSelector:
         for plan in plans:
             tokens, drafts = made[plan.steps], None
             if plan.topk > 1:
-                drafts, accepted = self._of_tree(size, plan, worth, shares)
+                drafts, accepted = self._of_tree(size, plan, shares)
                 tokens = 1 + accepted
             rates[plan] = tokens / self._costs.seconds(running, plan, size, drafts)
         return rates
 
     def _of_tree(
-        self,
-        size: int,
-        plan: DraftPlan,
-        worth: float | None = None,
-        shares: Sequence[float] | None = None,
+        self, size: int, plan: DraftPlan, shares: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """Drafts of a request that are verified, where a chance of `worth` (by default, that of the
-        batch size) is worth a row, and how many of them accepted, on average; `shares` as `_shares`
-        has them, where they are at hand."""
+        """Drafts of a request that are verified and how many of them accepted, on average; `shares`
+        as `_shares` has them, where they are at hand."""
         bucket = self._buckets[size]
-        worth = bucket.worth if worth is None else worth
         known = self._shares(size, plan.steps) if shares is None else shares[: plan.steps]
         chances = chances_of_tree(tuple(known), plan)
-        drafts = _worthy(chances, worth) * bucket.tree_rows.share(plan, self._tree_rows.share(plan))
+        drafts = _worthy(chances, bucket.worth) * bucket.tree_rows.share(plan, self._tree_rows.share(plan))
         drafts = min(drafts, len(chances))
         accepted = best_of(chances, drafts)
         return drafts, accepted * bucket.trees.share(plan, self._trees.share(plan))
 
-    def _seconds(self, running: int, plan: DraftPlan, worth: float | None = None) -> float:
-        """Of a step by a plan; `worth` as `_of_tree` has it."""
+    def _seconds(self, running: int, plan: DraftPlan) -> float:
+        """Of a step by a plan."""
         size = bucket_of(running)
-        drafts = self._of_tree(size, plan, worth)[0] if plan.topk > 1 else None
+        drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
         return self._costs.seconds(running, plan, size, drafts)
 
     def _shares(self, size: int, depths: int) -> list[float]:
@@ -617,10 +598,9 @@ class CostModelSelector:
         # By what is believed, not by what was measured: what disturbs a step, or how lucky its
         # drafts were, is no loss of the look's.
         bucket = look.bucket
-        worth = 0.0 if look.whole else None
-        rate = self._rates(running, [look.plan], worth)[look.plan]
-        lost = max(0.0, 1 - rate / self._rate(running, bucket.current))
-        lost *= self._seconds(running, look.plan, worth)
+        rates = self._rates(running, [look.plan, bucket.current])
+        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current])
+        lost *= self._seconds(running, look.plan)
         lost *= bucket.seen.steps - look.begun
         if look.plan == OFF:
             bucket.lost_plain += lost
