@@ -112,14 +112,18 @@ def play(world: World, selector: StrategySelector, seed: int) -> Regret:
         missed = 0 if grown else missed
         late = missed * running * world.taking_in if plan != OFF else 0.0
         counts = _shared_out(drafted.drafts, running)
-        accepted = _drawn(drafted.reach, running, rng)
+        luck = [rng.random() for _ in range(running)]
+        straight = zip(
+            [len(drafted.straight)] * running, _right(drafted.straight, luck), strict=True
+        )
         record = StepRecord(
             running=running,
             plan=plan,
             seconds=(seconds + late) * math.exp(rng.gauss(0, world.noise)),
             drafted=counts,
-            accepted=accepted if counts else [],
+            accepted=_right(drafted.reach, luck) if counts else [],
             steady=plan == OFF or not missed,
+            straight=list(straight) if drafted.straight else [],
         )
         start = perf_counter()
         if unseen:
@@ -158,13 +162,9 @@ def _shared_out(drafts: float, running: int) -> list[int]:
     return counts if total else []
 
 
-def _drawn(reach: Sequence[float], running: int, rng: random.Random) -> list[int]:
-    """How many drafts of each request are accepted, where so many are with these chances."""
-    found = []
-    for _ in range(running):
-        luck = rng.random()
-        found.append(sum(luck < chance for chance in reach))
-    return found
+def _right(reach: Sequence[float], luck: Sequence[float]) -> list[int]:
+    """How many drafts of each request are right, where so many are with these chances."""
+    return [sum(lot < chance for chance in reach) for lot in luck]
 
 
 def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:

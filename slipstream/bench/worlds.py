@@ -59,6 +59,8 @@ class Drafted:
     """Passes of the drafter."""
     reach: Sequence[float]
     """The chances that as many drafts of a request as 1, 2, ... are accepted."""
+    straight: Sequence[float] = ()
+    """Of trees, the same of the drafts that are each the first after the one before."""
 
     @property
     def made(self) -> float:
@@ -123,14 +125,18 @@ def by_chances(
 def _tree(rates: tuple[float, ...], second: float, plan: DraftPlan, worth: float) -> Drafted:
     """`rates` as many as it has steps. Drafts whose chance is below `worth` are left out, and the
     drafter stops after a level none of which is left."""
-    reach, drafts = [0.0] * plan.steps, 0
+    reach, drafts, straight = [0.0] * plan.steps, 0, list[float]()
+    line = list(accumulate(rates, mul))
     for chance, depth in _candidates(rates, second, plan.topk)[: plan.verify_tokens - 1]:
         if chance >= worth:
             # Of the nodes of one depth no two are right.
             reach[depth] += chance
             drafts += 1
-    worthy = sum(chance >= worth for chance in accumulate(rates, mul))
-    return Drafted(plan, drafts, min(worthy + 1, plan.steps), [x for x in reach if x > 0])
+            if depth == len(straight) and chance == line[depth]:
+                straight.append(chance)
+    worthy = sum(chance >= worth for chance in line)
+    levels = min(worthy + 1, plan.steps)
+    return Drafted(plan, drafts, levels, [x for x in reach if x > 0], straight)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -253,31 +259,42 @@ class _Recorded:
         )
         # Of trees, each verification: drafts, and how many were accepted.
         self._trees: dict[tuple[int, DraftPlan], list[tuple[int, int]]] = defaultdict(list)
+        # Asked for in every step.
+        self._medians: dict[tuple[int, DraftPlan], float] = {}
+        self._known: dict[tuple[int, DraftPlan], Drafted] = {}
 
     def add(self, step: StepRecord) -> None:
         size, plan = bucket_of(step.running), step.drawn
         self.sizes.append(step.running)
         self.tried.add(plan)
+        counts = list(zip(step.drafted, step.accepted, strict=True)) or [(0, 0)] * step.running
         for where in (size, _ANYWHERE):
             if plan.topk > 1:
-                self._trees[where, plan] += zip(step.drafted, step.accepted, strict=True)
+                self._trees[where, plan] += counts
             elif step.drafted:
                 self._curves[where].record(step.drafted, step.accepted)
         if step.steady:
-            self.costs.record(size, plan, [(step.running, step.seconds)])
+            drafts = fmean(n for n, _ in counts) if plan.topk > 1 else None
+            self.costs.record(size, plan, [(step.running, step.seconds)], drafts=drafts)
             self._took[size, plan].append(step.seconds)
 
     def seconds(self, step: int, running: int, drafted: Drafted) -> float:
         """`World.seconds`."""
         size = bucket_of(running)
-        found = self._took.get((size, drafted.plan), [])
-        if len(found) >= _ENOUGH:
-            return median(found)
-        return self.costs.seconds(running, drafted.plan, size)
+        cell = size, drafted.plan
+        if cell not in self._medians and len(self._took[cell]) >= _ENOUGH:
+            self._medians[cell] = median(self._took[cell])
+        if cell in self._medians:
+            return self._medians[cell]
+        drafts = drafted.drafts if drafted.plan.topk > 1 else None
+        return self.costs.seconds(running, drafted.plan, size, drafts)
 
     def drafted(self, step: int, running: int, plan: DraftPlan, worth: float) -> Drafted:
         """`World.drafted`."""
-        return self._drafted(bucket_of(running), plan)
+        cell = bucket_of(running), plan
+        if cell not in self._known:
+            self._known[cell] = self._drafted(*cell)
+        return self._known[cell]
 
     def _drafted(self, size: int, plan: DraftPlan) -> Drafted:
         if plan == OFF:

@@ -92,10 +92,13 @@ class TreeYields:
         # Accepted and expected drafts, of requests.
         self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
 
-    def record(self, plan: DraftPlan, accepted: float, expected: float, requests: int) -> None:
-        """So many requests had so many drafts accepted (or verified) and expected, on average."""
+    def record(
+        self, plan: DraftPlan, accepted: float, expected: float, requests: int, steps: int = 1
+    ) -> None:
+        """So many requests of so many steps had so many drafts accepted (or verified) and expected,
+        on average."""
         right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
-        keep = max(_FADE, 1 - requests / self._kept)
+        keep = max(_FADE, 1 - requests / steps / self._kept) ** steps
         self._seen[plan] = (
             keep * right + requests * accepted,
             keep * guess + requests * expected,

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 _FADE = 0.999
-_KNEES = 8, 64
+_KNEES = 8, 128
 """Rows from which on each may take longer: reading the weights hides what those before take, on
 a processor that of a few and on an accelerator that of many."""
 
@@ -39,6 +39,9 @@ _REFIT = 64
 
 _PRIOR_WEIGHT = 0.05
 _PRIOR_SIZES, _PRIOR_PLANS = (1, 4, 16, 64), [DraftPlan.chain(depth) for depth in (0, 1, 3, 7)]
+_FLAT = 100.0
+"""How much more than by what is guessed many rows are held to take no more than few, until they
+have been measured."""
 _FIRST = 8
 """Steps by whose median what is guessed is scaled: the very first ones may take any time."""
 
@@ -250,13 +253,12 @@ class StepCosts:
                 for plan in _PRIOR_PLANS
             ]
         )
-        # Many rows are held to take no more than few until they have been measured, whatever was
-        # guessed of all.
+        # Of many rows nothing is guessed.
         second = 1 + len(_KNEES)
         most = float(np.square(guessed[:, second]).sum())
         guessed[:, second] = 0.0
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
-        left[second, second] += _PRIOR_WEIGHT * most
+        left[second, second] += _FLAT * _PRIOR_WEIGHT * most
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
         self._weights = _least_squares(left, right).tolist()
         self._unsure = np.linalg.inv(left)

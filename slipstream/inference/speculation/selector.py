@@ -31,7 +31,9 @@ class StepRecord:
     """One decode step: `running` requests under `plan` took `seconds`.
 
     `drafted` and `accepted` count tokens per request. `steady` is off for steps that also did what
-    other steps need not: catch up with features, or take in new requests.
+    other steps need not: catch up with features, or take in new requests. `straight`: of each tree,
+    how many of its drafts follow one another from its root, each the first after the one before,
+    and how many of these were accepted: what a chain would have been. Empty where nobody looked.
     """
 
     running: int
@@ -40,6 +42,7 @@ class StepRecord:
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
     steady: bool = True
+    straight: Sequence[tuple[int, int]] = ()
 
     @property
     def drawn(self) -> DraftPlan:
@@ -139,7 +142,7 @@ _THINKING = 0.005
 """Share of the time that this may take: of short steps most go by without, for they are many and
 alike. What they took counts all the same, together."""
 
-_FIRST_THOUGHTS = 0.16
+_FIRST_THOUGHTS = 1 / 6
 """How many more there may be for each plan, by the square root of the steps at a batch size: what
 comes first teaches most, and the more plans there are the longer it takes to look at them."""
 
@@ -513,6 +516,11 @@ class CostModelSelector:
     def _branched(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
         """What trees of a batch size have come to."""
         bucket, count = self._buckets[size], sum(step.running for step in steps)
+        straight = [pair for step in steps for pair in step.straight]
+        if straight:
+            drafted, right = zip(*straight, strict=True)
+            self.curve.record(drafted, right, len(steps))
+            bucket.curve.record(drafted, right, len(steps))
         drafts, accepted = (
             sum(sum(counts) for counts in found) / count
             for found in ([s.drafted for s in steps], [s.accepted for s in steps])
@@ -522,8 +530,8 @@ class CostModelSelector:
             (self._shares(size, plan.steps), bucket.tree_rows, bucket.trees),
         ):
             chances = chances_of_tree(tuple(rates), plan)
-            rows.record(plan, drafts, _worthy(chances, bucket.worth), count)
-            trees.record(plan, accepted, best_of(chances, drafts), count)
+            rows.record(plan, drafts, _worthy(chances, bucket.worth), count, len(steps))
+            trees.record(plan, accepted, best_of(chances, drafts), count, len(steps))
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
@@ -575,7 +583,9 @@ class CostModelSelector:
         bucket = self._buckets[size]
         known = self._shares(size, plan.steps) if shares is None else shares[: plan.steps]
         chances = chances_of_tree(tuple(known), plan)
-        drafts = _worthy(chances, bucket.worth) * bucket.tree_rows.share(plan, self._tree_rows.share(plan))
+        drafts = _worthy(chances, bucket.worth) * bucket.tree_rows.share(
+            plan, self._tree_rows.share(plan)
+        )
         drafts = min(drafts, len(chances))
         accepted = best_of(chances, drafts)
         return drafts, accepted * bucket.trees.share(plan, self._trees.share(plan))
