@@ -56,9 +56,9 @@ from slipstream.inference.speculation.selector import (
     bucket_of,
 )
 
-FLOOR = 0.05
+FLOOR = 0.03
 """The project promises less regret than this against the best fixed plan of each batch size, of the
-selector that it uses by default."""
+selector that it uses by default, once it has gone through a world."""
 
 Maker = Callable[[Sequence[DraftPlan], int], StrategySelector]
 """A selector of these plans, with a seed."""

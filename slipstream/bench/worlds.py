@@ -204,7 +204,7 @@ def simulated(seed: int) -> dict[str, World]:
     return worlds | _with_trees(shrinking)
 
 
-def _with_trees(shrinking: Sequence[int]) -> dict[str, World]:
+def _with_trees(shrinking: list[int]) -> dict[str, World]:
     plans = trees_too()
     fair = by_chances(lambda step, running: FAIR)
 

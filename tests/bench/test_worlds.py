@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -14,7 +14,11 @@ from slipstream.bench.worlds import FAIR, World, by_chances, recorded, simulated
 from slipstream.inference.speculation.bandits import BanditSelector, EpsilonGreedy
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.report import ReportedSelector, replay
-from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StrategySelector,
+)
 
 ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 TREE, WIDE = DraftPlan(2, 2, 4), DraftPlan(6, 4, 16)
@@ -165,7 +169,8 @@ def test_a_trace_of_a_world_with_trees_is_a_world_like_it() -> None:
     plans = [OFF, DraftPlan.chain(5), DraftPlan(4, 2, 8), DraftPlan(6, 4, 24)]
     part = World([4] * 900, world.seconds, world.drafted, plans)
     lines: list[str] = []
-    for seed, maker in enumerate((CostModelSelector, _in_turns)):
+    makers: list[Callable[[Sequence[DraftPlan]], StrategySelector]] = [CostModelSelector, _in_turns]
+    for seed, maker in enumerate(makers):
         reported = ReportedSelector(maker(plans), notify=lines.append, trace=lines.append)
         play(part, reported, seed)
     again = recorded(text for text in lines if text.startswith("{"))

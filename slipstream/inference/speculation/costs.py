@@ -253,12 +253,10 @@ class StepCosts:
                 for plan in _PRIOR_PLANS
             ]
         )
-        # Of many rows nothing is guessed.
-        second = 1 + len(_KNEES)
-        most = float(np.square(guessed[:, second]).sum())
-        guessed[:, second] = 0.0
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
-        left[second, second] += _FLAT * _PRIOR_WEIGHT * most
+        # What is guessed of many rows is no reason not to try them.
+        last = len(_KNEES) + 1
+        left[last, last] += _FLAT * _PRIOR_WEIGHT * float(np.square(guessed[:, last]).sum())
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
         self._weights = _least_squares(left, right).tolist()
         self._unsure = np.linalg.inv(left)

@@ -148,8 +148,8 @@ def test_many_rows_take_no_more_than_few_until_they_have_been_measured() -> None
 
     few = [OFF, DraftPlan.chain(3), DraftPlan(3, 3, 12), DraftPlan(4, 2, 8)]
     measure([1, 2, 4], few)
-    # 96 rows.
-    assert costs.seconds(4, TALL, 4) == pytest.approx(seconds(4, TALL), rel=0.15)
+    # 192 rows.
+    assert costs.seconds(8, TALL, 8) == pytest.approx(machine(8, TALL), rel=0.15)
     measure([1, 2, 4, 32, 64], few)
     for running in (2, 48):
         assert costs.seconds(running, DraftPlan(4, 2, 6), running) == pytest.approx(

@@ -14,6 +14,7 @@ from slipstream.bench.worlds import Drafted, World, by_chances
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
     EpsilonGreedy,
+    Rule,
     UpperConfidenceBound,
     buckets_by_rows,
 )
@@ -40,7 +41,7 @@ def seconds(step: int, running: int, drafted: Drafted) -> float:
 
 
 def made(name: str, seed: int) -> StrategySelector:
-    rules = {"EG": EpsilonGreedy(0.1), "UCB1": UpperConfidenceBound()}
+    rules: dict[str, Rule] = {"EG": EpsilonGreedy(0.1), "UCB1": UpperConfidenceBound()}
     if name == "cost":
         return CostModelSelector(PLANS)
     if name == "BEG":

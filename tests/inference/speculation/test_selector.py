@@ -773,3 +773,25 @@ def test_what_was_seen_of_trees_fades_while_chains_are_drafted() -> None:
     for _ in range(4000):
         selector.record(told(chain, right))
     assert selector._of_tree(4, plan)[1] > 0.7 * before
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_the_first_drafts_of_trees_tell_what_chains_would_do(asleep: bool) -> None:
+    plan = DraftPlan(4, 3, 12)
+    selector = CostModelSelector([*PLANS, plan])
+    for _ in range(100):
+        told = StepRecord(
+            running=2,
+            plan=plan,
+            seconds=1.0,
+            drafted=[11, 11],
+            accepted=[3, 4],
+            # Of three in a row two and none: one half is right at first, then all, then none.
+            straight=[(3, 2), (3, 0)],
+        )
+        selector._asleep = asleep
+        selector.record(told)
+        slept_through(selector, [])
+    assert selector._shares(2, 3) == pytest.approx([0.5, 1.0, 0.0], abs=0.1)
+    # Siblings are right where they are not.
+    assert selector._of_tree(2, plan)[1] == pytest.approx(3.5, abs=0.3)
