@@ -635,7 +635,7 @@ def _selector(args: argparse.Namespace) -> list[Row]:
     )
     print(regret.table(rows))
     default = next(iter(regret.SELECTORS))
-    print(f"  floor: {default} within {regret.FLOOR:.0%} of the best fixed plans in hindsight")
+    print(f"  floor: {default} within {regret.FLOOR:.0%} of the best fixed plans, warm")
     return rows
 
 

@@ -10,6 +10,13 @@ On simulated machines, where every plan's true rate is known, and on recorded tr
     noisy      single steps differ by 15 %
     small      a policy so small that drafts gain little where they gain at all; noisy
 
+and with draft trees among the plans, on a machine where a hundred rows are nearly free:
+
+    trees      still, and shrinking: trees are best for few requests, chains or nothing for many
+    drifting   as above
+    siblings   only what siblings are worth comes and goes: trees and chains take turns
+    dear rows  the machine of the other worlds: trees never pay
+
 Regret is the share of the time that the same tokens would not have taken: by the plan that is best
 on average at each batch size (`hindsight`), and by the best one at each single step, which nobody
 can know (`clairvoyant`). What the selector's own work takes is no part of that: it is measured
@@ -26,35 +33,32 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.speculation import DEPTHS, chains
+from slipstream.bench.worlds import World, recorded, simulated
 from slipstream.errors import ConfigError
-from slipstream.inference.speculation.acceptance import AcceptanceCurve, expected_accepted
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
     EpsilonGreedy,
     UpperConfidenceBound,
     buckets_by_rows,
 )
-from slipstream.inference.speculation.costs import StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.report import read_trace
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
+    RowJudge,
     StepRecord,
     StrategySelector,
     bucket_of,
 )
 
-FLOOR = 0.05
+FLOOR = 0.03
 """The project promises less regret than this against the best fixed plan of each batch size, of the
-selector that it uses by default."""
+selector that it uses by default, once it has gone through a world."""
 
 Maker = Callable[[Sequence[DraftPlan], int], StrategySelector]
 """A selector of these plans, with a seed."""
@@ -73,34 +77,6 @@ SELECTORS: dict[str, Maker] = {
 }
 """By the values of `speculative.eagle.tune_algorithm`; the first one is the default."""
 
-_NOISE, _NOISY = 0.05, 0.15
-"""Relative: of the time of a simulated step."""
-
-_ENOUGH = 3
-"""Recorded steps of a plan whose median says what it takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """What happens at each step: how many requests run, what a plan takes, which drafts are
-    right."""
-
-    sizes: Sequence[int]
-    seconds: Callable[[int, int, int], float]
-    """Of (step, running, drafts), without noise."""
-    rates: Callable[[int, int], Sequence[float]]
-    """Of (step, running): how often the draft of each depth is right after right ones."""
-    noise: float = _NOISE
-    """Standard deviation of the logarithm of a measured step's seconds."""
-    taking_in: float = 0.0
-    """Seconds that a drafter which has rested needs for each token that was written meanwhile."""
-
-    def rate(self, step: int, drafts: int) -> float:
-        """Tokens a second and request."""
-        running = self.sizes[step]
-        made = 1 + expected_accepted(self.rates(step, running)[:drafts])
-        return made / self.seconds(step, running, drafts)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regret:
@@ -114,13 +90,13 @@ class Regret:
     choosing: float
 
 
-def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], seed: int) -> Regret:
-    """Let a selector that knows `plans` go through a world. What it is charged for is the expected
-    time of its plans, and for taking in what was written while it did not draft: luck only reaches
-    it."""
+def play(world: World, selector: StrategySelector, seed: int) -> Regret:
+    """Let a selector that knows the world's plans go through it. What it is charged for is the
+    expected time of its plans, and for taking in what was written while it did not draft: luck only
+    reaches it."""
     rng, spent, drafting, missed = random.Random(seed), 0.0, 0.0, 0
     choosing, unseen = 0.0, 0
-    hindsight = _best_of_each_size(world, plans)
+    hindsight = _best_of_each_size(world)
     best = sharpest = 0.0
     for step, running in enumerate(world.sizes):
         grown = step > 0 and running > world.sizes[step - 1]
@@ -128,19 +104,26 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
         if grown or not step:
             unseen = selector.begins(running)
         plan = OFF if unseen else selector.select(running)
+        worth = selector.worth(running) if isinstance(selector, RowJudge) else 0.0
         choosing += perf_counter() - start
-        seconds = world.seconds(step, running, plan.steps)
+        drafted = world.drafted(step, running, plan, worth)
+        seconds = world.seconds(step, running, drafted)
         # Requests that come anew bring what there is to know of them.
         missed = 0 if grown else missed
         late = missed * running * world.taking_in if plan != OFF else 0.0
-        accepted = _drawn(world.rates(step, running), plan.steps, running, rng)
+        counts = _shared_out(drafted.drafts, running)
+        luck = [rng.random() for _ in range(running)]
+        straight = zip(
+            [len(drafted.straight)] * running, _right(drafted.straight, luck), strict=True
+        )
         record = StepRecord(
             running=running,
             plan=plan,
             seconds=(seconds + late) * math.exp(rng.gauss(0, world.noise)),
-            drafted=[plan.steps] * running if plan.steps else [],
-            accepted=accepted if plan.steps else [],
+            drafted=counts,
+            accepted=_right(drafted.reach, luck) if counts else [],
             steady=plan == OFF or not missed,
+            straight=list(straight) if drafted.straight else [],
         )
         start = perf_counter()
         if unseen:
@@ -148,12 +131,12 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
         else:
             selector.record(record)
         choosing += perf_counter() - start
-        tokens = world.rate(step, plan.steps) * seconds
+        tokens = drafted.made
         spent += seconds + late
         drafting += seconds * (plan != OFF)
-        best += tokens / world.rate(step, hindsight[bucket_of(running)].steps)
-        sharpest += tokens / max(world.rate(step, p.steps) for p in plans)
-        missed = missed + 1 if plan == OFF else 0
+        best += tokens / world.rate(step, hindsight[bucket_of(running)])
+        sharpest += tokens / max(world.rate(step, p) for p in world.plans)
+        missed = missed + 1 if not counts else 0
     return Regret(
         seconds=spent,
         hindsight=1 - best / spent,
@@ -163,113 +146,25 @@ def play(world: World, selector: StrategySelector, plans: Sequence[DraftPlan], s
     )
 
 
-def _best_of_each_size(world: World, plans: Sequence[DraftPlan]) -> dict[int, DraftPlan]:
+def _best_of_each_size(world: World) -> dict[int, DraftPlan]:
     """By the time that one token takes, summed over the steps of each size."""
-    total: dict[int, dict[DraftPlan, float]] = defaultdict(lambda: dict.fromkeys(plans, 0.0))
+    total: dict[int, dict[DraftPlan, float]] = defaultdict(lambda: dict.fromkeys(world.plans, 0.0))
     for step, running in enumerate(world.sizes):
-        for plan in plans:
-            total[bucket_of(running)][plan] += 1 / world.rate(step, plan.steps)
+        for plan in world.plans:
+            total[bucket_of(running)][plan] += 1 / world.rate(step, plan)
     return {size: min(sums, key=sums.__getitem__) for size, sums in total.items()}
 
 
-def _drawn(rates: Sequence[float], drafts: int, running: int, rng: random.Random) -> list[int]:
-    """How many drafts of each request are accepted."""
-    found = []
-    for _ in range(running):
-        right = 0
-        while right < drafts and rng.random() < rates[right]:
-            right += 1
-        found.append(right)
-    return found
+def _shared_out(drafts: float, running: int) -> list[int]:
+    """Drafts of each request; none where there are none at all."""
+    total = round(drafts * running)
+    counts = [total * (i + 1) // running - total * i // running for i in range(running)]
+    return counts if total else []
 
 
-def _two_cores(step: int, running: int, drafts: int) -> float:
-    """Seconds, about as two cores and a model of 19M parameters: reading the weights, rows beyond
-    those that reading hides, and the drafts."""
-    rows = running * (drafts + 1)
-    drafting = 1e-4 * (1 + drafts) + 4e-5 * drafts * running if drafts else 0.0
-    return 2.2e-3 + 2.8e-4 * max(rows - 6, 0) + drafting
-
-
-def _two_cores_small(step: int, running: int, drafts: int) -> float:
-    """Seconds, about as two cores and a model of 2M parameters: calls and rows."""
-    drafting = 2e-4 + 3e-5 * drafts + 8e-6 * running if drafts else 0.0
-    return 3.5e-4 + 2.7e-5 * running * (drafts + 1) + drafting
-
-
-def simulated(seed: int) -> dict[str, World]:
-    """The worlds of the module's docstring, some thousand steps each."""
-    rng = random.Random(seed)
-    shrinking = [size for size in (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1) for _ in range(40)]
-    short = [size for size in (64, 56, 48, 32, 24, 16, 12, 8) for _ in range(22)]
-    moods: list[float] = []
-    while len(moods) < 2000:
-        moods += [math.exp(rng.gauss(0, 0.15))] * rng.randrange(20, 120)
-
-    def good(step: int, running: int) -> Sequence[float]:
-        return [0.95 - 0.02 * depth for depth in range(max(DEPTHS))]
-
-    def fair(step: int, running: int) -> Sequence[float]:
-        return [0.92, 0.7, 0.8, 0.65, 0.65, 0.6, 0.6]
-
-    def drifting(step: int, running: int) -> Sequence[float]:
-        return [0.45 + 0.45 * math.cos(step / 500)] * max(DEPTHS)
-
-    def moody(step: int, running: int, drafts: int) -> float:
-        return _two_cores(step, running, drafts) * moods[step]
-
-    worlds = {f"still, {size}": World([size] * 1000, _two_cores, good) for size in (1, 4, 16, 64)}
-    worlds["shrinking"] = World(shrinking * 4, _two_cores, good)
-    worlds["shrinking, noisy"] = World(shrinking * 4, _two_cores, good, _NOISY)
-    worlds["small"] = World(short * 12, _two_cores_small, fair, _NOISY, 1.6e-6)
-    worlds["drifting, 2"] = World([2] * 4000, _two_cores, drifting)
-    worlds["drifting, 16"] = World([16] * 4000, _two_cores, drifting)
-    worlds["moods, 2"] = World([2] * 2000, moody, good)
-    worlds["moods, 16"] = World([16] * 2000, moody, good)
-    return worlds
-
-
-def recorded(lines: Iterable[str]) -> tuple[World, list[DraftPlan]]:
-    """The world that a trace tells of, and the plans that were tried in it. Rollouts that nobody
-    was to draft for are not in it.
-
-    A plan's time at a batch size is the median of its steps there or, where it had few, what a fit
-    to all steps says; how often drafts are right is taken over the whole trace.
-
-    Raises ConfigError for a trace without steps, ValueError for lines that are none of a trace.
-    """
-    costs, curve = StepCosts(), AcceptanceCurve(kept=math.inf)
-    sizes: list[int] = []
-    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
-    tried = {OFF}
-    for event in read_trace(lines):
-        if not isinstance(event, StepRecord):
-            continue
-        if event.plan.topk > 1:
-            raise ConfigError(
-                f"a trace with draft trees, such as {event.plan}: only chains are replayed; record "
-                "one with speculative.eagle.spec_topk=1"
-            )
-        depth, size = max(event.drafted, default=0), bucket_of(event.running)
-        sizes.append(event.running)
-        tried.add(DraftPlan.chain(depth))
-        if event.drafted:
-            curve.record(event.drafted, event.accepted)
-        if event.steady:
-            costs.record(size, DraftPlan.chain(depth), [(event.running, event.seconds)])
-            seen[size, depth].append(event.seconds)
-    if not sizes or not costs.known:
-        raise ConfigError("a trace without steps; record one with speculative.trace=true")
-    rates = curve.rates(max(plan.steps for plan in tried))
-
-    def seconds(step: int, running: int, drafts: int) -> float:
-        found = seen.get((bucket_of(running), drafts), [])
-        if len(found) >= _ENOUGH:
-            return median(found)
-        return costs.seconds(running, DraftPlan.chain(drafts), bucket_of(running))
-
-    world = World(sizes, seconds, lambda step, running: rates)
-    return world, sorted(tried)
+def _right(reach: Sequence[float], luck: Sequence[float]) -> list[int]:
+    """How many drafts of each request are right, where so many are with these chances."""
+    return [sum(lot < chance for chance in reach) for lot in luck]
 
 
 def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
@@ -280,30 +175,30 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
     if not traces:
         by_seed = [simulated(seed) for seed in range(seeds)]
         return [
-            _row(name, [worlds[name] for worlds in by_seed], chains(), selector)
+            _row(name, [worlds[name] for worlds in by_seed], selector)
             for name in by_seed[0]
             for selector in SELECTORS
         ]
     rows = []
     for path in traces:
         try:
-            world, tried = recorded(path.read_text(encoding="utf-8").splitlines())
+            world = recorded(path.read_text(encoding="utf-8").splitlines())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is no trace of speculation: {error}") from error
-        if len(tried) == 1:
+        if len(world.plans) == 1:
             raise ConfigError(f"{path}: nothing was drafted, so there is nothing to choose from")
-        rows += [_row(str(path), [world] * seeds, tried, selector) for selector in SELECTORS]
+        rows += [_row(str(path), [world] * seeds, selector) for selector in SELECTORS]
     return rows
 
 
-def _row(name: str, worlds: Sequence[World], plans: Sequence[DraftPlan], selector: str) -> Row:
+def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
     """`worlds`: one for each seed."""
     make = SELECTORS[selector]
     found, again = [], []
     for seed, world in enumerate(worlds):
-        made = make(plans, seed)
-        found.append(play(world, made, plans, seed))
-        again.append(play(world, made, plans, seed + len(worlds)))
+        made = make(world.plans, seed)
+        found.append(play(world, made, seed))
+        again.append(play(world, made, seed + len(worlds)))
     return Row(
         benchmark="selector",
         case=name,

@@ -39,7 +39,7 @@ from slipstream.bench.trained import (
 )
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.inference.engine import Engine
-from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, GenerateRequest
+from slipstream.inference.protocol import BATCH_LIMITS, EngineStats
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -48,6 +48,7 @@ from slipstream.inference.speculation.selector import CostModelSelector
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.snapshot import policy_folder
 from slipstream.models.draft_head import DraftHead
+from slipstream.types import GenerateRequest
 
 PLAIN = "plain"
 AGAIN = "plain_again"

@@ -72,7 +72,7 @@ def test_where_trees_are_allowed_chains_run_beside_them(
     rows = ab.run(AbBench(policy=policy, settings=wide), lambda text: None)
     assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED, CHAINS]
     assert summary(rows)["trees_over_chains"] == 1.5
-    bandit = ("speculative.eagle.tune_algorithm=EG", "speculative.eagle.mab_configs=[2_2_4]")
+    bandit = ("speculative.eagle.tune_algorithm=EG", "speculative.eagle.mab_configs=['2_2_4']")
     rows = ab.run(AbBench(policy=policy, settings=(*wide, *bandit)), lambda text: None)
     assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED]
 

@@ -10,8 +10,8 @@ from statistics import median
 import pytest
 
 from slipstream.bench import regret
-from slipstream.bench.regret import World, play, recorded, run, simulated, table
-from slipstream.bench.speculation import chains
+from slipstream.bench.regret import play, run, table
+from slipstream.bench.worlds import World, by_chances, simulated
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
@@ -21,25 +21,32 @@ ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 
 def world(steps: int = 100) -> World:
     """One draft is free and always right, the second one takes as long as a step and is wrong."""
-    return World([3] * steps, lambda _, __, drafts: 1.0 + (drafts > 1), lambda _, __: [1.0, 0.0])
+    return World(
+        [3] * steps,
+        lambda _, __, drafted: 1.0 + (drafted.drafts > 1),
+        by_chances(lambda _, __: [1.0, 0.0]),
+        [OFF, ONE, TWO],
+    )
 
 
 def test_regret_of_fixed_plans_by_hand() -> None:
-    plans = [OFF, ONE, TWO]
-    best = play(world(), PredefinedSelector(ONE), plans, 0)
+    best = play(world(), PredefinedSelector(ONE), 0)
     assert (best.seconds, best.hindsight, best.drafting) == (100, 0, 1)
     # Plain decoding takes twice as long for the same tokens, and two drafts too.
     for plan, seconds in ((OFF, 100), (TWO, 200)):
-        regret = play(world(), PredefinedSelector(plan), plans, 0)
+        regret = play(world(), PredefinedSelector(plan), 0)
         assert regret.seconds == pytest.approx(seconds)
         assert regret.hindsight == regret.clairvoyant == pytest.approx(0.5)
 
 
 def test_only_the_clairvoyant_changes_plans_within_a_batch_size() -> None:
     turning = World(
-        [1] * 100, lambda _, __, drafts: 1.0 + 0.5 * drafts, lambda step, _: [float(step >= 50)]
+        [1] * 100,
+        lambda _, __, drafted: 1.0 + 0.5 * drafted.drafts,
+        by_chances(lambda step, _: [float(step >= 50)]),
+        [OFF, ONE],
     )
-    regret = play(turning, PredefinedSelector(OFF), [OFF, ONE], 0)
+    regret = play(turning, PredefinedSelector(OFF), 0)
     # Over all steps a draft yields as much as it costs: 1.5 and 0.75 seconds a token.
     assert regret.hindsight == pytest.approx(0)
     assert regret.clairvoyant == pytest.approx(0.125)
@@ -49,17 +56,50 @@ def test_the_cost_model_stays_near_the_best_plans() -> None:
     worlds = simulated(0)
     assert {"shrinking", "drifting, 2", "moods, 16"} < worlds.keys()
     for name in ("still, 1", "still, 16", "drifting, 2"):
-        assert play(worlds[name], CostModelSelector(chains()), chains(), 0).hindsight < 0.05
+        assert play(worlds[name], CostModelSelector(worlds[name].plans), 0).hindsight < 0.05
     # Never to draft costs much with one request, and nothing with sixteen.
     never = PredefinedSelector(OFF)
-    assert play(worlds["still, 1"], never, chains(), 0).hindsight > 0.5
-    assert play(worlds["still, 16"], never, chains(), 0).hindsight == 0
+    assert play(worlds["still, 1"], never, 0).hindsight > 0.5
+    assert play(worlds["still, 16"], never, 0).hindsight == 0
+
+
+def test_it_stays_near_them_with_trees_among_them() -> None:
+    worlds = simulated(0)
+    for name in ("trees, 4", "trees, 64", "dear rows, 2"):
+        world, regrets = worlds[name], list[float]()
+        for seed in range(3):
+            selector = CostModelSelector(world.plans)
+            cold, warm = (play(world, selector, seed + 3 * turn).hindsight for turn in (0, 1))
+            assert cold < 0.1
+            regrets.append(warm)
+        assert median(regrets) < 0.03
+    # Nothing is gained by always taking the largest tree, or never any.
+    for plan in (DraftPlan(8, 4, 32), DraftPlan.chain(5)):
+        assert play(worlds["trees, 4"], PredefinedSelector(plan), 0).hindsight > 0.1
+    assert play(worlds["dear rows, 2"], PredefinedSelector(DraftPlan(4, 2, 8)), 0).hindsight > 0.3
+
+
+def test_trees_that_are_cut_are_charged_for_what_is_left() -> None:
+    class Cutting(PredefinedSelector):
+        def worth(self, running: int) -> float:
+            return 0.2
+
+    tree = DraftPlan(2, 2, 5)
+    world = World(
+        [2] * 50,
+        lambda _, __, drafted: 1.0 + drafted.drafts,
+        by_chances(lambda _, __: [0.6, 0.5], lambda _: 0.5),
+        [OFF, tree],
+    )
+    # Of .6, .3 (after it), .12 (beside it), .075 two are left.
+    assert play(world, Cutting(tree), 0).seconds == pytest.approx(50 * 3)
+    assert play(world, PredefinedSelector(tree), 0).seconds == pytest.approx(50 * 5)
 
 
 def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
     for name in ("shrinking, noisy", "small"):
         world = simulated(0)[name]
-        found = [play(world, CostModelSelector(chains()), chains(), seed) for seed in range(5)]
+        found = [play(world, CostModelSelector(world.plans), seed) for seed in range(5)]
         assert median(regret.hindsight for regret in found) < 0.05
 
 
@@ -74,17 +114,6 @@ def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2
         "steady": True,
     }
     return json.dumps(event)
-
-
-def test_a_trace_says_what_plans_take_and_yield() -> None:
-    lines = [line(OFF, 1.0)] * 60 + [json.dumps({"changed": "policy"})] + [line(ONE, 1.2, 1)] * 60
-    found, plans = recorded(lines)
-    assert plans == [OFF, ONE]
-    assert list(found.sizes) == [2] * 120
-    assert (found.seconds(0, 2, 0), found.seconds(0, 2, 1)) == (1.0, 1.2)
-    assert found.rates(0, 2)[0] == pytest.approx(1, abs=0.05)
-    # Two drafts were never tried: what the fit says.
-    assert found.seconds(0, 2, 2) > 1.2
 
 
 def test_traces_that_are_none(tmp_path: Path) -> None:
@@ -111,5 +140,5 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
 def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # A second for each of the two calls of a step, which takes one.
     monkeypatch.setattr(regret, "perf_counter", count().__next__)
-    found = play(world(), PredefinedSelector(ONE), [OFF, ONE], 0)
+    found = play(world(), PredefinedSelector(ONE), 0)
     assert (found.seconds, found.choosing) == (100, 2)

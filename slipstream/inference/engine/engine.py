@@ -404,7 +404,7 @@ class Engine:
             preempted=len(preempted),
             max_batch=max(0, count - self._counts.get("max_batch", 0)),
         )
-        self._account(plan, trees, tokens, time.perf_counter() - started)
+        self._account(plan, trees, paths, tokens, time.perf_counter() - started)
         if self._unseen:
             self._count(recess_steps=1)
             self._unseen -= 1
@@ -416,6 +416,7 @@ class Engine:
         self,
         plan: DraftPlan,
         trees: Sequence[DraftTree],
+        paths: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
         seconds: float,
     ) -> None:
@@ -442,6 +443,7 @@ class Engine:
                 drafted=drafted if drafts else (),
                 accepted=[len(new) - 1 for new in tokens] if drafts else (),
                 steady=plan == OFF or not self._behind,
+                straight=_straight(trees, paths) if drafts and plan.topk > 1 else (),
             )
             self._selector.record(step)
         self._behind = drafts == 0
@@ -551,6 +553,10 @@ class Engine:
     def _count(self, **more: float) -> None:
         for name, value in more.items():
             self._counts[name] = self._counts.get(name, 0) + value
+
+
+def _straight(trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    return [tree.straight(path) for tree, path in zip(trees, paths, strict=True)]
 
 
 def _ordinary(generations: list[Generation]) -> list[Generation]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
 
 from slipstream.inference.speculation.plan import DraftPlan
 
 _FADE = 0.99
 
-_SIBLING = 0.35
-"""What a second draft in the place of a first one counts of it, and so each further one, before
-trees have been seen."""
+_SIBLING = 0.8
+"""How often a further draft in the place of one is right where those before it are not, of how
+often the first one is: what the quickstart's head has of it (docs/log.md)."""
 
 
 class AcceptanceCurve:
@@ -83,20 +85,23 @@ def expected_accepted(rates: Sequence[float]) -> float:
 
 
 class TreeYields:
-    """Accepted drafts of trees against what chains let expect: the share is a plan's own as far as
-    it has been seen, and else that of all trees. Old steps fade."""
+    """Accepted drafts of trees, or verified ones, against what chains let expect: the share is a
+    plan's own as far as it has been seen, and else that of all trees. Old steps fade."""
 
-    def __init__(self, *, kept: float = 200.0, trust: float = 8.0) -> None:
+    def __init__(self, *, kept: float = 200.0, trust: float = 40.0) -> None:
         """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
         requests."""
         self._kept, self._trust = kept, trust
         # Accepted and expected drafts, of requests.
         self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
 
-    def record(self, plan: DraftPlan, accepted: float, expected: float, requests: int) -> None:
-        """So many requests had so many drafts accepted and expected, on average."""
+    def record(
+        self, plan: DraftPlan, accepted: float, expected: float, requests: int, steps: int = 1
+    ) -> None:
+        """So many requests of so many steps had so many drafts accepted (or verified) and expected,
+        on average."""
         right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
-        keep = max(_FADE, 1 - requests / self._kept)
+        keep = max(_FADE, 1 - requests / steps / self._kept) ** steps
         self._seen[plan] = (
             keep * right + requests * accepted,
             keep * guess + requests * expected,
@@ -123,9 +128,31 @@ class TreeYields:
         return (right + self._trust * guess) / (expected + self._trust)
 
 
-def expected_of_tree(rates: Sequence[float], plan: DraftPlan) -> float:
-    """Accepted tokens of a tree, on average, as if each level had as many drafts as there are rows
-    for, where the first ones are right so often after right ones."""
-    levels = min(plan.steps, plan.verify_tokens - 1)
-    more = min(plan.topk, (plan.verify_tokens - 1) / levels) - 1
-    return expected_accepted([1 - (1 - rate) ** (1 + _SIBLING * more) for rate in rates[:levels]])
+def chances_of_tree(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:
+    """Of each draft that a plan verifies the chance that all tokens down to it are right, the best
+    first, where first drafts are right so often after right ones (to a hundredth)."""
+    return _chances_of_tree(tuple([round(rate, 2) for rate in rates]), plan)
+
+
+@lru_cache(maxsize=512)
+def _chances_of_tree(rates: tuple[float, ...], plan: DraftPlan) -> tuple[float, ...]:
+    # By what they promise: of siblings the next one, and the first one after each, come after it.
+    nodes = [(-rates[0], 0, 0)]
+    found: list[float] = []
+    while nodes and len(found) < plan.verify_tokens - 1:
+        chance, depth, before = heappop(nodes)
+        found.append(-chance)
+        if before + 1 < plan.topk:
+            rate = rates[depth]
+            # Of what the first one leaves over, and of what further ones do.
+            left = 1 - _SIBLING * rate if before else _SIBLING * (1 - rate)
+            heappush(nodes, (chance * left, depth, before + 1))
+        if depth + 1 < plan.steps:
+            heappush(nodes, (chance * rates[depth + 1], depth + 1, 0))
+    return tuple(found)
+
+
+def best_of(chances: Sequence[float], drafts: float) -> float:
+    """How many of the best `drafts` are right, on average."""
+    whole = int(drafts)
+    return sum(chances[:whole]) + (drafts - whole) * sum(chances[whole : whole + 1])

@@ -3,7 +3,8 @@
 A few numbers fit all batch sizes and plans at once, so a batch size that has just come up needs no
 measuring of its own:
 
-    seconds = a + b R + c max(R - 8, 0)     R = running * verify_tokens rows through the policy
+    seconds = a + b R + c max(R - 8, 0)     R rows through the policy: those that are verified
+            + c' max(R - 128, 0)
             + [steps > 0] d + e steps + f S the drafts themselves, of S rows through the drafter
 
 No number is below 0. They are fitted to relative errors by least squares in which old steps fade,
@@ -29,14 +30,23 @@ import numpy.typing as npt
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 _FADE = 0.999
-_KNEE = 8
+_KNEES = 8, 128
+"""Rows from which on each may take longer: reading the weights hides what those before take, on
+a processor that of a few and on an accelerator that of many."""
+
 _REFIT = 64
 """Measurements between two fits, at most."""
 
 _PRIOR_WEIGHT = 0.05
 _PRIOR_SIZES, _PRIOR_PLANS = (1, 4, 16, 64), [DraftPlan.chain(depth) for depth in (0, 1, 3, 7)]
+_FLAT = 100.0
+"""How much more than by what is guessed many rows are held to take no more than few, until they
+have been measured."""
 _FIRST = 8
 """Steps by whose median what is guessed is scaled: the very first ones may take any time."""
+
+_DOUBT = 3.0
+"""Standard deviations of what a row takes that it may take less."""
 
 FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
@@ -140,8 +150,10 @@ class StepCosts:
         # What the first steps took of what is guessed.
         self._scales: list[float] = []
         self._weights: list[float] = []
+        # Their covariance, but for the noise of what was measured.
+        self._unsure = np.zeros((size, size))
         # Seconds by these weights: asked for in every step.
-        self._fitted: dict[_Cell, float] = {}
+        self._fitted: dict[tuple[int, DraftPlan, float | None], float] = {}
         self._unfitted: tuple[list[list[float]], list[list[float]]] = ([], [])
         self._measured = 0
         # Contexts grow longer, a machine is busy.
@@ -153,16 +165,23 @@ class StepCosts:
         """Whether anything has been measured."""
         return self._measured > 0
 
-    def seconds(self, running: int, plan: DraftPlan, bucket: int) -> float:
-        """Of a step of `running` requests, which `bucket` of similar sizes has its own factors."""
-        return self._factor(plan, bucket) * self._shape(running, plan)
+    def seconds(
+        self, running: int, plan: DraftPlan, bucket: int, drafts: float | None = None
+    ) -> float:
+        """Of a step of `running` requests, which `bucket` of similar sizes has its own factors.
+        `drafts` of a request are verified, on average: by default as many as the plan has."""
+        return self._factor(plan, bucket) * self._shape(running, plan, drafts)
 
-    def row(self, running: int, plan: DraftPlan) -> float:
-        """Seconds that one more row through the policy takes."""
-        self._shape(running, plan)
-        _, first, beyond, *_ = self._weights
-        rows = running * plan.verify_tokens
-        return self._beliefs.mood * (first + (beyond if rows > _KNEE else 0.0))
+    def row_at_least(self, running: int, plan: DraftPlan, drafts: float | None = None) -> float:
+        """Seconds that one more row through the policy takes, as far as that is beyond doubt: where
+        only chains of one batch size were measured, it may be the drafts that take so long."""
+        self._shape(running, plan, drafts)
+        rows = _rows(running, plan, drafts)
+        beyond = [float(rows > knee) for knee in _KNEES]
+        kind = np.zeros(len(self._weights))
+        kind[1 : 2 + len(beyond)] = [1.0, *beyond]
+        doubt = sqrt(self._noise * float(kind @ self._unsure @ kind))
+        return self._beliefs.mood * max(float(kind @ self._weights) - _DOUBT * doubt, 0.0)
 
     def record(
         self,
@@ -170,14 +189,16 @@ class StepCosts:
         plan: DraftPlan,
         steps: Sequence[tuple[int, float]],
         elapsed: float | None = None,
+        drafts: float | None = None,
     ) -> None:
         """Each of `steps`, one after the other, of so many running requests, all of `bucket`, has
-        taken so many seconds. Since the last steps that were recorded, these included, `elapsed`
-        seconds have gone by: by default, what these took."""
+        taken so many seconds, `drafts` of a request being verified in it, as in `seconds`. Since
+        the last steps that were recorded, these included, `elapsed` seconds have gone by: by
+        default, what these took."""
         for running, seconds in steps[: _FIRST - len(self._scales)]:
             self._scales.append(seconds / _guess(running, plan))
         factor, count = self._factor(plan, bucket), len(steps)
-        expected = [factor * self._shape(running, plan) for running, _ in steps]
+        expected = [factor * self._shape(running, plan, drafts) for running, _ in steps]
         taken = 0.0
         for (_, seconds), guess in zip(steps, expected, strict=True):
             taken += min(max(seconds, guess / FARTHEST), guess * FARTHEST)
@@ -185,7 +206,8 @@ class StepCosts:
         size = sum(running for running, _ in steps) / count
         shape = sum(expected) / count / factor
         target = off * factor / self._beliefs.mood
-        self._unfitted[plan != OFF].append([x / shape for x in _features(size, plan)] + [target])
+        features = _features(size, plan, drafts)
+        self._unfitted[plan != OFF].append([x / shape for x in features] + [target])
         self._measured += 1
         if elapsed is None:
             elapsed = sum(seconds for _, seconds in steps)
@@ -200,16 +222,16 @@ class StepCosts:
     def _factor(self, plan: DraftPlan, bucket: int) -> float:
         return exp(self._beliefs.of((bucket, plan)))
 
-    def _shape(self, running: int, plan: DraftPlan) -> float:
+    def _shape(self, running: int, plan: DraftPlan, drafts: float | None) -> float:
         # The more steps there were, the less the next ones change. A fit takes a tenth of a small
         # model's step.
         waiting = sum(map(len, self._unfitted))
         if not self._weights or waiting >= min(1 + self._measured // 8, _REFIT):
             self._take_in()
-        known = self._fitted.get((running, plan))
+        known = self._fitted.get((running, plan, drafts))
         if known is None:
-            pairs = zip(_features(running, plan), self._weights, strict=True)
-            known = self._fitted[running, plan] = max(sum(x * w for x, w in pairs), 1e-12)
+            pairs = zip(_features(running, plan, drafts), self._weights, strict=True)
+            known = self._fitted[running, plan, drafts] = max(sum(x * w for x, w in pairs), 1e-12)
         return known
 
     def _take_in(self) -> None:
@@ -232,8 +254,12 @@ class StepCosts:
             ]
         )
         left = self._left.sum(0) + _PRIOR_WEIGHT * guessed.T @ guessed
+        # What is guessed of many rows is no reason not to try them.
+        last = len(_KNEES) + 1
+        left[last, last] += _FLAT * _PRIOR_WEIGHT * float(np.square(guessed[:, last]).sum())
         right = self._right.sum(0) + _PRIOR_WEIGHT * guessed.sum(0)
         self._weights = _least_squares(left, right).tolist()
+        self._unsure = np.linalg.inv(left)
 
 
 def _least_squares(left: _Floats, right: _Floats) -> _Floats:
@@ -254,10 +280,15 @@ def _least_squares(left: _Floats, right: _Floats) -> _Floats:
     return np.maximum(x, 0.0)
 
 
-def _features(running: float, plan: DraftPlan) -> tuple[float, ...]:
-    rows = running * plan.verify_tokens
-    drafts = float(plan != OFF)
-    return 1.0, rows, max(rows - _KNEE, 0), drafts, plan.steps, running * plan.draft_rows
+def _features(running: float, plan: DraftPlan, drafts: float | None = None) -> tuple[float, ...]:
+    rows = _rows(running, plan, drafts)
+    drafting = float(plan != OFF)
+    beyond = (max(rows - knee, 0) for knee in _KNEES)
+    return 1.0, rows, *beyond, drafting, plan.steps, running * plan.draft_rows
+
+
+def _rows(running: float, plan: DraftPlan, drafts: float | None) -> float:
+    return running * (plan.verify_tokens if drafts is None else 1 + drafts)
 
 
 def _guess(size: int, plan: DraftPlan) -> float:

@@ -44,6 +44,14 @@ class DraftTree:
         parents = self.parents
         return isinstance(parents, range) or all(p == i - 1 for i, p in enumerate(parents))
 
+    def straight(self, path: Sequence[int]) -> tuple[int, int]:
+        """How many drafts follow one another from the root on, each the first after the one before,
+        and how many of these are on `path`, the nodes from the root that were accepted."""
+        parents, line = self.parents, 0
+        while line + 1 < len(parents) and parents[line + 1] == line:
+            line += 1
+        return line, sum(node == depth for depth, node in enumerate(path[1:], 1))
+
     def is_first_child(self, node: int) -> bool:
         """Whether no earlier node follows the same one."""
         parents = self.parents

@@ -108,6 +108,7 @@ class ReportedSelector:
                     "drafted": list(step.drafted),
                     "accepted": list(step.accepted),
                     "steady": step.steady,
+                    "straight": list(step.straight),
                 }
             )
 
@@ -206,6 +207,8 @@ def _event_of(event: Mapping[str, Any]) -> StepRecord | Started | Begins | Chang
         drafted=event["drafted"],
         accepted=event["accepted"],
         steady=event["steady"],
+        # Not in the traces of earlier versions.
+        straight=[(drafts, right) for drafts, right in event.get("straight", ())],
     )
 
 

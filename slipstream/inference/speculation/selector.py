@@ -17,7 +17,8 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.acceptance import (
     AcceptanceCurve,
     TreeYields,
-    expected_of_tree,
+    best_of,
+    chances_of_tree,
 )
 from slipstream.inference.speculation.costs import FARTHEST, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -30,7 +31,9 @@ class StepRecord:
     """One decode step: `running` requests under `plan` took `seconds`.
 
     `drafted` and `accepted` count tokens per request. `steady` is off for steps that also did what
-    other steps need not: catch up with features, or take in new requests.
+    other steps need not: catch up with features, or take in new requests. `straight`: of each tree,
+    how many of its drafts follow one another from its root, each the first after the one before,
+    and how many of these were accepted: what a chain would have been. Empty where nobody looked.
     """
 
     running: int
@@ -39,13 +42,15 @@ class StepRecord:
     drafted: Sequence[int] = ()
     accepted: Sequence[int] = ()
     steady: bool = True
+    straight: Sequence[tuple[int, int]] = ()
 
     @property
     def drawn(self) -> DraftPlan:
-        """What it took its time for: chains may turn out shorter than planned."""
-        if not self.drafted:
-            return OFF
-        return self.plan if self.plan.topk > 1 else DraftPlan.chain(max(self.drafted))
+        """What it took its time for: chains may turn out shorter than planned. A tree is one, too,
+        where none of its drafts was worth a row: the drafter has made them."""
+        if self.plan.topk > 1:
+            return self.plan
+        return DraftPlan.chain(max(self.drafted)) if self.drafted else OFF
 
 
 class StrategySelector(Protocol):
@@ -150,15 +155,18 @@ _THINKING = 0.005
 """Share of the time that this may take: of short steps most go by without, for they are many and
 alike. What they took counts all the same, together."""
 
-_FIRST_THOUGHTS = 1.0
-"""How many more there may be, by the square root of the steps at a batch size: what comes first
-teaches most."""
+_FIRST_THOUGHTS = 6**-0.5
+"""How many more there may be, by the square roots of the steps at a batch size and of the number of
+plans: what comes first teaches most, and many plans take long to look at."""
 
 _LONGEST_SLEEP = 31
 """Steps after which it is looked again whether a thought is due."""
 
 _FORGET = 0.998
 """What a step without drafts leaves of what is known about acceptance."""
+
+_STALE = 0.99
+"""What a step by a tree leaves of what was seen of chains: its own first drafts tell it anew."""
 
 _DRAFTING = 0.03
 """What drafting costs beyond the seconds of its steps, and where nearly nothing is gained, being
@@ -211,6 +219,7 @@ class _Bucket:
 
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     trees: TreeYields = field(default_factory=TreeYields)
+    tree_rows: TreeYields = field(default_factory=TreeYields)
     current: DraftPlan = OFF
     seen: _Seen = field(default_factory=_Seen)
     looks: int = 0
@@ -249,31 +258,30 @@ class _Slept:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     """Of chains."""
-    trees: dict[DraftPlan, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Drafts of trees, and accepted ones."""
-    seconds: dict[DraftPlan, list[tuple[int, float]]] = field(default_factory=dict)
-    """By plan, and in it with the requests that ran."""
+    trees: dict[DraftPlan, list[StepRecord]] = field(default_factory=dict)
+    seconds: dict[DraftPlan, list[StepRecord]] = field(default_factory=dict)
+    """Of which it is known what they took, by plan."""
 
     def add(self, step: StepRecord, tells: bool) -> None:
-        if not step.drafted:
+        drawn = step.drawn
+        if drawn == OFF:
             self.plain += 1
-        elif step.plan.topk > 1:
-            drafted, accepted = self.trees.setdefault(step.plan, ([], []))
-            drafted += step.drafted
-            accepted += step.accepted
+        elif drawn.topk > 1:
+            self.trees.setdefault(drawn, []).append(step)
         else:
             self.drafting += 1
             self.drafted += step.drafted
             self.accepted += step.accepted
-        if tells and step.drawn == step.plan:
-            self.seconds.setdefault(step.plan, []).append((step.running, step.seconds))
+        if tells and drawn == step.plan:
+            self.seconds.setdefault(drawn, []).append(step)
 
 
 class CostModelSelector:
     """Tokens per second of each plan, from predicted seconds and the acceptance curve.
 
     Acceptance is one curve for all chains, so a plan need not be tried to know what it would
-    accept; trees accept more than it by shares that are theirs (`TreeYields`). Batch sizes differ
+    accept; trees accept, and verify, by shares of what it lets expect that are theirs
+    (`TreeYields`), and how far a chain would have come is seen in them, too. Batch sizes differ
     from that as far as they have been seen to, for what runs last is the long and difficult.
     Seconds are those of `StepCosts`. A plan that might be better than the current one, the more so
     the less or the longer ago it was seen, is looked at for some steps. What looks lose is bounded
@@ -297,10 +305,10 @@ class CostModelSelector:
         if len(self.plans) == 1:
             raise ConfigError("a selector needs at least one draft plan")
         self.curve = AcceptanceCurve()
-        self._trees = TreeYields()
-        # How often any draft of a level of trees is right, after right ones: where chains have not
-        # been tried, what they might be at best.
-        self._levels = AcceptanceCurve()
+        # What trees' first drafts would have been as chains: where none have been tried, what those
+        # might be at best, for drafts that are not worth a row are missing.
+        self._straight = AcceptanceCurve()
+        self._trees, self._tree_rows = TreeYields(), TreeYields()
         self._costs = StepCosts()
         self._threshold = bs_threshold
         self._hysteresis = hysteresis
@@ -360,7 +368,8 @@ class CostModelSelector:
         begins = bucket.current != OFF or (grown and bucket.rests)
         if bucket.seen.steps == bucket.decide_at or (begins and self._rest.missed > 0 and not over):
             return OFF, 0
-        thoughts = bucket.thoughts - _FIRST_THOUGHTS * sqrt(bucket.seen.steps)
+        early = _FIRST_THOUGHTS * sqrt(len(self.plans) * bucket.seen.steps)
+        thoughts = bucket.thoughts - early
         wait = thoughts * _THOUGHT / _THINKING - bucket.spent
         steps = min(ceil(wait * bucket.seen.steps / bucket.spent), _LONGEST_SLEEP)
         return OFF if over else bucket.current, max(steps, bucket.decide_at - bucket.seen.steps)
@@ -380,7 +389,9 @@ class CostModelSelector:
                 bucket.decide_at = bucket.seen.steps + _LOOK
         here = rates[bucket.current]
         # A row gives its chance of a token, and takes the time of others.
-        bucket.worth = min(self._costs.row(running, best) * running * rates[best], _MOST_WORTH)
+        drafts = self._of_tree(bucket_of(running), best)[0] if best.topk > 1 else None
+        row = self._costs.row_at_least(running, best, drafts)
+        bucket.worth = min(row * running * rates[best], _MOST_WORTH)
         beginning = self._rest.cost(self._row(running))
         least = self._least_rate(running, rates[OFF], beginning)
         bucket.rests = here < least
@@ -428,16 +439,17 @@ class CostModelSelector:
         if drawn == OFF:
             self._forget(bucket, 1)
         elif drawn.topk > 1:
-            self._branched(size, drawn, step.drafted, step.accepted)
+            self._branched(size, drawn, [step])
         else:
             self.curve.record(step.drafted, step.accepted)
             bucket.curve.record(step.drafted, step.accepted)
+            self._forget_trees(bucket, 1)
         bucket.seen.record(step.plan)
         self._seen.record(step.plan)
         if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
-            self._measured(size, drawn, [(step.running, step.seconds)])
+            self._measured(size, drawn, [step])
         elif drawn != OFF and self._rest.missed and self._costs.known:
-            extra = step.seconds - self._costs.seconds(step.running, drawn, size)
+            extra = step.seconds - self._expected_seconds(step)
             self._rest.took_in(extra, self._row(step.running))
         self._rest.stepped(made, drafted=drawn != OFF)
         self._recess.stepped(step.seconds, self._gained(step, made))
@@ -448,10 +460,12 @@ class CostModelSelector:
             self._recess.drafter_changed()
         self.curve.forget(0.5)
         self._trees.forget(0.5)
-        self._levels.forget(0.5)
+        self._straight.forget(0.5)
+        self._tree_rows.forget(0.5)
         for bucket in self._buckets.values():
             bucket.curve.forget(0.5)
             bucket.trees.forget(0.5)
+            bucket.tree_rows.forget(0.5)
             bucket.seen.forget(0.5)
         self._seen.forget(0.5)
 
@@ -494,8 +508,9 @@ class CostModelSelector:
             if slept.drafting:
                 self.curve.record(slept.drafted, slept.accepted, slept.drafting)
                 bucket.curve.record(slept.drafted, slept.accepted, slept.drafting)
-            for plan, (drafted, accepted) in slept.trees.items():
-                self._branched(size, plan, drafted, accepted)
+                self._forget_trees(bucket, slept.drafting)
+            for plan, steps in slept.trees.items():
+                self._branched(size, plan, steps)
             for plan, steps in slept.seconds.items():
                 self._measured(size, plan, steps)
                 bucket.thoughts += _LEARNING
@@ -503,39 +518,57 @@ class CostModelSelector:
 
     def _gained(self, step: StepRecord, made: float) -> float:
         """Seconds, over steps without drafts that would have made as much."""
-        if not step.drafted or not self._costs.known:
+        if step.drawn == OFF or not self._costs.known:
             return 0.0
         size, seconds = bucket_of(step.running), step.seconds
         if self._tells(step):
             # Beyond, something else ran.
-            expected = self._costs.seconds(step.running, step.drawn, size)
-            seconds = min(seconds, FARTHEST * expected)
+            seconds = min(seconds, FARTHEST * self._expected_seconds(step))
         return made * self._costs.seconds(step.running, OFF, size) - seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""
         return step.steady and not 0 < self._plain <= _SETTLED
 
-    def _measured(self, size: int, plan: DraftPlan, steps: Sequence[tuple[int, float]]) -> None:
-        self._costs.record(size, plan, steps, self._spent - self._told)
-        self._told = self._spent
+    def _expected_seconds(self, step: StepRecord) -> float:
+        size = bucket_of(step.running)
+        return self._costs.seconds(step.running, step.drawn, size, _verified([step]))
 
-    def _branched(
-        self, size: int, plan: DraftPlan, drafted: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """What trees of a batch size have yielded."""
-        count, mean = len(accepted), sum(accepted) / len(accepted)
-        # No path is longer than there are drafts.
-        self._levels.record([min(drafts, plan.steps) for drafts in drafted], accepted)
-        for trees, expected in (
-            (self._trees, expected_of_tree(self._first_rates(plan.steps), plan)),
-            (self._buckets[size].trees, expected_of_tree(self._shares(size, plan.steps), plan)),
+    def _measured(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
+        elapsed, self._told = self._spent - self._told, self._spent
+        taken = [(step.running, step.seconds) for step in steps]
+        self._costs.record(size, plan, taken, elapsed, _verified(steps))
+
+    def _branched(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
+        """What trees of a batch size have come to."""
+        bucket, count = self._buckets[size], sum(step.running for step in steps)
+        straight = [pair for step in steps for pair in step.straight]
+        if straight:
+            drafted, right = zip(*straight, strict=True)
+            self._straight.record(drafted, right, len(steps))
+        for curve in (self.curve, bucket.curve):
+            curve.forget(_STALE ** len(steps))
+        drafts, accepted = (
+            sum(sum(counts) for counts in found) / count
+            for found in ([s.drafted for s in steps], [s.accepted for s in steps])
+        )
+        for rates, rows, trees in (
+            (self._first_rates(plan.steps), self._tree_rows, self._trees),
+            (self._shares(size, plan.steps), bucket.tree_rows, bucket.trees),
         ):
-            trees.record(plan, mean, expected, count)
+            chances = chances_of_tree(rates, plan)
+            rows.record(plan, drafts, _worthy(chances, bucket.worth), count, len(steps))
+            trees.record(plan, accepted, best_of(chances, drafts), count, len(steps))
 
     def _forget(self, bucket: _Bucket, steps: int) -> None:
         """Policies drift, unseen while nothing is drafted."""
-        for known in (self.curve, bucket.curve, self._levels, self._trees, bucket.trees):
+        for known in (self.curve, bucket.curve, self._straight):
+            known.forget(_FORGET**steps)
+        self._forget_trees(bucket, steps)
+
+    def _forget_trees(self, bucket: _Bucket, steps: int) -> None:
+        """What was seen of trees says less and less while chains are drafted, or nothing."""
+        for known in (self._trees, self._tree_rows, bucket.trees, bucket.tree_rows):
             known.forget(_FORGET**steps)
 
     def _bucket(self, running: int) -> _Bucket:
@@ -560,16 +593,35 @@ class CostModelSelector:
         for share in shares:
             reach *= share
             made.append(made[-1] + reach)
-        trees = self._buckets[size].trees
-        return {
-            plan: (
-                made[plan.steps]
-                if plan.topk <= 1
-                else 1 + expected_of_tree(shares, plan) * trees.share(plan, self._trees.share(plan))
-            )
-            / self._costs.seconds(running, plan, size)
-            for plan in plans
-        }
+        rates = {}
+        for plan in plans:
+            tokens, drafts = made[plan.steps], None
+            if plan.topk > 1:
+                drafts, accepted = self._of_tree(size, plan, shares)
+                tokens = 1 + accepted
+            rates[plan] = tokens / self._costs.seconds(running, plan, size, drafts)
+        return rates
+
+    def _of_tree(
+        self, size: int, plan: DraftPlan, shares: Sequence[float] | None = None
+    ) -> tuple[float, float]:
+        """Drafts of a request that are verified and how many of them accepted, on average; `shares`
+        as `_shares` has them, where they are at hand."""
+        bucket = self._buckets[size]
+        known = self._shares(size, plan.steps) if shares is None else shares[: plan.steps]
+        chances = chances_of_tree(known, plan)
+        drafts = _worthy(chances, bucket.worth) * bucket.tree_rows.share(
+            plan, self._tree_rows.share(plan)
+        )
+        drafts = min(drafts, len(chances))
+        accepted = best_of(chances, drafts)
+        return drafts, accepted * bucket.trees.share(plan, self._trees.share(plan))
+
+    def _seconds(self, running: int, plan: DraftPlan) -> float:
+        """Of a step by a plan."""
+        size = bucket_of(running)
+        drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
+        return self._costs.seconds(running, plan, size, drafts)
 
     def _shares(self, size: int, depths: int) -> list[float]:
         """Of right drafts of chains after right ones, by depth, at a batch size."""
@@ -580,7 +632,7 @@ class CostModelSelector:
 
     def _first_rates(self, depths: int) -> list[float]:
         """Of right drafts of chains, at all batch sizes."""
-        return self.curve.rates(depths, like=self._levels)
+        return self.curve.rates(depths, like=self._straight)
 
     def _looked(self, running: int, look: _Look) -> None:
         """A look has ended."""
@@ -588,8 +640,8 @@ class CostModelSelector:
         # drafts were, is no loss of the look's.
         bucket = look.bucket
         rates = self._rates(running, [look.plan, bucket.current])
-        expected = self._costs.seconds(running, look.plan, bucket_of(running))
-        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current]) * expected
+        lost = max(0.0, 1 - rates[look.plan] / rates[bucket.current])
+        lost *= self._seconds(running, look.plan)
         lost *= bucket.seen.steps - look.begun
         if look.plan == OFF:
             bucket.lost_plain += lost
@@ -622,7 +674,7 @@ class CostModelSelector:
     ) -> DraftPlan | None:
         """A plan other than the current one that, as little as is known of it, might yield more
         than `least`: the most for what a look is believed to lose."""
-        bucket, size = self._bucket(running), bucket_of(running)
+        bucket = self._bucket(running)
         found, most = None, 0.0
         for plan, rate in rates.items():
             if plan == bucket.current:
@@ -636,10 +688,23 @@ class CostModelSelector:
             gain = rate * (1 + 0.5 / (1 + known) ** 0.5) - least
             if gain <= 0 or known >= _ENOUGH:
                 continue
-            lost = self._costs.seconds(running, plan, size) * max(1 - rate / least, _CHEAP)
+            lost = self._seconds(running, plan) * max(1 - rate / least, _CHEAP)
             if gain / lost > most:
                 found, most = plan, gain / lost
         return found
+
+
+def _verified(steps: Sequence[StepRecord]) -> float | None:
+    """Drafts of a request in steps of one plan, on average: of trees, for some may have been left
+    out. None where the plan says it."""
+    if steps[0].drawn.topk <= 1:
+        return None
+    return sum(sum(step.drafted) for step in steps) / sum(step.running for step in steps)
+
+
+def _worthy(chances: Sequence[float], worth: float) -> int:
+    """How many are worth a row."""
+    return sum(chance >= worth for chance in chances)
 
 
 @cache

@@ -15,7 +15,7 @@ from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.selector import StepRecord
+from slipstream.inference.speculation.selector import PredefinedSelector, StepRecord
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import (
@@ -397,6 +397,33 @@ def test_a_selector_is_told_what_has_changed() -> None:
     weights = [(name, weight.detach().clone()) for name, weight in head.named_parameters()]
     engine.update_drafter(WeightUpdate(version=1, buckets=[weights], kind=UpdateKind.DRAFT))
     assert selector.changes == [False, True]
+
+
+@pytest.mark.parametrize("plan", [DraftPlan.chain(3), DraftPlan(4, 3, 12)], ids=str)
+def test_a_selector_is_told_how_far_chains_would_have_come(plan: DraftPlan) -> None:
+    class Told(PredefinedSelector):
+        steps: ClassVar[list[StepRecord]] = []
+
+        def record(self, step: StepRecord) -> None:
+            self.steps.append(step)
+
+    requests = mixed_requests(8, tokens=30)
+    reference = make_engine(shared_decoder()).run(requests)
+    selector = Told(plan)
+    engine = make_engine(proposer=oracle_of(reference), selector=selector)
+    engine.run(requests)
+    told = [step for step in selector.steps if step.drafted]
+    selector.steps.clear()
+    if plan.topk == 1:
+        assert not any(step.straight for step in told)
+        return
+    lines = [zip(s.straight, s.drafted, s.accepted, strict=True) for s in told]
+    pairs = [pair for line in lines for pair in line]
+    assert all(right <= drafts <= all_of_them for (drafts, right), all_of_them, _ in pairs)
+    assert sum(right for (_, right), *_ in pairs) > 0
+    # Whoever came further went by a sibling.
+    further = [accepted > right for (_, right), _, accepted in pairs]
+    assert 0 < sum(further) <= engine.stats().sibling_tokens
 
 
 def test_after_a_recess_requests_are_seen_from_their_beginning() -> None:

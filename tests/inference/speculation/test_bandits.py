@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from slipstream.bench.regret import World, play
+from slipstream.bench.regret import play
+from slipstream.bench.worlds import Drafted, World, by_chances
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
@@ -164,16 +165,16 @@ def test_other_weights_leave_the_newest_half() -> None:
 def test_drafts_that_become_useless_are_given_up() -> None:
     """Measured rewards turn, at one batch size, after 1,000 steps."""
 
-    def seconds(number: int, running: int, drafts: int) -> float:
-        return 1.0 + 0.1 * drafts
+    def seconds(number: int, running: int, drafted: Drafted) -> float:
+        return 1.0 + 0.1 * drafted.drafts
 
     def rates(number: int, running: int) -> list[float]:
         return [0.9 if number < 1000 else 0.05] * 5
 
-    world = World([4] * 3000, seconds, rates)
+    world = World([4] * 3000, seconds, by_chances(rates), [OFF, ONE, FIVE])
     for rule in (EpsilonGreedy(0.1), UpperConfidenceBound()):
         made = BanditSelector({1: [OFF, ONE, FIVE]}, rule, window=100)
-        regret = play(world, made, [OFF, ONE, FIVE], 0)
+        regret = play(world, made, 0)
         assert 0 < regret.clairvoyant < 0.1
         taken = Counter(_taken(made, 200))
         assert taken[OFF] > 100

@@ -92,3 +92,66 @@ def test_a_tree_takes_what_its_rows_take() -> None:
         assert costs.seconds(running, plan, running) == pytest.approx(
             seconds(running, plan), rel=0.12
         )
+
+
+def machine(running: int, plan: DraftPlan, drafts: float | None = None) -> float:
+    """Seconds; `drafts` of a request are verified."""
+    rows = running * (plan.verify_tokens if drafts is None else 1 + drafts)
+    return 3e-3 + 2e-5 * rows + (3e-4 + 2e-4 * plan.steps if plan != OFF else 0.0)
+
+
+TALL, BROAD = DraftPlan(6, 4, 24), DraftPlan(6, 4, 16)
+
+
+def test_a_tree_of_which_drafts_were_left_out_takes_what_its_rows_take() -> None:
+    costs, rng = StepCosts(), random.Random(3)
+    for _ in range(400):
+        running, plan = rng.choice([2, 4]), rng.choice([OFF, DraftPlan.chain(3), TALL])
+        drafts = rng.choice([4.0, 7.0]) if plan == TALL else None
+        taken = machine(running, plan, drafts) * math.exp(rng.gauss(0, 0.03))
+        costs.record(running, plan, [(running, taken)], drafts=drafts)
+    for drafts in (5.0, 23.0):
+        assert costs.seconds(4, TALL, 4, drafts) == pytest.approx(machine(4, TALL, drafts), rel=0.1)
+    assert costs.seconds(4, BROAD, 4) == pytest.approx(machine(4, BROAD), rel=0.1)
+
+
+def test_what_a_row_takes_is_in_doubt_until_steps_differ_in_rows_alone() -> None:
+    costs, rng, row = StepCosts(), random.Random(4), 4e-6
+
+    def measure(plan: DraftPlan) -> None:
+        taken = 4e-3 + row * 4 * plan.verify_tokens + 2e-4 * plan.steps
+        costs.record(4, plan, [(4, taken * math.exp(rng.gauss(0, 0.02)))])
+
+    chains = [DraftPlan.chain(depth) for depth in (0, 1, 2, 3, 5, 7)]
+    for _ in range(40):
+        for plan in chains:
+            measure(plan)
+    # Each draft of a chain is a row and a level, and the time may be either's.
+    assert costs.row_at_least(4, BROAD) < 2 * row
+    for _ in range(200):
+        for plan in (*chains, DraftPlan(4, 2, 8), BROAD, TALL, DraftPlan(3, 3, 16)):
+            measure(plan)
+    assert 0.5 * row < costs.row_at_least(4, BROAD) < 1.1 * row
+
+
+def test_many_rows_take_no_more_than_few_until_they_have_been_measured() -> None:
+    def seconds(running: int, plan: DraftPlan) -> float:
+        return machine(running, plan) + 4e-5 * max(running * plan.verify_tokens - 90, 0)
+
+    costs, rng = StepCosts(), random.Random(5)
+
+    def measure(sizes: list[int], plans: list[DraftPlan]) -> None:
+        for _ in range(300):
+            running, plan = rng.choice(sizes), rng.choice(plans)
+            taken = seconds(running, plan) * math.exp(rng.gauss(0, 0.02))
+            costs.record(running, plan, [(running, taken)])
+
+    few = [OFF, DraftPlan.chain(3), DraftPlan(3, 3, 12), DraftPlan(4, 2, 8)]
+    measure([1, 2, 4], few)
+    # 192 rows.
+    assert costs.seconds(8, TALL, 8) == pytest.approx(machine(8, TALL), rel=0.15)
+    measure([1, 2, 4, 32, 64], few)
+    for running in (2, 48):
+        assert costs.seconds(running, DraftPlan(4, 2, 6), running) == pytest.approx(
+            seconds(running, DraftPlan(4, 2, 6)), rel=0.15
+        )

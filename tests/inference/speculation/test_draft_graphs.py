@@ -8,19 +8,18 @@ from torch import Tensor
 
 from slipstream.inference.engine.graph_shapes import OFTEN
 from slipstream.inference.speculation.draft_graphs import DraftGraphs, Drafting, DraftInputs
+from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft_head import DraftHead, PackedDraftHead
-from slipstream.models.draft_pass import DraftPass
-from slipstream.sampling.choose import SamplingRows, first_argmax
-from slipstream.sampling.noise import gumbel_noise
-from tests.inference.helpers import VOCAB, make_decoder
+from slipstream.sampling.choose import SamplingRows
+from tests.inference.helpers import make_decoder
 from tests.inference.stand_in import MIB, trace
 
 pytestmark = pytest.mark.usefixtures("without_kernels")
 
-PLAN = DraftPlan.chain(3)
+PLAN = DraftPlan(3, 2, 4)
 
 
 def models(seed: int = 0) -> tuple[PackedDecoder, PackedDraftHead]:
@@ -32,23 +31,11 @@ def models(seed: int = 0) -> tuple[PackedDecoder, PackedDraftHead]:
         return decoder.pack(torch.float32), packed
 
 
-def chains(head: PackedDraftHead, kv: Tensor) -> Drafting:
-    """Chains of three drafts, and their scores over a scale."""
+def drafting(head: PackedDraftHead, kv: Tensor) -> Drafting:
+    """Trees of three levels, two of each followed: four slots in all."""
 
     def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
-        slots = given.ends_N[:, None] + torch.arange(2)
-        run = DraftPass(head, batch.policy.embedding, kv, slots, num_keys)
-        hidden, found, scores = given.hidden_ND, list[Tensor](), list[Tensor]()
-        for step in range(3):
-            logits = head.logits(hidden, batch.policy.lm_head).double()
-            noise = gumbel_noise(batch.rows.keys_N2, batch.positions_N + step, VOCAB)
-            heat = batch.rows.temperature_N[:, None]
-            drawn = torch.where(heat == 0, logits, logits / heat + noise)
-            found.append(first_argmax(drawn))
-            scores.append(drawn.amax(-1) / given.scale)
-            if step < 2:
-                hidden = run.run(step, found[-1][:, None], hidden[:, None])[:, 0]
-        return torch.stack(found, 1), torch.stack(scores, 1)
+        return tree_by_levels(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
 
     return draft
 
@@ -68,7 +55,8 @@ def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
         positions_N=torch.arange(count) + 10 * step,
         rows=rows,
         policy=policy,
-        worth=0.3,
+        # Little enough for no level to be left out; whoever looks waits for the device.
+        worth=1e-9,
     )
 
 
@@ -88,12 +76,15 @@ def drafted(
 ) -> None:
     """Draft for five requests, and compare with drafts that were not recorded."""
     given, batch = inputs(5, step), batch_of(policy, 5, step)
-    num_keys = int(given.ends_N.max()) + 2
-    expected = chains(head, kv.clone())(batch, given, num_keys)
-    found = graphs.draft(chains(head, kv), batch, PLAN, given, kv, num_keys)
-    assert found[0].shape == (5, 3)
-    assert torch.equal(found[0], expected[0])
-    assert torch.allclose(found[1], expected[1], rtol=1e-5)
+    num_keys = int(given.ends_N.max()) + 4
+    expected = drafting(head, kv.clone())(batch, given, num_keys)
+    found = graphs.draft(drafting(head, kv), batch, PLAN, given, kv, num_keys)
+    tokens, parents, scores, gaps = found
+    assert tokens.shape == (5, 2 + 2 * 4)
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(parents, expected[1])
+    assert torch.allclose(scores, expected[2], rtol=1e-5)
+    assert torch.allclose(gaps, expected[3], rtol=1e-5)
 
 
 @torch.no_grad()
@@ -134,13 +125,13 @@ def test_plans_have_recordings_of_their_own_once_they_are_usual() -> None:
     graphs = DraftGraphs(trace)
 
     def draft(plan: DraftPlan) -> None:
-        graphs.draft(chains(head, kv), batch_of(policy, 4, 0), plan, inputs(4, 0), kv, 42)
+        graphs.draft(drafting(head, kv), batch_of(policy, 4, 0), plan, inputs(4, 0), kv, 42)
 
     for _ in range(100):
         draft(PLAN)
     for _ in range(4):
-        draft(DraftPlan(3, 2, 4))
+        draft(DraftPlan(3, 2, 8))
     assert graphs.memory.nbytes == MIB
     for _ in range(20):
-        draft(DraftPlan(3, 2, 4))
+        draft(DraftPlan(3, 2, 8))
     assert graphs.memory.nbytes == 2 * MIB

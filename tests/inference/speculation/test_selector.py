@@ -641,12 +641,15 @@ def tree_world(
         plan = selector.select(running)
         milliseconds = 3.0 + row * running * (plan.verify_tokens + 0.3 * plan.draft_rows)
         milliseconds += 0.2 + 0.1 * plan.steps if plan != OFF else 0.0
-        accepted = []
+        accepted, straight = list[int](), list[tuple[int, int]]()
         for _ in range(running if plan != OFF else 0):
-            right, p = 0, 1 - (wrong if plan.topk == 1 else wrong**tree_gains)
-            while right < plan.steps and rng.random() < p:
-                right += 1
-            accepted.append(right)
+            luck = [rng.random() for _ in range(plan.steps)]
+            alone, among = (
+                next((i for i, lot in enumerate(luck) if lot < chance), plan.steps)
+                for chance in (wrong, wrong**tree_gains)
+            )
+            accepted.append(alone if plan.topk == 1 else among)
+            straight += [(plan.steps, min(alone, among))] if plan.topk > 1 else []
         selector.record(
             StepRecord(
                 running=running,
@@ -654,6 +657,7 @@ def tree_world(
                 seconds=1e-3 * milliseconds * (1 + 0.05 * rng.gauss(0, 1)),
                 drafted=[plan.verify_tokens - 1] * len(accepted),
                 accepted=accepted,
+                straight=straight,
             )
         )
         plans.append(plan)
@@ -685,13 +689,131 @@ def test_what_trees_yield_tells_what_chains_might() -> None:
 
 @pytest.mark.parametrize("running", [1, 8])
 def test_a_draft_is_worth_its_row_where_rows_are_cheap(running: int) -> None:
-    selectors = []
+    plans = [*PLANS, DraftPlan(6, 3, 10), DraftPlan(3, 3, 8), DraftPlan(4, 4, 16)]
+    found = []
     for row in (0.02, 0.3):
-        selector = CostModelSelector([*PLANS, DraftPlan(6, 3, 10)])
-        cost: Cost = lambda n, drafts, row=row: 1e-3 * (3.0 + row * n * (drafts + 1))  # type: ignore[misc]  # noqa: E731
-        simulate(selector, [running] * 400, cost=cost)
-        selectors.append(selector)
-    cheap, dear = (selector.worth(running) for selector in selectors)
+        selector, rng = CostModelSelector(plans), random.Random(0)
+        for step in range(600):
+            # In turns, for what is chosen teaches less.
+            selector.select(running)
+            plan = [OFF, *plans][step // 8 % (1 + len(plans))]
+            taken = 3.0 + row * running * plan.verify_tokens + 0.1 * plan.steps
+            drafts = [plan.verify_tokens - 1] * running if plan != OFF else []
+            seconds = 1e-3 * taken * math.exp(rng.gauss(0, 0.03))
+            told = StepRecord(
+                running=running,
+                plan=plan,
+                seconds=seconds,
+                drafted=drafts,
+                accepted=[2] * len(drafts),
+            )
+            selector.record(told)
+        selector._remember()
+        selector._learn()
+        selector._chosen(running)
+        found.append(selector.worth(running))
+    cheap, dear = found
     # Of a row's time as many tokens come as of any time.
-    assert 0 <= cheap < 0.05
+    assert 0 <= cheap < 0.08
     assert 0.08 < dear <= 0.9
+
+
+def cut_tree(plan: DraftPlan, running: int, drafts: int) -> StepRecord:
+    """A step of 3 ms and 0.1 ms for each row, of which so many drafts of a request are verified."""
+    seconds = 3e-3 + 1e-4 * running * (1 + drafts)
+    counts = [drafts] * running if drafts else []
+    return StepRecord(
+        running=running, plan=plan, seconds=seconds, drafted=counts, accepted=[0] * len(counts)
+    )
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_tree_of_which_drafts_were_left_out_teaches_what_its_rows_take(asleep: bool) -> None:
+    """Of its plan's rows it verified a fifth and a third: a tree that was never tried takes what
+    all of its rows do."""
+    plan, other = DraftPlan(6, 4, 24), DraftPlan(6, 4, 16)
+    selector = CostModelSelector([*PLANS, plan, other])
+    for _ in range(60):
+        for step in (
+            *[cut_tree(OFF, 4, 0)] * 5,
+            *[cut_tree(PLANS[2], 4, 3)] * 3,
+            *[cut_tree(plan, 4, 4)] * 3,
+            *[cut_tree(plan, 4, 7)] * 3,
+        ):
+            # As if each took so long that it is measured although it is thought about.
+            told = StepRecord(
+                running=4,
+                plan=step.plan,
+                seconds=1e3 * step.seconds,
+                drafted=step.drafted,
+                accepted=step.accepted,
+            )
+            selector._asleep = asleep
+            selector.record(told)
+        slept_through(selector, [])
+        selector._asleep = False
+    found = selector._costs.seconds(4, other, 4)
+    assert found == pytest.approx(1e3 * (3e-3 + 1e-4 * 4 * 16), rel=0.15)
+
+
+def test_a_tree_of_which_nothing_was_left_is_no_step_without_drafts() -> None:
+    plan = DraftPlan(6, 4, 16)
+    for asleep in (False, True):
+        selector = CostModelSelector([*PLANS, plan])
+        for _ in range(100):
+            for step in (
+                *[StepRecord(running=2, plan=OFF, seconds=1.0)] * 6,
+                # The drafter has taken its time.
+                *[StepRecord(running=2, plan=plan, seconds=1.5)] * 2,
+            ):
+                selector._asleep = asleep
+                selector.record(step)
+            slept_through(selector, [])
+        assert selector._costs.seconds(2, OFF, 2) == pytest.approx(1.0, rel=0.02)
+        assert selector._costs.seconds(2, plan, 2, 0.0) == pytest.approx(1.5, rel=0.05)
+        drafts, accepted = selector._of_tree(2, plan)
+        assert drafts < 1
+        assert accepted < 0.5
+
+
+def test_what_was_seen_of_trees_fades_while_chains_are_drafted() -> None:
+    plan, chain = DraftPlan(4, 2, 8), PLANS[2]
+    selector = CostModelSelector([*PLANS, plan])
+    right = [3] * 4
+
+    def told(of: DraftPlan, accepted: list[int]) -> StepRecord:
+        drafted = [of.verify_tokens - 1] * 4
+        return StepRecord(running=4, plan=of, seconds=1.0, drafted=drafted, accepted=accepted)
+
+    for _ in range(100):
+        selector.record(told(chain, right))
+    before = selector._of_tree(4, plan)[1]
+    for _ in range(50):
+        selector.record(told(plan, [0] * 4))
+    after = selector._of_tree(4, plan)[1]
+    assert after < 0.5 * before
+    for _ in range(4000):
+        selector.record(told(chain, right))
+    assert selector._of_tree(4, plan)[1] > 0.7 * before
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_the_first_drafts_of_trees_tell_what_chains_would_do(asleep: bool) -> None:
+    plan = DraftPlan(4, 3, 12)
+    selector = CostModelSelector([*PLANS, plan])
+    for _ in range(100):
+        told = StepRecord(
+            running=2,
+            plan=plan,
+            seconds=1.0,
+            drafted=[11, 11],
+            accepted=[3, 4],
+            # Of three in a row two and none: one half is right at first, then all, then none.
+            straight=[(3, 2), (3, 0)],
+        )
+        selector._asleep = asleep
+        selector.record(told)
+        slept_through(selector, [])
+    assert selector._shares(2, 3) == pytest.approx([0.5, 1.0, 0.0], abs=0.1)
+    # Siblings are right where they are not.
+    assert selector._of_tree(2, plan)[1] == pytest.approx(3.5, abs=0.3)

@@ -1,0 +1,34 @@
+"""What trees of drafts say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.inference.speculation.protocol import DraftTree
+
+#  0 - 1 - 2 - 3
+#   \   \    \- 4
+#    \   \- 5
+#     \- 6 - 7
+TREE = DraftTree(range(8), [-1, 0, 1, 2, 2, 1, 0, 6])
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 1, 2, 4], 2), ([0, 1, 5], 1), ([0, 6, 7], 0)],
+)
+def test_how_far_a_chain_would_have_come(path: list[int], right: int) -> None:
+    assert TREE.straight(path) == (3, right)
+
+
+def test_a_chain_is_all_straight() -> None:
+    assert DraftTree.chain(9, [4, 5]).straight([0, 1]) == (2, 1)
+    assert DraftTree([9, 4, 5], [-1, 0, 1]).straight([0, 1, 2]) == (2, 2)
+    assert DraftTree.chain(9, []).straight([0]) == (0, 0)
+    # A request that failed was given nothing.
+    assert DraftTree.chain(9, [4]).straight([]) == (1, 0)
+    assert TREE.straight([]) == (3, 0)
+
+
+def test_first_children() -> None:
+    assert [TREE.is_first_child(node) for node in range(1, 8)] == [1, 1, 1, 0, 0, 0, 1]
