@@ -21,7 +21,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.bench.record import Row, Spread
+from slipstream.bench.record import Row, Spread, median_of
 from slipstream.bench.speculation import (
     PLAIN,
     SpeculationBench,
@@ -82,8 +82,21 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             batch = Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
             batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
         fixed = _fixed_plans(bench, size, drafting, turns, batches)
-        rows += _beside_the_best(bench, size, fixed, plain, drafting, turns, batches)
+        found = _beside_the_best(bench, size, fixed, plain, drafting, turns, batches)
+        say(_summary(found))
+        rows += found
     return rows
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """What came out for one batch size, for whoever waits for the others."""
+    *fixed, mine = rows
+    best = max(fixed, key=lambda row: median_of(row.values["over_plain"]))
+    return (
+        f"  steps: {best.contender} {median_of(best.values['over_plain']):.2f} over plain; whole "
+        f"batches: selector {median_of(mine.values['over_plain']):.2f}, "
+        f"{median_of(mine.values['over_best_fixed']):.3f} of that plan"
+    )
 
 
 def grid_table(rows: Sequence[Row]) -> str:
@@ -191,8 +204,9 @@ class _Fixed:
 def _fixed_plans(
     bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: _Batches
 ) -> list[_Fixed]:
-    # Of few requests it takes more steps to know what is accepted.
-    wanted = bench.rounds * max(40, 400 // size)
+    # Of few requests it takes more steps to know what is accepted. A batch has few full steps where
+    # drafts are long.
+    wanted = bench.rounds * max(10, 400 // size)
     found = turns.whose = _PlansInTurns(size)
     again = cycle(batches)
     while min(map(len, found.made.values())) < wanted:
