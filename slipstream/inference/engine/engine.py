@@ -115,6 +115,7 @@ class Engine:
             new_row=self._store,
         )
         self._own_proposer, self._own_selector = proposer, selector
+        self._judge = selector if isinstance(selector, RowJudge) else None
         # None while it is not to speculate, the proposer also while it is not to see what runs.
         self._proposer, self._selector = proposer, selector
         # How many more steps it is not to see; whether no request has begun since none was left.
@@ -471,8 +472,9 @@ class Engine:
         last = [request.context[-1] for request in running]
         if plan == OFF or self._proposer is None or self._sampling is None:
             return [DraftTree.chain(token, ()) for token in last]
-        judge = self._selector
-        worth = judge.worth(len(running)) if isinstance(judge, RowJudge) else 0.0
+        worth = 0.0
+        if self._judge is not None and self._selector is not None:
+            worth = self._judge.worth(len(running))
         batch = DraftBatch(
             request_ids=self._sampling.names,
             last=last,

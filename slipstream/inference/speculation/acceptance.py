@@ -92,8 +92,9 @@ class TreeYields:
         """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
         requests."""
         self._kept, self._trust = kept, trust
-        # Accepted and expected drafts, of requests.
+        # Accepted and expected drafts, of requests; and of all plans together.
         self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
+        self._right = self._expected = 0.0
 
     def record(
         self, plan: DraftPlan, accepted: float, expected: float, requests: int, steps: int = 1
@@ -102,11 +103,10 @@ class TreeYields:
         on average."""
         right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
         keep = max(_FADE, 1 - requests / steps / self._kept) ** steps
-        self._seen[plan] = (
-            keep * right + requests * accepted,
-            keep * guess + requests * expected,
-            keep * count + requests,
-        )
+        seen = keep * right + requests * accepted, keep * guess + requests * expected
+        self._seen[plan] = (*seen, keep * count + requests)
+        self._right += seen[0] - right
+        self._expected += seen[1] - guess
 
     def forget(self, keep: float) -> None:
         """Let what was seen count only `keep` times as much."""
@@ -114,6 +114,8 @@ class TreeYields:
             plan: (keep * right, keep * guess, keep * count)
             for plan, (right, guess, count) in self._seen.items()
         }
+        self._right *= keep
+        self._expected *= keep
 
     def share(self, plan: DraftPlan, guess: float = 1.0) -> float:
         """Accepted drafts of a plan over expected ones, `guess` where none have been seen."""
@@ -123,9 +125,7 @@ class TreeYields:
         return (right + weight * self._general(guess)) / (expected + weight)
 
     def _general(self, guess: float) -> float:
-        right = sum(seen[0] for seen in self._seen.values())
-        expected = sum(seen[1] for seen in self._seen.values())
-        return (right + self._trust * guess) / (expected + self._trust)
+        return (self._right + self._trust * guess) / (self._expected + self._trust)
 
 
 def chances_of_tree(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:

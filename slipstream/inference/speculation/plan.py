@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from slipstream.errors import ConfigError
 
@@ -58,7 +59,7 @@ class DraftPlan:
     @classmethod
     def chain(cls, drafts: int) -> DraftPlan:
         """`drafts` tokens one after the other; OFF for none."""
-        return cls(drafts, 1, drafts + 1) if drafts else OFF
+        return _chain(drafts)
 
     @classmethod
     def parse(cls, text: str) -> DraftPlan:
@@ -74,3 +75,9 @@ class DraftPlan:
 
 OFF = DraftPlan(0, 0, 1)
 """Plain decoding, a plan like any other."""
+
+
+@cache
+def _chain(drafts: int) -> DraftPlan:
+    # Every step of a run asks for one.
+    return DraftPlan(drafts, 1, drafts + 1) if drafts else OFF

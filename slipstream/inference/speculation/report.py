@@ -57,6 +57,8 @@ class ReportedSelector:
         were compared and how many were right, where not all drafts are its own. `trace` takes line
         after line."""
         self._selector = selector
+        # Asked for in every step.
+        self._judge = selector if isinstance(selector, RowJudge) else None
         self._notify = notify
         self._head = head
         self._head_record = head_record or self._record_of_all
@@ -86,7 +88,7 @@ class ReportedSelector:
 
     def worth(self, running: int) -> float:
         """See `RowJudge`."""
-        return self._selector.worth(running) if isinstance(self._selector, RowJudge) else 0.0
+        return 0.0 if self._judge is None else self._judge.worth(running)
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""

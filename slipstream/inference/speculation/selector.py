@@ -449,10 +449,11 @@ class CostModelSelector:
         if self._tells(step) and (step.seconds > _LONG * _THOUGHT or not self._costs.known):
             self._measured(size, drawn, [step])
         elif drawn != OFF and self._rest.missed and self._costs.known:
-            extra = step.seconds - self._expected_seconds(step)
+            verified = _verified([step])
+            extra = step.seconds - self._costs.seconds(step.running, drawn, size, verified)
             self._rest.took_in(extra, self._row(step.running))
         self._rest.stepped(made, drafted=drawn != OFF)
-        self._recess.stepped(step.seconds, self._gained(step, made))
+        self._recess.stepped(step.seconds, self._gained(step, made, {}))
 
     def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
@@ -482,6 +483,7 @@ class CostModelSelector:
 
     def _remember(self) -> None:
         """Take account of the steps slept through, but for what they teach."""
+        expected: dict[tuple[int, DraftPlan], float] = {}
         for step in self._unseen:
             bucket, size = self._bucket(step.running), bucket_of(step.running)
             self._spent += step.seconds
@@ -491,12 +493,12 @@ class CostModelSelector:
                 self._seen.record(step.plan)
             else:
                 bucket.seen.steps += 1
-            drafts = step.drawn != OFF
-            self._plain = 0 if drafts else self._plain + 1
+            drawn = step.drawn
+            self._plain = 0 if drawn != OFF else self._plain + 1
             self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
             made = 1 + sum(step.accepted) / step.running
-            self._rest.stepped(made, drafted=drafts)
-            self._recess.stepped(step.seconds, self._gained(step, made))
+            self._rest.stepped(made, drafted=drawn != OFF)
+            self._recess.stepped(step.seconds, self._gained(step, made, expected))
         self._unseen.clear()
         self._sleep = 0
 
@@ -516,23 +518,25 @@ class CostModelSelector:
                 bucket.thoughts += _LEARNING
         self._slept.clear()
 
-    def _gained(self, step: StepRecord, made: float) -> float:
-        """Seconds, over steps without drafts that would have made as much."""
-        if step.drawn == OFF or not self._costs.known:
+    def _gained(
+        self, step: StepRecord, made: float, expected: dict[tuple[int, DraftPlan], float]
+    ) -> float:
+        """Seconds, over steps without drafts that would have made as much. `expected` keeps what
+        steps of a batch size and plan are held to take: most are alike."""
+        drawn, running, seconds = step.drawn, step.running, step.seconds
+        if drawn == OFF or not self._costs.known:
             return 0.0
-        size, seconds = bucket_of(step.running), step.seconds
+        for plan in (OFF, drawn):
+            if (running, plan) not in expected:
+                expected[running, plan] = self._seconds(running, plan)
         if self._tells(step):
             # Beyond, something else ran.
-            seconds = min(seconds, FARTHEST * self._expected_seconds(step))
-        return made * self._costs.seconds(step.running, OFF, size) - seconds
+            seconds = min(seconds, FARTHEST * expected[running, drawn])
+        return made * expected[running, OFF] - seconds
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""
         return step.steady and not 0 < self._plain <= _SETTLED
-
-    def _expected_seconds(self, step: StepRecord) -> float:
-        size = bucket_of(step.running)
-        return self._costs.seconds(step.running, step.drawn, size, _verified([step]))
 
     def _measured(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
         elapsed, self._told = self._spent - self._told, self._spent
