@@ -46,8 +46,8 @@ SELECTOR = "selector"
 LEARNERS = 3
 """Selectors that learn by themselves: one may be lucky in what it sees first."""
 
-LEARNED = 300
-"""Steps that each of them has decoded before it is measured. A run decodes as many in a minute."""
+LEARNED = 1000
+"""Steps that each of them has decoded before it is measured: a run has as many in a minute."""
 
 TURN = 8
 """Steps of a fixed plan in a row."""
