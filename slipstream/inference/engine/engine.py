@@ -115,7 +115,7 @@ class Engine:
             new_row=self._store,
         )
         self._own_proposer, self._own_selector = proposer, selector
-        self._judge = selector if isinstance(selector, RowJudge) else None
+        self._judge: RowJudge | None = selector if isinstance(selector, RowJudge) else None
         # None while it is not to speculate, the proposer also while it is not to see what runs.
         self._proposer, self._selector = proposer, selector
         # How many more steps it is not to see; whether no request has begun since none was left.
