@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -15,6 +14,7 @@ from slipstream.bench.worlds import World, by_chances, simulated
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
+from tests.bench.test_worlds import line
 
 ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 
@@ -101,19 +101,6 @@ def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
         world = simulated(0)[name]
         found = [play(world, CostModelSelector(world.plans), seed) for seed in range(5)]
         assert median(regret.hindsight for regret in found) < 0.05
-
-
-def line(plan: DraftPlan, seconds: float, accepted: int = 0, *, running: int = 2) -> str:
-    drafted = [plan.steps] * running if plan.steps else []
-    event = {
-        "running": running,
-        "plan": str(plan),
-        "seconds": seconds,
-        "drafted": drafted,
-        "accepted": [accepted] * len(drafted),
-        "steady": True,
-    }
-    return json.dumps(event)
 
 
 def test_traces_that_are_none(tmp_path: Path) -> None:
