@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slipstream.algorithms.head_rows import HeadGradients
+
 DEFAULT_CHUNK_SIZE = 512
 """Rows whose logits exist at once: 512 rows of 150,000 words are 0.3 GB in float32."""
 
@@ -31,7 +33,7 @@ def token_log_probs(logits_NV: Tensor, labels_N: Tensor, temperature: float = 1.
     Raises:
         ValueError: `temperature` is not positive: a greedy policy has no log-probs.
     """
-    _check_temperature(temperature)
+    check_temperature(temperature)
     log_p = torch.log_softmax(_tempered(logits_NV, temperature), dim=-1)
     return log_p.gather(-1, labels_N.unsqueeze(-1)).squeeze(-1)
 
@@ -56,7 +58,7 @@ def chunked_token_log_probs(
     Raises:
         ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
     """
-    _check_temperature(temperature)
+    check_temperature(temperature)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
     if (
@@ -97,7 +99,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropies = torch.empty_like(log_probs)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
-            log_p = _log_softmax_rows(hidden[rows], weight, temperature, product)
+            log_p = log_softmax_rows(hidden[rows], weight, temperature, product)
             log_probs[rows] = log_p.gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1)
             entropies[rows] = -(log_p.exp().mul_(log_p)).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, labels, entropies)
@@ -114,12 +116,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, labels, entropies = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        # Chunks add up in float32: in bfloat16 the sum would lose the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=entropies.dtype) if need_weight else None
+        grads = HeadGradients(hidden, weight, need_hidden=need_hidden, need_weight=need_weight)
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            log_p = _log_softmax_rows(hidden[rows], weight, ctx.temperature, ctx.product)
+            log_p = log_softmax_rows(hidden[rows], weight, ctx.temperature, ctx.product)
             p = log_p.exp()
             if grad_entropies is None:
                 grad_logits = torch.zeros_like(p)
@@ -129,22 +129,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_log_probs is not None:
                 g = grad_log_probs[rows].unsqueeze(-1)
                 grad_logits.sub_(p.mul_(g)).scatter_add_(-1, labels[rows].unsqueeze(-1), g)
-            grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows].to(weight.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+            grads.add(rows, grad_logits.div_(ctx.temperature))
+        return *grads.result(), None, None, None, None
 
 
-def _log_softmax_rows(
+def log_softmax_rows(
     hidden: Tensor,
     weight: Tensor,
     temperature: float,
-    product: Callable[[Tensor], Tensor] | None,
+    product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
+    """(n, V) log-probs of n rows, all that `chunked_token_log_probs` holds at once; each row's bits
+    do not depend on n."""
     rows = _pad_rows(hidden)
     logits = (F.linear(rows, weight) if product is None else product(rows))[: len(hidden)]
     return torch.log_softmax(_tempered(logits, temperature), dim=-1)
@@ -168,7 +164,8 @@ def _pad_rows(hidden: Tensor) -> Tensor:
     return F.pad(hidden, (0, 0, 0, max(multiple, _MIN_GEMM_ROWS) - n))
 
 
-def _check_temperature(temperature: float) -> None:
+def check_temperature(temperature: float) -> None:
+    """ValueError where there are no log-probs: a temperature that is not positive."""
     if not temperature > 0:
         raise ValueError(
             f"log-probs need temperature > 0, got {temperature}; greedy responses are scored at "
