@@ -30,6 +30,7 @@ from slipstream.algorithms.correction import (
     support_log_mass_from_logits,
 )
 from slipstream.algorithms.entropy import entropy_from_logits, entropy_loss
+from slipstream.algorithms.full_kl import chunked_full_kl
 from slipstream.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -38,7 +39,11 @@ from slipstream.algorithms.kl import (
     get_kl_controller,
     kl_penalty,
 )
-from slipstream.algorithms.log_probs import chunked_token_log_probs, token_log_probs
+from slipstream.algorithms.log_probs import (
+    chunked_sum_pi_squared,
+    chunked_token_log_probs,
+    token_log_probs,
+)
 from slipstream.algorithms.policy_losses import grpo_loss, policy_gradient, ppo_loss, vanilla
 from slipstream.algorithms.registry import (
     AdvantageEstimator,
@@ -74,6 +79,8 @@ __all__ = [
     "adv_estimator_names",
     "agg_loss",
     "apply_kl_penalty",
+    "chunked_full_kl",
+    "chunked_sum_pi_squared",
     "chunked_token_log_probs",
     "compute_rollout_correction_and_rejection_mask",
     "entropy_from_logits",

@@ -29,7 +29,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     - with `+` (`k1+`, `k3+`, ...): the named value with k2's gradient (straight-through).
 
     Raises:
-        ValueError: unknown kind, or `full`, which cannot be computed from sampled tokens.
+        ValueError: unknown kind, or `full` or `full_forward`, which cannot be computed from sampled
+            tokens; see `full_kl`.
     """
     if kind.endswith("+"):
         value = kl_penalty(logprob, ref_logprob, kind.removesuffix("+"))
@@ -45,10 +46,11 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         case "low_var_kl" | "k3":
             log_ratio = (ref_logprob - logprob).clamp(-20.0, 20.0)
             return (log_ratio.exp() - log_ratio - 1).clamp(-10.0, 10.0)
-        case "full":
+        case "full" | "full_forward":
             raise ValueError(
-                "kl penalty 'full' sums over the whole vocabulary and needs both policies' logits, "
-                "but only log-probs of the sampled tokens are kept; use 'k3' (low_var_kl) or 'k3+'"
+                f"kl penalty {kind!r} sums over the whole vocabulary and needs both policies' "
+                f"hidden states, but here are only log-probs of the sampled tokens; in the loss "
+                f"actor.kl_loss_type={kind} computes it, elsewhere use 'k3' (low_var_kl) or 'k3+'"
             )
     raise ValueError(
         f"unknown kl penalty {kind!r}; known: {', '.join(KL_KINDS)}, each also with a '+' suffix"

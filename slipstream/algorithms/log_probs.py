@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.algorithms.head_rows import HeadGradients
+from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks
 
 DEFAULT_CHUNK_SIZE = 512
 """Rows whose logits exist at once: 512 rows of 150,000 words are 0.3 GB in float32."""
@@ -45,22 +45,27 @@ def chunked_token_log_probs(
     temperature: float = 1.0,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    keep_bytes: int = 0,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `labels_N` and entropies under the LM head, never holding N x V logits.
 
     `hidden_ND` (N, D) are inputs of the LM head `weight_VD` (V, D); returns two (N,) tensors,
     float32 (float64 for float64 inputs), differentiable once in `hidden_ND` and `weight_VD`. Memory
-    is O(chunk_size V); the backward pass computes the logits again. Row i of the result does not
-    depend on N or `chunk_size`, to the last bit. `product` computes x W^T, where the engine has a
-    faster kernel for it than `F.linear`.
+    is O(chunk_size V): the backward pass computes the logits again, except of as many first chunks
+    as fit in `keep_bytes` until then. Row i of the result does not depend on N, `chunk_size` or
+    `keep_bytes`, to the last bit. `product` computes x W^T into fresh memory, where the engine has
+    a faster kernel for it than `F.linear`.
 
     Raises:
-        ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
+        ValueError: shapes do not fit, `temperature` or `chunk_size` is not positive, or `keep_bytes`
+            is negative.
     """
     check_temperature(temperature)
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
+    if keep_bytes < 0:
+        raise ValueError(f"keep_bytes must be >= 0, got {keep_bytes}")
     if (
         hidden_ND.ndim != 2
         or weight_VD.ndim != 2
@@ -71,10 +76,38 @@ def chunked_token_log_probs(
             f"expected hidden (N, D), weight (V, D) and labels (N,), got {tuple(hidden_ND.shape)}, "
             f"{tuple(weight_VD.shape)} and {tuple(labels_N.shape)}"
         )
+    if not torch.is_grad_enabled():
+        keep_bytes = 0
     outputs: tuple[Tensor, Tensor] = _ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, labels_N, temperature, chunk_size, product
+        hidden_ND, weight_VD, labels_N, temperature, chunk_size, keep_bytes, product
     )
     return outputs
+
+
+@torch.no_grad()
+def chunked_sum_pi_squared(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    temperature: float = 1.0,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    product: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """sum_v p_v^2 of each row's distribution, for the optimal token baseline; without gradient.
+
+    Shapes, memory and `product` as in `chunked_token_log_probs`; returns (N,) in (0, 1].
+
+    Raises:
+        ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
+    """
+    check_temperature(temperature)
+    check_head(hidden_ND, weight_VD, chunk_size)
+    dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+    sums = hidden_ND.new_empty(len(hidden_ND), dtype=dtype)
+    for rows in chunks(len(hidden_ND), chunk_size):
+        log_p = log_softmax_rows(hidden_ND[rows], weight_VD, temperature, product)
+        sums[rows] = log_p.mul_(2).exp_().sum(dim=-1)
+    return sums
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -92,20 +125,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
         labels: Tensor,
         temperature: float,
         chunk_size: int,
+        keep_bytes: int,
         product: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.empty_like(log_probs)
-        for start in range(0, len(hidden), chunk_size):
-            rows = slice(start, start + chunk_size)
+        # One for all chunks: large fresh memory costs as much as what is computed in it.
+        scratch = hidden.new_empty(min(chunk_size, len(hidden)), len(weight), dtype=dtype)
+        kept: dict[int, Tensor] = {}
+        for rows in chunks(len(hidden), chunk_size):
             log_p = log_softmax_rows(hidden[rows], weight, temperature, product)
             log_probs[rows] = log_p.gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1)
-            entropies[rows] = -(log_p.exp().mul_(log_p)).sum(dim=-1)
+            p = torch.exp(log_p, out=scratch[: len(log_p)])
+            entropies[rows] = -(p.mul_(log_p)).sum(dim=-1)
+            keep_bytes -= log_p.untyped_storage().nbytes()
+            if keep_bytes >= 0:
+                kept[rows.start] = log_p
+            del log_p
         ctx.save_for_backward(hidden, weight, labels, entropies)
-        ctx.temperature = temperature
-        ctx.chunk_size = chunk_size
-        ctx.product = product
+        ctx.settings = temperature, chunk_size, product
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         return log_probs, entropies
 
@@ -113,24 +153,34 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, labels, entropies = ctx.saved_tensors
+        temperature, chunk_size, product = ctx.settings
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grads = HeadGradients(hidden, weight, need_hidden=need_hidden, need_weight=need_weight)
-        for start in range(0, len(hidden), ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            log_p = log_softmax_rows(hidden[rows], weight, ctx.temperature, ctx.product)
-            p = log_p.exp()
+        for rows in chunks(len(hidden), chunk_size):
+            # What was kept is used up here; a second backward pass computes it again.
+            log_p = ctx.kept.pop(rows.start, None)
             if grad_entropies is None:
-                grad_logits = torch.zeros_like(p)
+                if log_p is None:
+                    p = softmax_rows(hidden[rows], weight, temperature, product)
+                else:
+                    p = log_p.exp_()
+                grad_logits = None
             else:
-                g = grad_entropies[rows].unsqueeze(-1)
+                if log_p is None:
+                    log_p = log_softmax_rows(hidden[rows], weight, temperature, product)
+                p = log_p.exp()
+                g = grad_entropies[rows].unsqueeze(-1) / temperature
                 grad_logits = log_p.add_(entropies[rows].unsqueeze(-1)).mul_(p).mul_(-g)
             if grad_log_probs is not None:
-                g = grad_log_probs[rows].unsqueeze(-1)
-                grad_logits.sub_(p.mul_(g)).scatter_add_(-1, labels[rows].unsqueeze(-1), g)
-            grads.add(rows, grad_logits.div_(ctx.temperature))
-        return *grads.result(), None, None, None, None
+                g = grad_log_probs[rows].unsqueeze(-1) / temperature
+                p.mul_(-g).scatter_add_(-1, labels[rows].unsqueeze(-1), g)
+                grad_logits = p if grad_logits is None else grad_logits.add_(p)
+            if grad_logits is not None:
+                grads.add(rows, grad_logits)
+            del log_p, p, grad_logits
+        return *grads.result(), None, None, None, None, None
 
 
 def log_softmax_rows(
@@ -141,9 +191,36 @@ def log_softmax_rows(
 ) -> Tensor:
     """(n, V) log-probs of n rows, all that `chunked_token_log_probs` holds at once; each row's bits
     do not depend on n."""
+    logits = _head_logits(hidden, weight, temperature, product)
+    return torch.log_softmax(logits, dim=-1, out=_in_place(logits))
+
+
+def softmax_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    product: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """exp of `log_softmax_rows` but for rounding, in a third of the time of its softmax."""
+    logits = _head_logits(hidden, weight, temperature, product)
+    return torch.softmax(logits, dim=-1, out=_in_place(logits))
+
+
+def _head_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    product: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
     rows = _pad_rows(hidden)
     logits = (F.linear(rows, weight) if product is None else product(rows))[: len(hidden)]
-    return torch.log_softmax(_tempered(logits, temperature), dim=-1)
+    return _tempered(logits, temperature)
+
+
+def _in_place(logits: Tensor) -> Tensor | None:
+    """Where softmax may write its result: on CPU over its input, as it ends with each row before
+    it begins the next one; elsewhere kernels promise no such thing."""
+    return logits if logits.device.type == "cpu" else None
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
