@@ -16,8 +16,9 @@ def token_lots(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> Ten
     """(B, T) int64 lots of (B, T) token ids, padded on the right.
 
     The lot of a token depends on `seed`, the ids up to it and its row's key, and on no other row,
-    nor on padding: micro-batches, orders and ranks draw the same. `row_keys` (B,) int64 tell equal
-    responses apart; without them their lots are equal. Give each step another seed.
+    nor on padding: micro-batches, orders and ranks draw the same. `row_keys` (B,) int64, one per
+    sample, tell apart responses that begin alike; without them their lots are equal so far. Give
+    each step another seed.
 
     Hash: the finaliser of SplitMix64, https://doi.org/10.1145/2660193.2660195.
     """

@@ -33,7 +33,9 @@ def sapo(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
     )
     ratio = terms.log_ratio.exp()
-    tau = torch.where(terms.advantages > 0, terms.config.tau_pos, terms.config.tau_neg).to(ratio)
+    # Filled in the ratio's type: torch.where of two numbers is float32.
+    tau = torch.full_like(ratio, terms.config.tau_neg)
+    tau = tau.masked_fill(terms.advantages > 0, terms.config.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     loss_mat = -terms.advantages * gate
     return terms.aggregate(loss_mat, LossAggMode.SEQ_MEAN_TOKEN_MEAN), terms.metrics()
