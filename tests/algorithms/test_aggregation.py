@@ -153,8 +153,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
 
 
 def test_frameworks_that_average_gradients_get_the_loss_times_their_ranks() -> None:
-    counts = {"batch_num_tokens": 8.0, "global_batch_size": 4.0}
-    once = agg_loss(LOSS, MASK, "token-mean", **counts)
-    assert float(agg_loss(LOSS, MASK, "token-mean", 2, **counts)) == 2 * float(once)
+    once = agg_loss(LOSS, MASK, "token-mean", 1, 8.0, 4.0)
+    assert float(agg_loss(LOSS, MASK, "token-mean", 2, 8.0, 4.0)) == 2 * float(once)
     with pytest.raises(ValueError, match="with dp_size=2 the rows of one rank are not the mini"):
         agg_loss(LOSS, MASK, "token-mean", dp_size=2)

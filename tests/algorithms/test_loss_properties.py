@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from slipstream.algorithms import (
     LossAggMode,
@@ -126,7 +126,7 @@ SEED = 17
 
 
 def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     results: dict[Any, Outcome] = torch.load(tmp_path / "results.pt")
     assert len(results) == len(CASES) * 2
     for (name, mode, dtype), outcome in results.items():
@@ -183,5 +183,6 @@ def _select_over_ranks(name: str, batch: Batch, rank: int) -> Tensor | None:
     )
     chosen = select(row.old, row.new, row.advantages, row.mask, CONFIG, lots=row.lots)[0]
     selected = torch.zeros_like(targets)
-    selected[targets] = chosen.split([len(g.new) for g in gathered])[rank]
+    start = sum(len(g.new) for g in gathered[:rank])
+    selected[targets] = chosen[start : start + len(mine.new)]
     return selected

@@ -169,7 +169,10 @@ def test_reinforce_of_the_bypass_equals_its_reference_too() -> None:
     args = (batch.old, batch.new, batch.advantages, batch.mask)
     expected = reference(
         "gpg",
-        *(column.tolist() for column in args),
+        batch.old.tolist(),
+        batch.new.tolist(),
+        batch.advantages.tolist(),
+        batch.mask.tolist(),
         "token-mean",
         Settings(),
         batch.weights.tolist(),
