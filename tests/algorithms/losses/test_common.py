@@ -14,6 +14,7 @@ from slipstream.algorithms import (
     get_policy_loss_fn,
     policy_loss_names,
 )
+from slipstream.algorithms.losses.common import token_terms
 from tests.algorithms.losses.helpers import (
     BOUNDS,
     CONFIG,
@@ -179,3 +180,15 @@ def test_reinforce_of_the_bypass_equals_its_reference_too() -> None:
     )
     loss, _ = get_policy_loss_fn("bypass_mode")(*args, "token-mean", config, batch.weights)
     assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
+
+
+def test_losses_see_zeros_in_masked_places() -> None:
+    batch = make_batch(6)
+    terms = token_terms(
+        batch.old, batch.new, batch.advantages, batch.mask, CONFIG, batch.weights.requires_grad_()
+    )
+    assert terms.weights is not None
+    assert not terms.weights.requires_grad
+    for column in (terms.old_log_prob, terms.log_prob, terms.advantages, terms.weights):
+        assert bool((column[batch.mask == 0] == 0).all())
+        assert bool((column[batch.mask != 0] != 0).all())
