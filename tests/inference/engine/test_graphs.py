@@ -32,7 +32,7 @@ from tests.inference.helpers import (
 )
 from tests.inference.stand_in import trace
 
-pytestmark = pytest.mark.usefixtures("without_kernels")
+pytestmark = pytest.mark.usefixtures("without_kernels", "whole_chunks")
 
 
 def recording(
@@ -77,10 +77,8 @@ def test_with_drafts_too() -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows see the slots on their paths, sums over them are taken in no order, and keys come in
-    whole chunks."""
+    """Rows see the slots on their paths, and sums over them are taken in no order."""
     monkeypatch.setattr("slipstream.models.attention.order_is_kept", lambda device: False)
-    monkeypatch.setattr("slipstream.models.numerics.partial_chunks_are_exact", lambda: False)
 
 
 def drafting(
