@@ -146,7 +146,7 @@ def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
     loss_agg_mode: str | LossAggMode,
-    *,
+    dp_size: int = 1,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
@@ -155,12 +155,18 @@ def agg_loss(
 
     `batch_num_tokens`: target tokens of the whole mini-batch; `global_batch_size`: its non-empty
     rows; `loss_scale_factor`: the horizon. What is None is counted on `loss_mask`, which is right
-    only where these rows are the whole mini-batch.
+    only where these rows are the whole mini-batch. `dp_size` multiplies the result, for frameworks
+    that average gradients over so many ranks.
 
     Raises:
-        ValueError: unknown mode, or a count that is not positive.
+        ValueError: unknown mode, a count that is not positive, or several ranks without the counts.
     """
     if batch_num_tokens is None or global_batch_size is None:
+        if dp_size > 1:
+            raise ValueError(
+                f"with dp_size={dp_size} the rows of one rank are not the mini-batch: give its "
+                f"batch_num_tokens and global_batch_size"
+            )
         own = Normalizers.from_mask(loss_mask, horizon=loss_scale_factor)
         batch_num_tokens = own.num_tokens if batch_num_tokens is None else batch_num_tokens
         global_batch_size = own.num_sequences if global_batch_size is None else global_batch_size
@@ -169,7 +175,8 @@ def agg_loss(
         num_sequences=global_batch_size,
         horizon=float(loss_mask.shape[-1]) if loss_scale_factor is None else loss_scale_factor,
     )
-    return sum_loss(loss_mat, loss_mask, loss_agg_mode, norm)
+    loss = sum_loss(loss_mat, loss_mask, loss_agg_mode, norm)
+    return loss if dp_size == 1 else loss * dp_size
 
 
 def _mode(name: str | LossAggMode) -> LossAggMode:

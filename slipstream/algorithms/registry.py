@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -34,6 +34,15 @@ All tensors are (B, T); `config` is a `PolicyLossConfig`, `rollout_is_weights` m
 loss is a scalar, linear in rows given `config.normalizers`, so that micro-batches add up.
 """
 
+PolicyLossSelection = Callable[..., Tensor]
+"""`(old_log_prob, log_prob, advantages, response_mask, config, *, lots=None) -> selected`.
+
+Chooses the tokens that a loss treats in its own way, over a whole mini-batch and all ranks, once
+before its micro-batches: all are (B, T), the result bool; `lots` are int64, as `token_lots` draws
+them. Only values at target tokens count, not where they stand: ranks may gather their target tokens
+into one (1, N) row.
+"""
+
 _Fn = TypeVar("_Fn", bound=Callable[..., object])
 
 
@@ -53,6 +62,7 @@ class RegistryError(ValueError):
 
 _ADVANTAGES: dict[str, AdvantageFn] = {}
 _POLICY_LOSSES: dict[str, PolicyLossFn] = {}
+_SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 
 
 def register_adv_est(name: str | AdvantageEstimator) -> Callable[[_Fn], _Fn]:
@@ -73,15 +83,28 @@ def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
     return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
 
 
-def register_policy_loss(name: str) -> Callable[[_Fn], _Fn]:
+def register_policy_loss(
+    name: str, *, select: PolicyLossSelection | None = None
+) -> Callable[[_Fn], _Fn]:
     """Decorator: make a `PolicyLossFn` available as
     `actor_rollout_ref.actor.policy_loss.loss_mode=<name>`.
+
+    `select` is for losses that treat some tokens of the mini-batch differently: the trainer calls
+    it once over the whole mini-batch, and the loss finds its rows' part in `config.selected`.
 
     Raises:
         RegistryError: another function has the name. VERL overwrites without a word here; two
             modules that pick one name would then train with whichever was imported last.
     """
-    return _register(_POLICY_LOSSES, "policy loss", name)
+    register = _register(_POLICY_LOSSES, "policy loss", name)
+
+    def decorate(fn: _Fn) -> _Fn:
+        register(fn)
+        if select is not None:
+            _SELECTIONS[cast(PolicyLossFn, fn)] = select
+        return fn
+
+    return decorate
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
@@ -91,6 +114,15 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
         RegistryError: no such name; the message lists the known ones.
     """
     return _lookup(_POLICY_LOSSES, "policy loss", "register_policy_loss", name)
+
+
+def policy_loss_selection(name: str) -> PolicyLossSelection | None:
+    """What selects tokens for the policy loss `name`; None where the loss needs no selection.
+
+    Raises:
+        RegistryError: no such loss; the message lists the known ones.
+    """
+    return _SELECTIONS.get(get_policy_loss_fn(name))
 
 
 def adv_estimator_names() -> tuple[str, ...]:

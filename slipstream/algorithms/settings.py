@@ -6,9 +6,15 @@ the same attributes may stand in. The loop's wiring fills these from the run's c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from slipstream.algorithms.aggregation import Normalizers
+
+BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
+"""Objectives of `bypass_mode`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,38 +28,135 @@ class AdvantageConfig:
     norm_adv_by_std_in_grpo: bool = True
 
 
+class _Readable:
+    """VERL's functions read settings as attributes, by key, and with a default."""
+
+    __slots__ = ()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The setting `key`, or `default` where there is none of that name."""
+        return getattr(self, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return getattr(self, key)
+        except AttributeError:
+            raise KeyError(key) from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossConfig:
-    """Settings of the policy losses.
+class PolicyLossModeConfig(_Readable):
+    """Settings of single loss modes: `actor_rollout_ref.actor.policy_loss.*`.
+
+    `clip_cov`: the share `clip_cov_ratio` of all target tokens is chosen among those of covariance
+    between `clip_cov_lb` and `clip_cov_ub`. `kl_cov`: the share `kl_cov_ratio` of highest
+    covariance pays `ppo_kl_coef` times its absolute log-ratio. `dro` needs `dro_beta`. `loss_type`,
+    the objective of `bypass_mode`, is `ppo_clip` or `reinforce`.
+    """
+
+    loss_mode: str = "vanilla"
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
+    dro_beta: float | None = None
+    loss_type: str = "ppo_clip"
+
+    def __post_init__(self) -> None:
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(
+                    f"policy_loss.{name} is a share of the mini-batch's target tokens and must be "
+                    f"in (0, 1], got {value}; the usual value is 0.0002"
+                )
+        if not self.clip_cov_lb < self.clip_cov_ub:
+            raise ValueError(
+                f"policy_loss.clip_cov_lb={self.clip_cov_lb} must be below "
+                f"policy_loss.clip_cov_ub={self.clip_cov_ub}: no covariance lies between them; "
+                f"the usual values are 1.0 and 5.0"
+            )
+        if not self.ppo_kl_coef >= 0:
+            raise ValueError(f"policy_loss.ppo_kl_coef must be >= 0, got {self.ppo_kl_coef}")
+        if self.dro_beta is not None and not self.dro_beta > 0:
+            raise ValueError(f"policy_loss.dro_beta must be > 0, got {self.dro_beta}")
+        if self.loss_type not in BYPASS_LOSS_TYPES:
+            raise ValueError(
+                f"policy_loss.loss_type must be one of {', '.join(BYPASS_LOSS_TYPES)}, got "
+                f"{self.loss_type!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLossConfig(_Readable):
+    """Settings of the policy losses: those of `actor_rollout_ref.actor.*` that they read.
 
     `clip_ratio_low` and `clip_ratio_high` bound the probability ratio to `[1 - low, 1 + high]`;
-    None means `clip_ratio`. `clip_ratio_c` is the dual-clip bound for negative advantages.
+    None means `clip_ratio`. `clip_ratio_c` is the dual-clip bound for negative advantages, and the
+    truncation of the ratio in `dppo_tv` and `dppo_kl`. `tau_pos` and `tau_neg` are the gate
+    temperatures of `sapo`. `policy_loss` holds what belongs to single modes.
+
     `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm` where no `normalizers` are
     given. `normalizers` are the counts of the whole mini-batch; None says that the rows of one
-    call are the whole mini-batch.
+    call are the whole mini-batch. `selected` (B, T) is these rows' part of the selection that
+    `policy_loss_selection` made over the whole mini-batch; None lets the loss select among the
+    rows of the call, which is refused where these are not the whole mini-batch.
     """
 
     clip_ratio: float = 0.2
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    policy_loss: PolicyLossModeConfig = field(default_factory=PolicyLossModeConfig)
     loss_scale_factor: float | None = None
     normalizers: Normalizers | None = None
+    selected: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-        if self.clip_ratio_c <= 1:
+            if value is not None and not value >= 0:
+                raise ValueError(
+                    f"{name} must be >= 0, got {value}: the ratio is clipped to "
+                    f"[1 - clip_ratio_low, 1 + clip_ratio_high], and a negative distance reverses "
+                    f"that range; the usual value is 0.2"
+                )
+        if not self.clip_ratio_c > 1:
             raise ValueError(
                 f"clip_ratio_c must be > 1 (the dual clip bounds the loss at -A * clip_ratio_c), "
                 f"got {self.clip_ratio_c}; the usual value is 3.0"
             )
+        for name in ("tau_pos", "tau_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.loss_scale_factor is not None and not self.loss_scale_factor > 0:
+            raise ValueError(f"loss_scale_factor must be > 0, got {self.loss_scale_factor}")
+
+    @property
+    def clip_distances(self) -> tuple[float, float]:
+        """(low, high): how far below and above 1 the ratio may go; thresholds of the divergence in
+        `dppo_tv` and `dppo_kl`, and of the log-ratio in `geo_mean`."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return low, high
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """Smallest and largest unclipped probability ratio."""
-        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        low, high = self.clip_distances
         return 1.0 - low, 1.0 + high
+
+    @property
+    def global_batch_info(self) -> dict[str, float | int | None]:
+        """Keyword arguments of `agg_loss`, as VERL's losses pass them on."""
+        if self.normalizers is None:
+            return {"loss_scale_factor": self.loss_scale_factor}
+        return {
+            "dp_size": 1,
+            "batch_num_tokens": self.normalizers.num_tokens,
+            "global_batch_size": self.normalizers.num_sequences,
+            "loss_scale_factor": self.normalizers.horizon,
+        }

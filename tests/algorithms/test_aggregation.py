@@ -150,3 +150,10 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     assert leaf.grad is not None
     assert expected_leaf.grad is not None
     torch.testing.assert_close(leaf.grad.double(), expected_leaf.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_frameworks_that_average_gradients_get_the_loss_times_their_ranks() -> None:
+    once = agg_loss(LOSS, MASK, "token-mean", 1, 8.0, 4.0)
+    assert float(agg_loss(LOSS, MASK, "token-mean", 2, 8.0, 4.0)) == 2 * float(once)
+    with pytest.raises(ValueError, match="with dp_size=2 the rows of one rank are not the mini"):
+        agg_loss(LOSS, MASK, "token-mean", dp_size=2)

@@ -12,13 +12,24 @@ from slipstream.algorithms import (
     AdvantageEstimator,
     RegistryError,
     adv_estimator_names,
+    bypass_mode,
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    geo_mean,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     grpo,
+    gspo,
+    kl_cov,
     policy_gradient,
     policy_loss_names,
+    policy_loss_selection,
     register_adv_est,
     register_policy_loss,
+    sapo,
     vanilla,
 )
 from slipstream.algorithms import registry as registry_module
@@ -28,6 +39,7 @@ from slipstream.algorithms import registry as registry_module
 def _restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "_ADVANTAGES", dict(registry_module._ADVANTAGES))
     monkeypatch.setattr(registry_module, "_POLICY_LOSSES", dict(registry_module._POLICY_LOSSES))
+    monkeypatch.setattr(registry_module, "_SELECTIONS", dict(registry_module._SELECTIONS))
 
 
 def test_estimators_are_found_by_string_and_enum() -> None:
@@ -48,13 +60,26 @@ def test_policy_losses_are_found_under_all_their_names() -> None:
         "gpg": policy_gradient,
         "reinforce": policy_gradient,
         "policy_gradient": policy_gradient,
+        "gspo": gspo,
+        "sapo": sapo,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
+        "geo_mean": geo_mean,
+        "cispo": cispo,
+        "dppo_tv": dppo_tv,
+        "dppo_kl": dppo_kl,
+        "dro": dro,
+        "bypass_mode": bypass_mode,
+        "rollout_correction": bypass_mode,
     }
 
 
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(RegistryError, match=r"'gea'; known: gpg, grpo, .*rloo_vectorized"):
         get_adv_estimator_fn("gea")
-    with pytest.raises(ValueError, match=r"'van' \(did you mean 'vanilla'\?\); known: gpg, "):
+    with pytest.raises(
+        ValueError, match=r"'van' \(did you mean 'vanilla'\?\); known: bypass_mode, "
+    ):
         get_policy_loss_fn("van")
 
 
@@ -80,3 +105,18 @@ def test_a_taken_name_is_refused_but_the_same_function_may_register_again() -> N
         register_policy_loss("vanilla")(policy_gradient)
     assert get_adv_estimator_fn("grpo") is grpo
     assert get_policy_loss_fn("vanilla") is vanilla
+
+
+def test_a_loss_may_bring_the_selection_that_it_needs() -> None:
+    def choose(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(1, 1, dtype=torch.bool)
+
+    @register_policy_loss("choosy", select=choose)
+    def choosy(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor | float]]:
+        return torch.zeros(()), {}
+
+    assert get_policy_loss_fn("choosy") is choosy
+    assert policy_loss_selection("choosy") is choose
+    assert policy_loss_selection("vanilla") is None
+    with pytest.raises(RegistryError, match=r"'clip-cov' \(did you mean 'clip_cov'\?\)"):
+        policy_loss_selection("clip-cov")

@@ -1,0 +1,155 @@
+"""Choice by covariance: by hand, over the whole mini-batch, by lot, wherever tokens stand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.algorithms import (
+    Normalizers,
+    PolicyLossConfig,
+    PolicyLossModeConfig,
+    clip_cov,
+    get_policy_loss_fn,
+    kl_cov,
+    policy_loss_selection,
+)
+from slipstream.algorithms.losses import select_clip_cov, select_kl_cov
+from tests.algorithms.losses.helpers import CONFIG, make_batch, run, with_selection
+
+# Means over the four targets: -2 and 0.5.
+LOG_PROB = torch.tensor([[-1.0, -3.0, 50.0], [-3.0, -1.0, 50.0]], dtype=torch.float64)
+ADVANTAGES = torch.tensor([[2.0, 1.0, 9.0], [-2.0, 1.0, 9.0]], dtype=torch.float64)
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+
+
+def config(**settings: float) -> PolicyLossConfig:
+    return PolicyLossConfig(policy_loss=PolicyLossModeConfig(**settings))  # type: ignore[arg-type]
+
+
+def places(selected: Tensor) -> list[list[int]]:
+    return selected.nonzero().tolist()
+
+
+def test_kl_cov_takes_the_highest_covariances() -> None:
+    # A - 0.5: 1.5, 0.5, -2.5, 0.5; log_prob + 2: 1, -1, -1, 1: covariances 1.5, -0.5, 2.5, 0.5.
+    args = (LOG_PROB, LOG_PROB, ADVANTAGES, MASK)
+    assert places(select_kl_cov(*args, config(kl_cov_ratio=0.5))) == [[0, 0], [1, 0]]
+    assert places(select_kl_cov(*args, config(kl_cov_ratio=0.49))) == [[1, 0]]
+    assert places(select_kl_cov(*args)) == [[1, 0]]  # at least one
+
+
+def test_clip_cov_takes_the_smallest_lots_between_its_bounds() -> None:
+    args = (LOG_PROB, LOG_PROB, ADVANTAGES, MASK)
+    bounds = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=0.25)
+    lots = torch.tensor([[5, 0, -9], [0, 6, -9]])
+    assert places(select_clip_cov(*args, bounds, lots=lots)) == [[0, 0]]
+    lots[0, 0] = 7
+    assert places(select_clip_cov(*args, bounds, lots=lots)) == [[1, 1]]
+    both = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=1.0)
+    assert places(select_clip_cov(*args, both, lots=lots)) == [[0, 0], [1, 1]]
+    none = config(clip_cov_lb=10.0, clip_cov_ub=20.0)
+    assert places(select_clip_cov(*args, none, lots=lots)) == []
+
+
+def test_clip_cov_leaves_tokens_that_the_clip_binds_on() -> None:
+    old = LOG_PROB.clone()
+    old[0, 0] -= 1.0  # ratio e with A > 0
+    settings = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=1.0)
+    assert places(select_clip_cov(old, LOG_PROB, ADVANTAGES, MASK, settings)) == [[1, 1]]
+
+
+def test_clip_cov_by_hand() -> None:
+    settings = replace(
+        config(clip_cov_lb=0.0, clip_cov_ub=2.0), selected=torch.tensor([[1, 0, 1], [0, 0, 0]]) > 0
+    )
+    log_prob = LOG_PROB.clone().requires_grad_()
+    loss, metrics = clip_cov(LOG_PROB, log_prob, ADVANTAGES, MASK, config=settings)
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    assert loss.item() == pytest.approx((0 - 1 + 2 - 1) / 4)
+    assert grad.tolist() == [[0.0, -0.25, 0.0], [0.5, -0.25, 0.0]]
+    assert float(metrics["actor/pg_clipfrac"]) == 0.25
+
+
+def test_kl_cov_by_hand() -> None:
+    old = LOG_PROB - torch.tensor([[0.1, -0.3, 0.0], [0.0, 0.2, 0.0]])
+    settings = replace(
+        config(ppo_kl_coef=2.0), selected=torch.tensor([[0, 1, 0], [0, 1, 0]], dtype=torch.bool)
+    )
+    log_prob = LOG_PROB.clone().requires_grad_()
+    loss, metrics = kl_cov(old, log_prob, ADVANTAGES, MASK, config=settings)
+    (grad,) = torch.autograd.grad(loss, log_prob)
+    r = [math.exp(0.1), math.exp(-0.3), 1.0, math.exp(0.2)]
+    assert loss.item() == pytest.approx((-2 * r[0] - r[1] + 0.6 + 2 * r[2] - r[3] + 0.4) / 4)
+    assert grad[0].tolist() == pytest.approx([-2 * r[0] / 4, (-r[1] - 2) / 4, 0.0])
+    assert grad[1].tolist() == pytest.approx([2 * r[2] / 4, (-r[3] + 2) / 4, 0.0])
+    assert float(metrics["actor/ppo_kl"]) == pytest.approx(0.6 / 4)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_the_choice_is_over_the_mini_batch_and_not_over_a_micro_batch(name: str) -> None:
+    batch = make_batch(0)
+    whole = with_selection(name, batch).selected
+    select = policy_loss_selection(name)
+    assert whole is not None
+    assert select is not None
+    parts = [batch.rows([0, 1]), batch.rows([2, 3, 4, 5])]
+    alone = torch.cat(
+        [select(b.old, b.new, b.advantages, b.mask, CONFIG, lots=b.lots) for b in parts]
+    )
+    assert not torch.equal(alone, whole)
+    norm = Normalizers.from_mask(batch.mask)
+    with pytest.raises(ValueError, match=rf"{name} chooses .* policy_loss_selection\('{name}'\)"):
+        run(name, parts[0], config=replace(CONFIG, normalizers=norm))
+    with pytest.raises(ValueError, match=r"selected has shape \(6, 5\), but .* \(2, 5\)"):
+        run(name, parts[0], config=replace(CONFIG, normalizers=norm, selected=whole))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("given", [True, False], ids=["lots", "hashed values"])
+def test_the_choice_follows_tokens_through_orders_and_padding(name: str, given: bool) -> None:
+    select = policy_loss_selection(name)
+    assert select is not None
+    batch = make_batch(1, rows=12, dtype=torch.float32)
+    # Equal tokens, so that covariances tie.
+    batch = replace(batch, new=batch.new.round(), advantages=batch.advantages.round())
+
+    def choose(order: list[int], padding: int) -> Tensor:
+        b = batch.rows(order).map(lambda c: torch.nn.functional.pad(c, (0, padding)))
+        lots = b.lots if given else None
+        chosen = select(b.old, b.new, b.advantages, b.mask, CONFIG, lots=lots)
+        return chosen[:, :5]
+
+    whole = choose(list(range(12)), 0)
+    assert int(whole.sum()) > 3
+    for seed in range(5):
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert torch.equal(choose(order, seed), whole[order])
+
+
+def test_lots_suffice_to_choose_from_one_flat_row_of_targets() -> None:
+    batch = make_batch(2)
+    targets = batch.mask != 0
+    flat = batch.map(lambda column: column[targets].unsqueeze(0))
+    for name in ("clip_cov", "kl_cov"):
+        whole, row = with_selection(name, batch).selected, with_selection(name, flat).selected
+        assert whole is not None
+        assert row is not None
+        assert torch.equal(whole[targets], row[0])
+
+
+def test_without_a_selection_the_loss_makes_its_own_as_verl_does() -> None:
+    batch = make_batch(3)
+    for name in ("clip_cov", "kl_cov"):
+        select = policy_loss_selection(name)
+        assert select is not None
+        chosen = select(batch.old, batch.new, batch.advantages, batch.mask, CONFIG)
+        expected = run(name, batch, config=replace(CONFIG, selected=chosen))
+        own = run(name, batch)
+        assert own[0] == expected[0]
+        assert own[2] == expected[2]
+    assert get_policy_loss_fn("clip_cov") is clip_cov
