@@ -159,7 +159,7 @@ def test_files_that_are_refused(adapter: Path, tmp_path: Path) -> None:
     refused(adapter, "NaN or infinite")
     save_file({n: t for n, t in tensors.items() if n != name}, weights)
     refused(adapter, "is missing")
-    save_file({**tensors, "base_model.model.lm_head.weight": tensors[name]}, weights)
+    save_file({**tensors, "base_model.model.lm_head.weight": tensors[name].clone()}, weights)
     refused(adapter, "lm_head.weight is not of a LoRA adapter")
     weights.write_bytes(b"no safetensors")
     refused(adapter, "corrupt or cut short")
