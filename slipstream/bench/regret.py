@@ -218,6 +218,15 @@ def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
     )
 
 
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Worlds in which the default selector's regret, warm, is above the floor in most seeds."""
+    default = next(iter(SELECTORS))
+    warm = {row.case: row.values["regret_warm"] for row in rows if row.contender == default}
+    return [
+        world for world, found in warm.items() if isinstance(found, Spread) and found.median > FLOOR
+    ]
+
+
 def table(rows: Sequence[Row]) -> str:
     """Regrets in per cent by world and selector: median and most."""
     regrets = {"hindsight": "regret_hindsight", "warm": "regret_warm"}
