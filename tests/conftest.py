@@ -26,6 +26,13 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
 
 
+@pytest.fixture
+def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys come in whole chunks, as on a GPU, also where this processor adds up parts of them in
+    the same order: recorded steps have the same shapes on all."""
+    monkeypatch.setattr("slipstream.models.numerics.partial_chunks_are_exact", lambda: False)
+
+
 @pytest.fixture(params=["float32", "bfloat16", "bfloat16-torch"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """What is computed in: by the kernels, and by torch's own operations."""

@@ -96,6 +96,7 @@ def play(world: World, selector: StrategySelector, seed: int) -> Regret:
     reaches it."""
     rng, spent, drafting, missed = random.Random(seed), 0.0, 0.0, 0
     choosing, unseen = 0.0, 0
+    judge = selector if isinstance(selector, RowJudge) else None
     hindsight = _best_of_each_size(world)
     best = sharpest = 0.0
     for step, running in enumerate(world.sizes):
@@ -104,7 +105,7 @@ def play(world: World, selector: StrategySelector, seed: int) -> Regret:
         if grown or not step:
             unseen = selector.begins(running)
         plan = OFF if unseen else selector.select(running)
-        worth = selector.worth(running) if isinstance(selector, RowJudge) else 0.0
+        worth = judge.worth(running) if judge is not None else 0.0
         choosing += perf_counter() - start
         drafted = world.drafted(step, running, plan, worth)
         seconds = world.seconds(step, running, drafted)
@@ -215,6 +216,15 @@ def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
             "choosing": Spread.of([regret.choosing for regret in found]),
         },
     )
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """Worlds in which the default selector's regret, warm, is above the floor in most seeds."""
+    default = next(iter(SELECTORS))
+    warm = {row.case: row.values["regret_warm"] for row in rows if row.contender == default}
+    return [
+        world for world, found in warm.items() if isinstance(found, Spread) and found.median > FLOOR
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:

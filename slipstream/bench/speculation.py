@@ -69,7 +69,7 @@ TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 LEAST = "least_seconds"
 """By the machine's own rates, which are measured in each round."""
 
-FLOORS = {"whole": 1.4, "tail": 1.8}
+FLOORS = {"whole": 1.7, "tail": 1.8}
 """What the project promises over its own plain decoding at temperature 1."""
 
 

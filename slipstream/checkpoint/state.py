@@ -3,6 +3,7 @@
     global_step_N/
       actor/huggingface/          the policy as Hugging Face reads it (`from_pretrained`)
       actor/optimizer.safetensors
+      actor/lora_adapter/         a LoRA adapter as peft reads it, where one is trained
       draft/                      a draft head, where one is trained
       state.json                  `RunState`
       data.json                   where the dataset iteration stands
@@ -26,6 +27,11 @@ FORMAT_VERSION = 1
 def huggingface_folder(checkpoint: Path) -> Path:
     """Model, configuration and tokenizer in Hugging Face's format."""
     return checkpoint / "actor" / "huggingface"
+
+
+def adapter_folder(checkpoint: Path) -> Path:
+    """A LoRA adapter in peft's format, on the weights that the phase started from."""
+    return checkpoint / "actor" / "lora_adapter"
 
 
 def draft_folder(checkpoint: Path) -> Path:

@@ -90,6 +90,19 @@ class ModelConfig:
     """Run Python code shipped with a checkpoint; always off in this version."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    lora_rank: NonNegativeInt = 0
+    """Train a LoRA adapter of this rank and leave the weights as they are; 0: train all weights.
+    SFT and RL each train one of their own, on the weights that they start from."""
+    lora_alpha: PositiveFloat = 16.0
+    """The adapter's part is multiplied by `lora_alpha / lora_rank`."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter (`q_proj`, or the end of a dotted name); `all-linear`: all
+    but the LM head."""
+    exclude_modules: tuple[str, ...] = ()
+    """Names among those that get none."""
+    lora_adapter_path: str | None = None
+    """Folder of an adapter in peft's format on `path`, to go on training; its own configuration
+    then decides rank, alpha and layers."""
     init: ModelInitConfig | None = None
     """Architecture to initialise at random instead of loading `path`."""
 

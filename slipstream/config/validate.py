@@ -12,8 +12,9 @@ from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.schema_actor import ModelConfig, OptimConfig
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
+from slipstream.config.tree import show
 from slipstream.errors import did_you_mean
 
 GROUP_RELATIVE = frozenset(
@@ -260,6 +261,7 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
             f"no model is named; set {_MODEL}.path=FOLDER of a Hugging Face checkpoint, or "
             f"{_MODEL}.init.num_layers=12 for one initialised at random"
         )
+    yield from _lora(model)
     if init is None:
         return
     key = f"{_MODEL}.init"
@@ -291,6 +293,26 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
         yield (
             f"{key}: heads of odd width {width} cannot be rotated; set {key}.head_dim={width + 1}"
         )
+
+
+def _lora(model: ModelConfig) -> Iterator[str]:
+    usual = ModelConfig()
+    if model.lora_rank and not model.target_modules:
+        yield f"{_MODEL}.target_modules is empty; set {_MODEL}.target_modules=all-linear"
+    if model.lora_adapter_path is not None:
+        reason = f"{_MODEL}.lora_adapter_path, whose adapter has its own"
+        remedy = f"{_MODEL}.lora_adapter_path=null"
+    elif model.lora_rank == 0:
+        reason, remedy = f"{_MODEL}.lora_rank=0", f"{_MODEL}.lora_rank=8"
+    else:
+        return
+    for name in ("lora_alpha", "target_modules", "exclude_modules"):
+        value, default = getattr(model, name), getattr(usual, name)
+        if value != default:
+            yield (
+                f"{_MODEL}.{name}={show(value)} has no effect with {reason}; set {remedy} or "
+                f"{_MODEL}.{name}={show(default)}"
+            )
 
 
 def _reference(config: Config) -> Iterator[str]:

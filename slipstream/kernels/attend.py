@@ -14,8 +14,9 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import LINE, ask_for, floats_at, hold, ints_at
-from slipstream.kernels.numeric import ONE, ZERO, F, dots, exp, largest, squares, total, triple
+from slipstream.kernels.numeric import ONE, ZERO, F, exp, largest, squares, total, triple
 from slipstream.kernels.paths import bends, path_of, stem_of
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1, tile_1x2, tile_2x2, tiles

@@ -16,8 +16,9 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.attend_backward_amx import ROWS as WIDTH_AMX
 from slipstream.kernels.attend_backward_amx import backward_amx_part
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import floats_at, hold, ints_at
-from slipstream.kernels.numeric import ZERO, F, dots, exp
+from slipstream.kernels.numeric import ZERO, F, exp
 from slipstream.kernels.product import pack_part
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT
 from slipstream.kernels.team import for_team, part_count, part_number, run

@@ -16,6 +16,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import (
     LINE,
     aligned,
@@ -25,7 +26,7 @@ from slipstream.kernels.memory import (
     ints_at,
     words_at,
 )
-from slipstream.kernels.numeric import ZERO, dots
+from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.sixteen import exp, keep_narrow, load
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (

@@ -86,36 +86,6 @@ def total(x: int, n: int) -> F:
 
 
 @lanes
-def dots(x: int, y: int, n: int, count: int, out: int) -> None:
-    """Sums of products of one vector of `n` with `count` that lie one after another at `y`."""
-    a, step = carray(floats_at(x), (n,)), 4 * n
-    o = carray(floats_at(out), (count,))
-    j = 0
-    while j + 4 <= count:
-        at = y + j * step
-        b0, b1 = carray(floats_at(at), (n,)), carray(floats_at(at + step), (n,))
-        b2, b3 = carray(floats_at(at + 2 * step), (n,)), carray(floats_at(at + 3 * step), (n,))
-        s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-        for i in range(n):
-            s0 += a[i] * b0[i]
-            s1 += a[i] * b1[i]
-            s2 += a[i] * b2[i]
-            s3 += a[i] * b3[i]
-        o[j] = s0
-        o[j + 1] = s1
-        o[j + 2] = s2
-        o[j + 3] = s3
-        j += 4
-    while j < count:
-        b0 = carray(floats_at(y + j * step), (n,))
-        s0 = ZERO
-        for i in range(n):
-            s0 += a[i] * b0[i]
-        o[j] = s0
-        j += 1
-
-
-@lanes
 def triple(x: int, y: int, z: int, n: int) -> F:
     """Sum of products of three."""
     a, b = carray(floats_at(x), (n,)), carray(floats_at(y), (n,))

@@ -1,7 +1,7 @@
 """Tiles: a few rows times a few vectors of weights, in registers while they run over the inputs.
 
 Every output is one chain of fused multiply-adds over the inputs in order, whatever the number of
-rows of its tile. Called by `product` and `attend`.
+rows of its tile. Called by `product`, `attend` and `dots`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PANEL = 16
 _LANES = 8
 
 
-class _Emitter:
-    """Instructions of a tile: addresses are integers, numbers fp32, vectors of eight."""
+class Emitter:
+    """Instructions: addresses are integers, numbers fp32, vectors of eight."""
 
     number = ir.FloatType()
     vector = ir.VectorType(number, _LANES)
@@ -61,13 +61,39 @@ class _Emitter:
         places = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
         return b.shuffle_vector(one, undefined, places)
 
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a b + c, rounded once."""
+        return self.builder.call(self._fma, [a, b, c])
+
     def add_products(self, factor: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
         pairs = zip(weights, sums, strict=True)
-        return [self.builder.call(self._fma, [factor, w, s]) for w, s in pairs]
+        return [self.fma(factor, w, s) for w, s in pairs]
+
+    def sum(self, vectors: list[Any]) -> Any:
+        """All numbers of the vectors together: first these, then halves of what is left."""
+        found, *others = vectors
+        for vector in others:
+            found = self.builder.fadd(found, vector)
+        lanes = _LANES
+        while lanes > 1:
+            lanes //= 2
+            low, high = (
+                ir.Constant(ir.VectorType(ir.IntType(32), lanes), list(range(begin, begin + lanes)))
+                for begin in (0, lanes)
+            )
+            undefined = ir.Constant(found.type, ir.Undefined)
+            found = self.builder.fadd(
+                self.builder.shuffle_vector(found, undefined, low),
+                self.builder.shuffle_vector(found, undefined, high),
+            )
+        return self.builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
 
     def store(self, vectors: list[Any], address: Any) -> None:
         for i, vector in enumerate(vectors):
             self.builder.store(vector, self._at(self.plus(address, 32 * i), self.vector), align=4)
+
+    def store_number(self, number: Any, address: Any) -> None:
+        self.builder.store(number, self._at(address, self.number), align=4)
 
     def phis(self, kind: Any, values: list[Any], block: Any) -> list[Any]:
         """What is `values` when `block` was before."""
@@ -90,7 +116,7 @@ def _tile(rows: int, panels: int) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, x_step, weights, input_step, panel_step, count, start, out, out_step, *ask = args
-        emit = _Emitter(builder)
+        emit = Emitter(builder)
         begin = emit.vectors(start, panels * per_panel)
         before = builder.basic_block
         loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("done")

@@ -43,12 +43,16 @@ from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_checkpoint, load_config
+from slipstream.models.lora import LoraConfig, add_lora, copy_weights, lora_layers, merged_weights
+from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, check_widths, dtype_from_name, round_up
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.lora import BaseWeights
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
+from slipstream.training.protocol import ReferencePolicy
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import GenerationSink, SamplingParams
 
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "add_adapter",
     "check_engine",
     "check_speculation",
     "decode_with",
@@ -137,6 +142,39 @@ def make_decoder(
     decoder = Decoder(model_config(config, tokenizer, None))
     decoder.init_weights(config.trainer.seed)
     return decoder.to(device_of(config))
+
+
+def add_adapter(config: Config, decoder: Decoder, *, first: bool) -> None:
+    """Give the policy the LoRA adapter that is to be trained, if any. `first`: it has the weights
+    that `model` names, on which the adapter in `lora_adapter_path` belongs.
+
+    Raises ConfigError for names that match no layer, or a rank that is not the adapter's.
+    """
+    model = config.actor_rollout_ref.model
+    key = "actor_rollout_ref.model"
+    lora = (
+        LoraConfig(
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+        )
+        if model.lora_rank
+        else None
+    )
+    if model.lora_adapter_path is not None:
+        given, _ = read_adapter(Path(model.lora_adapter_path))
+        if lora is not None and lora.rank != given.rank:
+            raise ConfigError(
+                f"{key}.lora_rank={lora.rank}, but the adapter in {key}.lora_adapter_path="
+                f"{model.lora_adapter_path} has rank {given.rank}; set {key}.lora_rank={given.rank}"
+            )
+        if first:
+            load_adapter(decoder, Path(model.lora_adapter_path))
+            return
+        lora = given
+    if lora is not None:
+        add_lora(decoder, lora, seed=config.trainer.seed)
 
 
 def model_config(
@@ -344,7 +382,7 @@ def make_engine(
     if rollout.name == "hf":
         return _hf_engine(config, decoder, dtype, decode, compute)
     own = Decoder(decoder.config).to(device)
-    own.load_state_dict(decoder.state_dict())
+    copy_weights(decoder, own)
     settings = engine_settings(config, own.config)
     _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
     speculation = None
@@ -403,7 +441,7 @@ def _hf_engine(
     raw = decoder.config.to_hf()
     hf_config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(decoder.device)
-    model.load_state_dict({n: p.detach() for n, p in decoder.named_parameters()}, strict=False)
+    model.load_state_dict(merged_weights(decoder), strict=False)
     core = HFCore(
         model,
         max_model_len=max_model_len(config),
@@ -494,11 +532,15 @@ def make_reference(
     tokenizer: PreTrainedTokenizerBase,
     initial: Path | None,
     compute: ComputeThread,
-) -> SingleProcessBackend | None:
-    """A frozen copy of the initial policy (or `ref.path`), where a KL term needs one."""
+    backend: SingleProcessBackend,
+) -> ReferencePolicy | None:
+    """The initial policy (or `ref.path`), where a KL term needs one: a frozen copy, or under LoRA
+    the base weights of `backend`."""
     if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         return None
     path = config.actor_rollout_ref.ref.path
+    if path is None and lora_layers(backend.decoder):
+        return BaseWeights(backend)
     folder = initial if path is None else policy_folder(Path(path))
     decoder = make_decoder(config, tokenizer, folder)
     return make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))

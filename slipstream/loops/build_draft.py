@@ -94,6 +94,8 @@ def make_parts(
     check_draft(config)
     draft, train = config.speculative.draft, config.speculative.train
     decoder = build.make_decoder(config, tokenizer, policy)
+    if config.actor_rollout_ref.model.lora_adapter_path is not None:
+        build.add_adapter(config, decoder, first=True)
     build.check_engine(config, decoder.config)
     engine_settings = build.engine_settings(config, decoder.config)
     data = build.make_data_buffer(config, tokenizer, task)

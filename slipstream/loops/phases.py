@@ -27,6 +27,7 @@ from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
 from slipstream.loops.snapshot import LastPublished, policy_folder
 from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.metrics.timers import Timers
+from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
 from slipstream.types import Group
 
@@ -41,7 +42,13 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     resume = run.resume_folder("sft")
     total = sft.total_training_steps
     initial = initial_policy(config)
-    decoder = run.compute.run(lambda: build.make_decoder(config, run.tokenizer, initial))
+
+    def make_policy() -> Decoder:
+        policy = build.make_decoder(config, run.tokenizer, initial)
+        build.add_adapter(config, policy, first=True)
+        return policy
+
+    decoder = run.compute.run(make_policy)
     optim = build.optim_settings(sft.optim, total)
     backend = run.compute.run(
         lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
@@ -114,6 +121,7 @@ async def validate_policy(run: Run, start: Path | None) -> None:
 
     def make() -> InferenceEngine:
         decoder = build.make_decoder(run.config, run.tokenizer, folder)
+        build.add_adapter(run.config, decoder, first=folder == initial_policy(run.config))
         return build.make_engine(
             run.config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )
@@ -138,6 +146,7 @@ class _RLPhase:
         self._snapshots = run.snapshots("rl")
         self._resume = run.resume_folder("rl")
         decoder = build.make_decoder(config, run.tokenizer, start)
+        build.add_adapter(config, decoder, first=start == initial_policy(config))
         self._data = build.make_data_buffer(config, run.tokenizer, run.task)
         self._total = build.rl_steps(config, self._data)
         optim = build.optim_settings(
@@ -145,7 +154,9 @@ class _RLPhase:
         )
         self._decoder = decoder
         self._backend = build.make_backend(config, decoder, run.compute, optim=optim)
-        self._reference = build.make_reference(config, run.tokenizer, start, run.compute)
+        self._reference = build.make_reference(
+            config, run.tokenizer, start, run.compute, self._backend
+        )
         self._engine = build.make_engine(
             config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )
@@ -324,10 +335,18 @@ def result_of_sft(run: Run) -> Path | None:
 def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
     """The policy that an RL run of mode sft+rl, resumed from `rl_checkpoint`, had started from.
 
-    Only a reference policy needs it. Raises CheckpointError where one does and it is gone.
+    A reference policy needs it, and a LoRA adapter, which is one of these weights. Raises
+    CheckpointError where one does and it is gone.
     """
     start = run.sft_result(rl_checkpoint.parent)
     actor = run.config.actor_rollout_ref
+    if start is None and (actor.model.lora_rank or actor.model.lora_adapter_path is not None):
+        raise CheckpointError(
+            f"the LoRA adapter in {rl_checkpoint} is one of the weights that RL started from, the "
+            f"result of SFT, and {rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it "
+            "back, or start a new run from the merged weights with trainer.mode=rl and "
+            f"actor_rollout_ref.model.path={huggingface_folder(rl_checkpoint)}"
+        )
     needs = actor.actor.use_kl_loss or run.config.algorithm.use_kl_in_reward
     if start is None and needs and actor.ref.path is None:
         raise CheckpointError(

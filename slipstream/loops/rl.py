@@ -47,7 +47,7 @@ from slipstream.metrics.timers import IdleCores, Timers, step_split, timing_per_
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.rollout.train_rows import prepare_grpo_batch
 from slipstream.training.losses import LossFn, policy_loss_fn
-from slipstream.training.protocol import TrainingBackend
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.types import FeatureSink, Group, PolicyVersion, TrainBatch, WeightUpdate
 
 AfterStep = Callable[[int, Sequence[Group], dict[str, float], Timers], Awaitable[bool]]
@@ -163,7 +163,7 @@ async def run_rl_training(
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
-    reference: TrainingBackend | None = None,
+    reference: ReferencePolicy | None = None,
     kl_in_reward: KLInReward | None = None,
     drafter: DrafterTraining | None = None,
     after_step: AfterStep | None = None,
@@ -239,7 +239,7 @@ class _Learner:
     def __init__(
         self,
         backend: TrainingBackend,
-        reference: TrainingBackend | None,
+        reference: ReferencePolicy | None,
         kl_in_reward: KLInReward | None,
         sink: FeatureSink | None,
         config: RLTrainingConfig,

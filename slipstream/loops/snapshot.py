@@ -19,6 +19,7 @@ from slipstream.checkpoint.files import read_json
 from slipstream.checkpoint.manager import CheckpointManager, verify
 from slipstream.checkpoint.state import (
     RunState,
+    adapter_folder,
     data_file,
     draft_folder,
     huggingface_folder,
@@ -116,6 +117,7 @@ class Snapshots:
 
         def write(folder: Path) -> None:
             backend.save_policy(huggingface_folder(folder), self.save_tokenizer)
+            backend.save_adapter(adapter_folder(folder))
             save_tree(optimizer_file(folder), backend.state_dict())
             if published is not None:
                 tree = {"version": published.version, "tensors": published.tensors}
@@ -163,9 +165,11 @@ class Snapshots:
                 f"the checkpoint was written where {was} multiplied bf16, and here {now} does: "
                 "sums are taken in another order, so numbers may differ in last bits"
             )
-        source = huggingface_folder(folder)
-        load_tensors(decoder, read_tensors(source), source=str(source))
-        backend.load_state_dict(load_tree(optimizer_file(folder)))
+        source, tree = huggingface_folder(folder), load_tree(optimizer_file(folder))
+        backend.load_state_dict(tree)
+        # Merged weights do not give the base and its adapter back, not to the bit.
+        if "lora" not in tree:
+            load_tensors(decoder, read_tensors(source), source=str(source))
         if published is not None and published_file(folder).exists():
             tree = load_tree(published_file(folder))
             published.version, published.tensors = tree["version"], tree["tensors"]

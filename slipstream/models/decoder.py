@@ -151,7 +151,7 @@ class Layer(nn.Module):
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
         """Weights as `layer_forward` uses them. Differentiable."""
         a, m, first = self.self_attn, self.mlp, self.input_layernorm
-        rows = activation_dtype(dtype, a.q_proj.weight.device)
+        rows = activation_dtype(dtype, self.post_attention_layernorm.weight.device)
         bias = norm = None
         bounded = False
         if c.attention_bias:

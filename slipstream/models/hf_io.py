@@ -20,6 +20,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_model import DraftModel
+from slipstream.models.lora import merged_weights
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -192,9 +193,9 @@ def write_model(
     dtype: torch.dtype,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `config.json` and the parameters of `module`, over what `folder` holds."""
-    tensors = {name: p.detach() for name, p in module.named_parameters()}
-    write_tensors(folder, config, tensors, dtype=dtype, max_bytes=max_bytes)
+    """Write `config.json` and the weights of `module`, merged where it has an adapter, over what
+    `folder` holds."""
+    write_tensors(folder, config, merged_weights(module), dtype=dtype, max_bytes=max_bytes)
 
 
 def write_tensors(

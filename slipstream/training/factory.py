@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.errors import ConfigError
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_checkpoint
+from slipstream.models.lora import LoraConfig, add_lora
 from slipstream.models.numerics import dtype_from_name
 from slipstream.training.losses import LossFn, sft_loss
 from slipstream.training.optim import (
@@ -82,17 +84,26 @@ def create_pytorch_backend(
     grad_clip: float | None = 1.0,
     gradient_checkpointing: bool = False,
     loss: LossFn | None = None,
+    lora: LoraConfig | None = None,
     compute: ComputeThread | None = None,
 ) -> SingleProcessBackend:
     """A backend in one line: `create_pytorch_backend("Qwen/folder", lr=1e-5)`.
 
     `model` is a Hugging Face folder or a `Decoder`. Without `optimizer` it is AdamW at `lr`.
     `loss` is what `forward_backward(batch)` takes; None is cross-entropy. `dtype` is `auto`,
-    `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it.
+    `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it. With `lora` the model
+    is frozen and gets an adapter of that configuration, which is trained instead.
     """
     device = torch.device(device)
     if not isinstance(model, Decoder):
         model = load_hf_model(model, device=device)
+    if lora is not None:
+        if isinstance(optimizer, PolicyOptimizer):
+            raise ConfigError(
+                "create_pytorch_backend(lora=...) adds parameters that the given optimizer does "
+                "not know; give OptimSettings, or add_lora before making the optimizer"
+            )
+        add_lora(model, lora)
     return SingleProcessBackend(
         model,
         optim=optimizer or OptimSettings(lr=lr),

@@ -77,6 +77,16 @@ class ImmediateTrainFuture(TrainFuture[T]):
         super().__init__(work)
 
 
+class ReferencePolicy(Protocol):
+    """What a KL term compares with: any policy that stands still."""
+
+    def compute_log_probs(
+        self, batch: TrainBatch, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[list[list[float]]]:
+        """As `TrainingBackend.compute_log_probs`."""
+        ...
+
+
 class TrainingBackend(Protocol):
     """Owner of the policy during training.
 
@@ -128,7 +138,8 @@ class TrainingBackend(Protocol):
         ...
 
     def state_dict(self) -> StateTree:
-        """Everything but the weights that a bitwise equal continuation needs."""
+        """Everything but the weights that a bitwise equal continuation needs; with an entry
+        `lora`, where an adapter is all that is trained, no weights are needed besides."""
         ...
 
     def load_state_dict(self, state: StateTree) -> None:
@@ -139,6 +150,11 @@ class TrainingBackend(Protocol):
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
     ) -> None:
         """Write the weights in fp32 as a Hugging Face folder."""
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write a LoRA adapter as a folder that peft loads; nothing where all weights are
+        trained."""
         ...
 
     def close(self) -> None:

@@ -12,29 +12,33 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from slipstream.models.lora import LoraLinear, value_of
 from slipstream.types import WeightBucket
+
+_Named = tuple[str, Tensor | LoraLinear]
 
 BUCKET_BYTES = 64 * 2**20
 """Size at which a bucket is full: large enough for throughput, small next to any model."""
 
 
 class WeightSnapshot:
-    """An iterable of buckets `(name, detached copy)`, to be consumed once."""
+    """An iterable of buckets `(name, detached copy)`, to be consumed once.
 
-    def __init__(
-        self, named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    Of a layer with an adapter the merged weight is sent, computed when it is asked for.
+    """
+
+    def __init__(self, named: Iterable[_Named], *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._lock = threading.Lock()
-        self._buckets = [list(bucket) for bucket in _split(named, bucket_bytes)]
+        self._waiting = [list(bucket) for bucket in _split(named, bucket_bytes)]
+        self._copies: list[WeightBucket] | None = None
         self._next = 0
-        self._frozen = False
 
     def freeze(self) -> None:
         """Copy what has not been taken yet; called before the weights change."""
         with self._lock:
-            if not self._frozen:
-                self._buckets = [_copy(bucket) for bucket in self._buckets]
-                self._frozen = True
+            if self._copies is None:
+                self._copies = [_copy(bucket) for bucket in self._waiting]
+                self._waiting = [[] for _ in self._waiting]
 
     def __iter__(self) -> Iterator[WeightBucket]:
         while (bucket := self._take()) is not None:
@@ -42,27 +46,33 @@ class WeightSnapshot:
 
     def _take(self) -> WeightBucket | None:
         with self._lock:
-            if self._next == len(self._buckets):
+            place = self._next
+            if place == len(self._waiting):
                 return None
-            bucket, self._buckets[self._next] = self._buckets[self._next], []
             self._next += 1
-            return bucket if self._frozen else _copy(bucket)
+            if self._copies is not None:
+                bucket, self._copies[place] = self._copies[place], []
+                return bucket
+            waiting, self._waiting[place] = self._waiting[place], []
+            return _copy(waiting)
 
 
-def _copy(bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-    return [(name, tensor.detach().clone()) for name, tensor in bucket]
+def _copy(bucket: list[_Named]) -> WeightBucket:
+    return [
+        (name, value_of(w) if isinstance(w, LoraLinear) else w.detach().clone())
+        for name, w in bucket
+    ]
 
 
-def _split(
-    named: Iterable[tuple[str, Tensor]], bucket_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
+def _split(named: Iterable[_Named], bucket_bytes: int) -> Iterator[list[_Named]]:
+    bucket: list[_Named] = []
     size = 0
-    for name, tensor in named:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+    for name, weight in named:
+        nbytes = weight.base_weight.nbytes if isinstance(weight, LoraLinear) else weight.nbytes
+        if bucket and size + nbytes > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket.append((name, weight))
+        size += nbytes
     if bucket:
         yield bucket

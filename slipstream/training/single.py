@@ -19,7 +19,16 @@ from torch import Tensor
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
+from slipstream.models.lora import (
+    base_digest,
+    base_weights_only,
+    lora_layers,
+    named_weights,
+    value_of,
+)
+from slipstream.models.lora_io import save_adapter
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 from slipstream.training.packing import check_batch
@@ -46,6 +55,8 @@ _COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row", 
 class SingleProcessBackend:
     """A `TrainingBackend` over one `Decoder`, whose parameters it owns from then on.
 
+    Where the decoder has a LoRA adapter (`models.lora.add_lora`), that is what is trained; weights
+    go out merged.
     `optim` makes a `PolicyOptimizer` over the decoder's parameters, or is one. `grad_clip` bounds
     the norm of the whole gradient; None leaves it. An update whose loss or gradient is not finite
     is skipped; after `max_nonfinite_steps` such in a row the next one fails. `compute` may be
@@ -84,6 +95,8 @@ class SingleProcessBackend:
             gradient_checkpointing=gradient_checkpointing,
         )
         self.decoder = decoder.to(torch.device(device))
+        self._lora = bool(lora_layers(self.decoder))
+        self._base_digest: str | None = None
         if isinstance(optim, OptimSettings):
             optim = PolicyOptimizer(self.decoder.named_parameters(), optim, dtype=dtype)
         self._optimizer = optim
@@ -148,10 +161,31 @@ class SingleProcessBackend:
         """
         return self._compute.submit(lambda: self._compute_log_probs(batch, sink))
 
+    def compute_base_log_probs(
+        self, batch: TrainBatch, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[list[list[float]]]:
+        """`compute_log_probs` without the LoRA adapter.
+
+        Raises (when awaited):
+            TrainingError: all weights are trained, so that there are no base weights.
+        """
+
+        def compute() -> list[list[float]]:
+            if not self._lora:
+                raise TrainingError(
+                    "there are no base weights: all weights are trained (lora_rank=0); compare "
+                    "with a frozen copy of the model instead"
+                )
+            with base_weights_only(self.decoder):
+                return self._compute_log_probs(batch, sink)
+
+        return self._compute.submit(compute)
+
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Copies of all weights under their Hugging Face names."""
+        """Copies of all weights under their Hugging Face names, merged where there is an
+        adapter."""
         return self._compute.submit(
-            lambda: {n: p.detach().clone() for n, p in self.decoder.named_parameters()}
+            lambda: {n: value_of(w).clone() for n, w in named_weights(self.decoder)}
         )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
@@ -159,9 +193,15 @@ class SingleProcessBackend:
 
         Raises (when awaited):
             CheckpointError: a tensor is missing, foreign, misshapen or not finite.
+            TrainingError: a LoRA adapter is trained, whose base weights stay as they are.
         """
 
         def load() -> None:
+            if self._lora:
+                raise TrainingError(
+                    "load_weights() replaces all weights and this backend trains a LoRA adapter; "
+                    "make a backend on those weights and give it an adapter"
+                )
             self._freeze_snapshots()
             load_tensors(self.decoder, weights, source="load_weights")
 
@@ -183,12 +223,13 @@ class SingleProcessBackend:
                     "mixture of two versions; await it first"
                 )
             self._weight_version += int(advance)
-            snapshot = WeightSnapshot(self.decoder.named_parameters())
+            snapshot = WeightSnapshot(named_weights(self.decoder))
             self._snapshots.add(snapshot)
             return WeightUpdate(version=self._weight_version, buckets=snapshot, kv_policy=kv_policy)
 
     def state_dict(self) -> StateTree:
-        """Optimizer state and counts, after all submitted work. Blocks: not for the event loop.
+        """Optimizer state, counts and a LoRA adapter, after all submitted work. Blocks: not for the
+        event loop.
 
         Raises:
             TrainingError: gradients wait for an `optim_step`; they are not part of the state.
@@ -199,17 +240,24 @@ class SingleProcessBackend:
         """Go on from `state_dict()`. Blocks: not for the event loop.
 
         Raises:
-            CheckpointError: the state is of another optimizer, model or program version.
+            CheckpointError: the state is of another optimizer, model, adapter or program version.
         """
         self._compute.run(lambda: self._load_state_dict(state))
 
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
     ) -> None:
-        """Write the weights in fp32 as a Hugging Face folder. Blocks: not for the event loop."""
+        """Write the weights in fp32 as a Hugging Face folder, merged where there is an adapter.
+        Blocks: not for the event loop."""
         self._compute.run(
             lambda: save_checkpoint(self.decoder, folder, save_tokenizer=save_tokenizer)
         )
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write a LoRA adapter as a folder that peft loads; nothing where all weights are trained.
+        Blocks: not for the event loop."""
+        if self._lora:
+            self._compute.run(lambda: save_adapter(self.decoder, folder))
 
     def close(self) -> None:
         """Wait for submitted work and end the thread, if it is the backend's own."""
@@ -367,7 +415,16 @@ class SingleProcessBackend:
                 "call it after optim_step()"
             )
         counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
-        return {"optimizer": self._optimizer.state_dict(), "counts": counts}
+        state: StateTree = {"optimizer": self._optimizer.state_dict(), "counts": counts}
+        if self._lora:
+            state["lora"] = adapter_state(self.decoder, self._base())
+        return state
+
+    def _base(self) -> str:
+        """The base weights' fingerprint, taken once: nothing changes them."""
+        if self._base_digest is None:
+            self._base_digest = base_digest(self.decoder)
+        return self._base_digest
 
     def _load_state_dict(self, state: StateTree) -> None:
         try:
@@ -378,7 +435,12 @@ class SingleProcessBackend:
                 f"training state: entry {missing} is missing; the checkpoint is incomplete or of "
                 "another version of Slipstream"
             ) from None
+        lora = state.get("lora")
+        check_adapter_state(self.decoder, lora, self._base() if self._lora else "")
         self._optimizer.load_state_dict(optimizer)
+        if lora is not None:
+            self._freeze_snapshots()
+            load_adapter_state(self.decoder, lora)
         for name, value in values.items():
             setattr(self, f"_{name}", value)
         self._forget_gradients()

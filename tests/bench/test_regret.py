@@ -9,7 +9,8 @@ from statistics import median
 import pytest
 
 from slipstream.bench import regret
-from slipstream.bench.regret import play, run, table
+from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.regret import FLOOR, missed, play, run, table
 from slipstream.bench.worlds import World, by_chances, simulated
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -129,3 +130,24 @@ def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(regret, "perf_counter", count().__next__)
     found = play(world(), PredefinedSelector(ONE), 0)
     assert (found.seconds, found.choosing) == (100, 2)
+
+
+def test_worlds_above_the_floor_are_named() -> None:
+    def row(world: str, selector: str, regrets: list[float]) -> Row:
+        return Row(
+            benchmark="selector",
+            case=world,
+            contender=selector,
+            dtype="",
+            threads=None,
+            seconds=Spread.of([1.0]),
+            machine=this_machine(),
+            values={"regret_warm": Spread.of(regrets)},
+        )
+
+    rows = [
+        row("even", "cost model", [0.0, FLOOR, 0.5]),
+        row("rough", "cost model", [0.0, FLOOR + 0.01, 0.5]),
+        row("dear", "EG", [0.5]),
+    ]
+    assert missed(rows) == ["rough"]

@@ -119,11 +119,6 @@ def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
             "set it to false",
         ),
         (
-            "actor_rollout_ref.model.lora_rank=0",
-            "actor_rollout_ref.model.lora_rank=8",
-            "set it to 0",
-        ),
-        (
             f"{ROLLOUT}.multi_turn.enable=false",
             f"{ROLLOUT}.multi_turn.enable=true",
             "single turns",
@@ -242,7 +237,7 @@ def test_what_such_a_line_cannot_have_is_refused_all_at_once() -> None:
         load(
             f"{ROLLOUT}.tensor_model_parallel_size=2",
             f"{ROLLOUT}.multi_turn.enable=True",
-            "actor_rollout_ref.model.lora_rank=32",
+            "actor_rollout_ref.model.enable_activation_offload=True",
         )
     assert str(caught.value).startswith("3 settings cannot be used:")
     with pytest.raises(ConfigError) as caught:

@@ -50,6 +50,26 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "cannot hold one demonstration",
             "sft.max_length=100",
         ),
+        (
+            f"{MODEL}.lora_alpha=32",
+            f"has no effect with {MODEL}.lora_rank=0",
+            f"{MODEL}.lora_rank=8",
+        ),
+        (
+            f"{MODEL}.exclude_modules=[q_proj]",
+            "has no effect",
+            f"{MODEL}.exclude_modules=[]",
+        ),
+        (
+            f"{MODEL}.lora_rank=4 {MODEL}.target_modules=[]",
+            "target_modules is empty",
+            f"{MODEL}.target_modules=all-linear",
+        ),
+        (
+            f"{MODEL}.lora_rank=4 {MODEL}.lora_alpha=2 {MODEL}.lora_adapter_path=a",
+            "whose adapter has its own",
+            f"{MODEL}.lora_adapter_path=null",
+        ),
         (f"{ACTOR}.optim.muon_lr=0.1", "has no effect", f"{ACTOR}.optim.optimizer=Muon"),
         ("sft.optim.betas=[0.9,1]", "must be below 1", "sft.optim.betas=[0.9,0.999]"),
         (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from slipstream.kernels.numeric import dots, exp, largest, squares, total, triple
+from slipstream.kernels.numeric import exp, largest, squares, total, triple
 
 
 @njit
@@ -46,15 +46,6 @@ def test_sums_are_sums(n: int) -> None:
     assert total(at[0], n) == pytest.approx(float(wide[0].sum()), abs=1e-5)
     exact = float((wide[0] * wide[1] * wide[2]).sum())
     assert triple(*at, n) == pytest.approx(exact, abs=1e-5)
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 7, 12])
-def test_dots_are_products_of_a_matrix_and_a_vector(count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-    x, rows = torch.randn(48, generator=generator), torch.randn(count, 48, generator=generator)
-    out = torch.empty(count)
-    dots(x.data_ptr(), rows.data_ptr(), 48, count, out.data_ptr())
-    torch.testing.assert_close(out, rows @ x)
 
 
 @njit

@@ -66,11 +66,11 @@ class Recess:
         rollouts.left -= self._skipped
         return rollouts.limit if self._skipped else 0
 
-    def stepped(self, seconds: float, gained: float = 0.0) -> None:
-        """A step took `seconds`, and `gained` so many over others without drafts that yield the
-        same tokens."""
+    def stepped(self, seconds: float, gained: float = 0.0, steps: int = 1) -> None:
+        """So many steps took `seconds`, and `gained` so many over others without drafts that yield
+        the same tokens."""
         if not self._skipped:
-            self._current.steps += 1
+            self._current.steps += steps
             self._current.seconds += seconds
             self._current.gained += gained
 

@@ -262,8 +262,7 @@ class _Slept:
     seconds: dict[DraftPlan, list[StepRecord]] = field(default_factory=dict)
     """Of which it is known what they took, by plan."""
 
-    def add(self, step: StepRecord, tells: bool) -> None:
-        drawn = step.drawn
+    def add(self, step: StepRecord, drawn: DraftPlan, tells: bool) -> None:
         if drawn == OFF:
             self.plain += 1
         elif drawn.topk > 1:
@@ -453,7 +452,8 @@ class CostModelSelector:
             extra = step.seconds - self._costs.seconds(step.running, drawn, size, verified)
             self._rest.took_in(extra, self._row(step.running))
         self._rest.stepped(made, drafted=drawn != OFF)
-        self._recess.stepped(step.seconds, self._gained(step, made, {}))
+        gained = self._gained(step, drawn, made, self._tells(step), {}) if drawn != OFF else 0.0
+        self._recess.stepped(step.seconds, gained)
 
     def changed(self, *, drafter: bool = False) -> None:
         """See `StrategySelector`."""
@@ -483,24 +483,35 @@ class CostModelSelector:
 
     def _remember(self) -> None:
         """Take account of the steps slept through, but for what they teach."""
-        expected: dict[tuple[int, DraftPlan], float] = {}
-        for step in self._unseen:
-            bucket, size = self._bucket(step.running), bucket_of(step.running)
-            self._spent += step.seconds
-            bucket.spent += step.seconds
-            if bucket.seen.evidence(step.plan) < _ENOUGH:
-                bucket.seen.record(step.plan)
-                self._seen.record(step.plan)
-            else:
-                bucket.seen.steps += 1
-            drawn = step.drawn
-            self._plain = 0 if drawn != OFF else self._plain + 1
-            self._slept.setdefault(size, _Slept()).add(step, self._tells(step))
-            made = 1 + sum(step.accepted) / step.running
-            self._rest.stepped(made, drafted=drawn != OFF)
-            self._recess.stepped(step.seconds, self._gained(step, made, expected))
-        self._unseen.clear()
         self._sleep = 0
+        if not self._unseen:
+            return
+        # All of one batch size and one plan: a sleep ends with either.
+        running, plan = self._unseen[0].running, self._unseen[0].plan
+        bucket, size = self._bucket(running), bucket_of(running)
+        slept = self._slept.setdefault(size, _Slept())
+        expected: dict[DraftPlan, float] = {}
+        seconds = gained = 0.0
+        for step in self._unseen:
+            seconds += step.seconds
+            drawn, made = step.drawn, 1 + sum(step.accepted) / running
+            drafting = drawn != OFF
+            self._plain = 0 if drafting else self._plain + 1
+            tells = self._tells(step)
+            slept.add(step, drawn, tells)
+            self._rest.stepped(made, drafting)
+            if drafting:
+                gained += self._gained(step, drawn, made, tells, expected)
+        self._spent += seconds
+        bucket.spent += seconds
+        self._recess.stepped(seconds, gained, len(self._unseen))
+        left = len(self._unseen)
+        while left and bucket.seen.evidence(plan) < _ENOUGH:
+            bucket.seen.record(plan)
+            self._seen.record(plan)
+            left -= 1
+        bucket.seen.steps += left
+        self._unseen.clear()
 
     def _learn(self) -> None:
         """From the steps slept through."""
@@ -519,20 +530,23 @@ class CostModelSelector:
         self._slept.clear()
 
     def _gained(
-        self, step: StepRecord, made: float, expected: dict[tuple[int, DraftPlan], float]
+        self,
+        step: StepRecord,
+        drawn: DraftPlan,
+        made: float,
+        tells: bool,
+        expected: dict[DraftPlan, float],
     ) -> float:
-        """Seconds, over steps without drafts that would have made as much. `expected` keeps what
-        steps of a batch size and plan are held to take: most are alike."""
-        drawn, running, seconds = step.drawn, step.running, step.seconds
-        if drawn == OFF or not self._costs.known:
+        """Seconds, of a step with drafts, over steps without them that would have made as much.
+        `expected` keeps what steps of this batch size are held to take: most are alike."""
+        if not self._costs.known:
             return 0.0
         for plan in (OFF, drawn):
-            if (running, plan) not in expected:
-                expected[running, plan] = self._seconds(running, plan)
-        if self._tells(step):
-            # Beyond, something else ran.
-            seconds = min(seconds, FARTHEST * expected[running, drawn])
-        return made * expected[running, OFF] - seconds
+            if plan not in expected:
+                expected[plan] = self._seconds(step.running, plan)
+        # Beyond, something else ran.
+        most = FARTHEST * expected[drawn] if tells else inf
+        return made * expected[OFF] - min(step.seconds, most)
 
     def _tells(self, step: StepRecord) -> bool:
         """Whether it took what such steps take in a row."""

@@ -32,7 +32,7 @@ from tests.inference.helpers import (
 )
 from tests.inference.stand_in import trace
 
-pytestmark = pytest.mark.usefixtures("without_kernels")
+pytestmark = pytest.mark.usefixtures("without_kernels", "whole_chunks")
 
 
 def recording(

@@ -17,7 +17,7 @@ from slipstream.sampling.choose import SamplingRows
 from tests.inference.helpers import make_decoder
 from tests.inference.stand_in import MIB, trace
 
-pytestmark = pytest.mark.usefixtures("without_kernels")
+pytestmark = pytest.mark.usefixtures("without_kernels", "whole_chunks")
 
 PLAN = DraftPlan(3, 2, 4)
 
