@@ -270,11 +270,18 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The samples of one prompt: what a group-relative advantage is computed over."""
+    """The samples of one prompt: what a group-relative advantage is computed over. `greedy` is a
+    further response, greedily decoded, whose reward is a baseline (ReMax); nothing trains on it."""
 
     index: int
     prompt: Prompt
     samples: list[Sample]
+    greedy: Sample | None = None
+
+    @property
+    def members(self) -> list[Sample]:
+        """The samples, and the greedy one."""
+        return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -294,7 +301,8 @@ class TrainRow:
     """One sequence to train on. Every list has the length of `tokens`.
 
     `loss_mask[t]` is 1 where token t is a target (it is predicted from tokens before it). The
-    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused.
+    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused. So are
+    `values` and `returns`, a critic's: the state before token t.
     """
 
     tokens: list[int]
@@ -303,6 +311,12 @@ class TrainRow:
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
+    rollout_is_weights: list[float] | None = None
+    """What each token's loss is multiplied by (rollout correction)."""
+    selected: list[float] | None = None
+    """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
     uid: str = ""
     key: NoiseKey | None = None
     """The noise that the policy's tokens were sampled with, where the engine takes keyed noise."""

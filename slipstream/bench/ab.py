@@ -14,7 +14,6 @@ what they may differ in is time, and what the head is like at the end.
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +25,10 @@ from tempfile import TemporaryDirectory
 
 from slipstream.bench.moved import nats_moved
 from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.rl_line import run_line, start_of
 from slipstream.bench.timing import alternate, ratio
 from slipstream.config.load import CONFIG_FILE, load_config
-from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
+from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
@@ -85,7 +85,7 @@ class Outcome:
 
 def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     """Measure; a row for each way to run. Raises EngineError where a run fails."""
-    start, head = _start(bench.policy), _head(bench.policy)
+    start, head = start_of(bench.policy), _head(bench.policy)
     config = load_config(
         bench.settings, file=bench.policy / CONFIG_FILE, notify=lambda _: None, complete=False
     )
@@ -100,7 +100,7 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
         def train(name: str) -> None:
             target = Path(folder) / f"{name}-{len(outcomes[name])}"
             say(f"RL, {name}, {len(outcomes[name]) + 1} of {bench.rounds}")
-            _train(command(bench, start, arms[name], target), say)
+            run_line(command(bench, start, arms[name], target), say)
             outcomes[name].append(read_outcome(target))
             # Once: all end with the same weights, or the comparison has failed.
             if name == PLAIN and not moved:
@@ -264,30 +264,9 @@ def _rollouts(folder: Path) -> list[Path]:
     return sorted((folder / "rollouts").glob("*.jsonl"), key=lambda path: int(path.stem))
 
 
-def _start(policy: Path) -> Path:
-    """Where RL began, or might."""
-    sft = policy / "sft"
-    return policy_folder(sft if sft.is_dir() else policy).resolve()
-
-
 def _head(policy: Path) -> Path | None:
     folder = policy / "draft"
     return head_folder(folder).resolve() if folder.is_dir() else None
-
-
-def _train(line: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run it, and hand on what it says at its end if it fails."""
-    with subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
-    if process.returncode:
-        say(output[-2000:])
-        raise EngineError(
-            f"`{' '.join(line[2:])}` ended with status {process.returncode}; its last lines are "
-            "above"
-        )
 
 
 def _hash(files: Sequence[Path]) -> str:

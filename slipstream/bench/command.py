@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
 
-_KINDS = "{rollout,decode,speculation,lossless,selector,train,export,startup}"
+_KINDS = "{rollout,decode,speculation,lossless,selector,train,learning,export,startup}"
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -34,6 +34,7 @@ EXAMPLES = """\
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench train --ab speculation --policy runs/quickstart --steps 20
+  slipstream bench learning --policy runs/quickstart --plot learning.png
   slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench export --policy runs/llama
   slipstream bench startup
@@ -67,6 +68,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     selector = kinds.add_parser(
         "selector", help="what choosing draft plans costs against the best ones in hindsight"
     )
+    learning = kinds.add_parser("learning", help="RL with every algorithm: does the reward rise?")
     export = kinds.add_parser("export", help="a trained draft head in vLLM: as good as here?")
     _add_rollout_flags(rollout)
     _add_decode_flags(decode)
@@ -74,6 +76,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     _add_speculation_flags(speculation)
     _add_lossless_flags(lossless)
     _add_export_flags(export)
+    _add_learning_flags(learning)
     selector.add_argument(
         "--trace",
         metavar="FILE",
@@ -101,7 +104,17 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     for kind in (rollout, decode, train, speculation, lossless, export):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-    for kind in (rollout, decode, speculation, lossless, selector, train, export, startup):
+    for kind in (
+        rollout,
+        decode,
+        speculation,
+        lossless,
+        selector,
+        train,
+        learning,
+        export,
+        startup,
+    ):
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
@@ -301,6 +314,26 @@ def _add_export_flags(export: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_learning_flags(learning: argparse.ArgumentParser) -> None:
+    learning.add_argument(
+        "--policy",
+        metavar="FOLDER",
+        type=Path,
+        default=_QUICKSTART,
+        help=f"run folder with an SFT to begin from (default: {_QUICKSTART})",
+    )
+    learning.add_argument(
+        "--only", metavar="NAME", nargs="+", default=[], help="some algorithms (default: all)"
+    )
+    learning.add_argument(
+        "--steps", metavar="N", type=positive, default=30, help="RL steps of each (default: 30)"
+    )
+    learning.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", default=[], help="settings of all runs"
+    )
+    learning.add_argument("--plot", metavar="PNG", type=Path, help="also draw the curves")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
     benchmarks = {
@@ -310,6 +343,7 @@ def run(args: argparse.Namespace) -> int:
         "lossless": _lossless,
         "selector": _selector,
         "train": _train,
+        "learning": _learning,
         "export": _export,
         "startup": _startup,
     }
@@ -320,6 +354,8 @@ def run(args: argparse.Namespace) -> int:
         return 1 if _report_differences(rows) else 0
     if args.benchmark == "export":
         return 0 if _say_export(rows) else 1
+    if args.benchmark == "learning":
+        return 1 if _say_learning(rows) else 0
     if args.benchmark == "selector":
         return 1 if _say_regret(rows) else 0
     return 1 if _is_ab(args) and not _say_ab(rows) else 0
@@ -637,6 +673,29 @@ def _selector(args: argparse.Namespace) -> list[Row]:
     )
     print(regret.table(rows))
     return rows
+
+
+def _learning(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import learning
+
+    bench = learning.LearningBench(
+        policy=args.policy, steps=args.steps, only=tuple(args.only), settings=tuple(args.set)
+    )
+    rows = learning.run(bench, partial(print, file=sys.stderr, flush=True))
+    print("validation and training reward, first and last sixth of the steps")
+    print(learning.table(rows))
+    if args.plot is not None:
+        print(f"  picture: {learning.plot(rows, args.plot)}")
+    return rows
+
+
+def _say_learning(rows: Sequence[Row]) -> int:
+    """Print which algorithms have not raised the reward; how many."""
+    from slipstream.bench.learning import not_learned
+
+    missed = not_learned(rows)
+    print(f"  floor: a higher validation reward; missed by {', '.join(missed) or 'none'}")
+    return len(missed)
 
 
 def _say_regret(rows: Sequence[Row]) -> int:

@@ -21,9 +21,9 @@ from slipstream.config.fields import (
 )
 from slipstream.config.schema_actor import (
     ActorRolloutRefConfig,
-    KLEstimator,
     OptimConfig,
 )
+from slipstream.config.schema_algorithm import AlgorithmConfig
 from slipstream.config.schema_speculative import SpeculativeConfig
 
 
@@ -70,36 +70,6 @@ class DataConfig:
     """What happens to a longer prompt: stop the run, or cut tokens there."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts before training starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KLCtrlConfig:
-    """Coefficient of the KL penalty in the reward."""
-
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the coefficient, or steer it towards `target_kl`."""
-    kl_coef: float = 0.001
-    """Coefficient, or its first value."""
-    horizon: PositiveInt = 10000
-    """Samples over which `adaptive` corrects."""
-    target_kl: PositiveFloat = 0.1
-    """KL that `adaptive` aims at."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
-    """From rewards to advantages."""
-
-    adv_estimator: str = "grpo"
-    """Registered name of the advantage estimator."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; off is Dr. GRPO."""
-    use_kl_in_reward: bool = False
-    """Subtract a KL penalty against the reference policy from the reward."""
-    kl_penalty: KLEstimator = "kl"
-    """Estimator of the penalty."""
-    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
-    """Coefficient of the penalty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

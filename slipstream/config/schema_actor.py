@@ -26,7 +26,7 @@ LossAggMode = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
-KLEstimator = Literal[
+SampledKLEstimator = Literal[
     "kl",
     "k1",
     "abs",
@@ -42,7 +42,11 @@ KLEstimator = Literal[
     "low_var_kl+",
     "k3+",
 ]
-"""With `+`: the estimator's value with the gradient of `k2`."""
+"""From the log-probs of the tokens that were sampled. With `+`: the estimator's value with the
+gradient of `k2`."""
+KLEstimator = SampledKLEstimator | Literal["full", "full_forward"]
+"""`full` is the exact KL of policy and reference over the whole vocabulary, `full_forward` that of
+reference and policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,18 @@ class PolicyLossConfig:
 
     loss_mode: str = "vanilla"
     """Registered name of the policy loss: `vanilla` is the clipped PPO objective."""
+    clip_cov_ratio: Fraction = 0.0002
+    """`clip_cov`: share of tokens that are left out, with covariance between the bounds."""
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: lower bound of the covariance."""
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: upper bound of the covariance."""
+    kl_cov_ratio: Fraction = 0.0002
+    """`kl_cov`: share of tokens, those of highest covariance, that pay the penalty."""
+    ppo_kl_coef: NonNegativeFloat = 0.1
+    """`kl_cov`: weight of the penalty."""
+    dro_beta: PositiveFloat | None = None
+    """`dro`: weight of the squared log-ratio; has to be set there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +185,10 @@ class ActorConfig:
     """Range above 1; null: `clip_ratio`. Larger than `clip_ratio_low` is DAPO's clip-higher."""
     clip_ratio_c: PositiveFloat = 3.0
     """Dual-clip bound on the loss of tokens with negative advantage; above 1."""
+    tau_pos: PositiveFloat = 1.0
+    """`sapo`: temperature of the gate where the advantage is positive."""
+    tau_neg: PositiveFloat = 1.05
+    """`sapo`: temperature of the gate where it is negative."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """Which policy loss."""
     loss_agg_mode: LossAggMode = "token-mean"

@@ -15,21 +15,8 @@ from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelConfig, OptimConfig
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.config.tree import show
+from slipstream.config.validate_algorithm import algorithm_rules
 from slipstream.errors import did_you_mean
-
-GROUP_RELATIVE = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-    }
-)
-"""Advantage estimators that compare the responses to one prompt."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -49,9 +36,8 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
         _sft_data,
         _lengths,
         _actor,
-        _reference,
         _rollout,
-        _algorithm,
+        algorithm_rules,
         _run,
     ):
         problems.extend(rule(config))
@@ -315,16 +301,6 @@ def _lora(model: ModelConfig) -> Iterator[str]:
             )
 
 
-def _reference(config: Config) -> Iterator[str]:
-    uses_kl = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    path = config.actor_rollout_ref.ref.path
-    if path is not None and not uses_kl:
-        yield (
-            f"actor_rollout_ref.ref.path={path} has no effect without a KL term; set "
-            f"{_ACTOR}.use_kl_loss=true or actor_rollout_ref.ref.path=null"
-        )
-
-
 def _rollout(config: Config) -> Iterator[str]:
     rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     if rollout.do_sample and rollout.temperature == 0:
@@ -358,29 +334,6 @@ def _rollout(config: Config) -> Iterator[str]:
         )
 
 
-def _algorithm(config: Config) -> Iterator[str]:
-    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    if algorithm.adv_estimator == "gae" or config.critic.enable:
-        asked = "critic.enable=true" if config.critic.enable else "algorithm.adv_estimator=gae"
-        yield (
-            f"{asked} needs a critic, which this version does not train; "
-            "set algorithm.adv_estimator=grpo critic.enable=null"
-        )
-    if algorithm.adv_estimator in GROUP_RELATIVE:
-        if rollout.n < 2:
-            yield (
-                f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to a "
-                f"prompt and {_ROLLOUT}.n={rollout.n} leaves none to compare with; "
-                f"set {_ROLLOUT}.n=8"
-            )
-        if not rollout.do_sample:
-            yield (
-                f"{_ROLLOUT}.do_sample=false makes all responses to a prompt the same and "
-                f"algorithm.adv_estimator={algorithm.adv_estimator} compares them; "
-                f"set {_ROLLOUT}.do_sample=true"
-            )
-
-
 def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
@@ -392,11 +345,6 @@ def _run(config: Config) -> Iterator[str]:
         yield (
             f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
             f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
-        )
-    if trainer.critic_warmup:
-        yield (
-            f"trainer.critic_warmup={trainer.critic_warmup} needs a critic, which this version "
-            "does not train; set trainer.critic_warmup=0"
         )
     if config.speculative.enable:
         yield from _speculation(config)

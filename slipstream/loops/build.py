@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.algorithms import get_adv_estimator_fn, get_kl_controller
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
 from slipstream.environment.data_buffer import DataBuffer
@@ -24,6 +25,16 @@ from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops.build_algorithm import (
+    group_filter,
+    make_kl_in_reward,
+    rl_config,
+    takes_full_kl,
+    wants_critic,
+    wants_greedy,
+    wants_ref_log_probs,
+    wants_reference,
+)
 from slipstream.loops.build_data import (
     decode_with,
     make_data_buffer,
@@ -36,8 +47,6 @@ from slipstream.loops.build_data import (
 )
 from slipstream.loops.build_speculation import check_speculation, make_speculation
 from slipstream.loops.evaluate import EvalSettings
-from slipstream.loops.rl import RLTrainingConfig
-from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.snapshot import policy_folder
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
@@ -50,7 +59,7 @@ from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
-from slipstream.training.losses import policy_loss_fn
+from slipstream.training.losses import FULL_KL
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import ReferencePolicy
 from slipstream.training.single import SingleProcessBackend
@@ -92,6 +101,8 @@ __all__ = [
     "sampling_params",
     "set_threads",
     "validation_prompts",
+    "wants_critic",
+    "wants_ref_log_probs",
 ]
 
 
@@ -452,47 +463,6 @@ def _hf_engine(
     return HFEngine(core, executor=compute.executor)
 
 
-def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConfig:
-    """Settings of the RL loop."""
-    a, r = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mini, horizon = a.ppo_mini_batch_size, a.loss_scale_factor
-    if a.loss_agg_mode == "seq-mean-token-sum-norm" and horizon is None:
-        horizon = float(config.data.max_response_length)
-    try:
-        get_adv_estimator_fn(config.algorithm.adv_estimator)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_estimator: {error}") from error
-    return RLTrainingConfig(
-        num_steps=num_steps,
-        start_step=start_step,
-        loss=policy_loss_fn(
-            loss_mode=a.policy_loss.loss_mode,
-            loss_agg_mode=a.loss_agg_mode,
-            clip_ratio=a.clip_ratio,
-            clip_ratio_low=a.clip_ratio_low,
-            clip_ratio_high=a.clip_ratio_high,
-            clip_ratio_c=a.clip_ratio_c,
-            entropy_coeff=a.entropy_coeff,
-            use_kl_loss=a.use_kl_loss,
-            kl_loss_coef=a.kl_loss_coef,
-            kl_loss_type=a.kl_loss_type,
-            loss_scale_factor=horizon,
-        ),
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        adv_estimator=config.algorithm.adv_estimator,
-        norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
-        # The engine records the log-probs of greedy tokens at temperature 1.
-        temperature=r.temperature if r.do_sample else 1.0,
-        mini_batch_size=None if mini in (None, config.data.train_batch_size) else mini,
-        ppo_epochs=a.ppo_epochs,
-        shuffle=f"mini-batches/{config.trainer.seed}" if a.shuffle else None,
-        sync_every=config.trainer.sync_every,
-        # Of the other engines no one knows what decided a token.
-        noise_seed=config.trainer.seed if r.name == "embedded" else None,
-    )
-
-
 def make_rollouts(
     config: Config,
     engine: InferenceEngine,
@@ -511,20 +481,16 @@ def make_rollouts(
         over_sampling=r.over_sample_rate,
         partial_rollout=r.partial_rollout,
         timeout_s=r.timeout_s or config.trainer.stage_timeout_s,
+        greedy_baseline=wants_greedy(config),
     )
-    return AsyncRolloutManager([engine], data_buffer, rewards, settings, sink=sink)
-
-
-def make_kl_in_reward(config: Config) -> KLInReward | None:
-    """The KL penalty of `algorithm.use_kl_in_reward`."""
-    algorithm = config.algorithm
-    if not algorithm.use_kl_in_reward:
-        return None
-    ctrl = algorithm.kl_ctrl
-    controller = get_kl_controller(
-        ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
+    wanted = config.algorithm.filter_groups
+    if wanted.enable:
+        # So many batches of prompts, of which one is kept.
+        tries = wanted.max_num_gen_batches - 1 if wanted.max_num_gen_batches else math.inf
+        settings = replace(settings, max_rejected=tries)
+    return AsyncRolloutManager(
+        [engine], data_buffer, rewards, settings, group_filter=group_filter(config), sink=sink
     )
-    return KLInReward(controller, algorithm.kl_penalty)
 
 
 def make_reference(
@@ -534,13 +500,20 @@ def make_reference(
     compute: ComputeThread,
     backend: SingleProcessBackend,
 ) -> ReferencePolicy | None:
-    """The initial policy (or `ref.path`), where a KL term needs one: a frozen copy, or under LoRA
-    the base weights of `backend`."""
-    if not (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
+    """The initial policy (or `ref.path`), where a KL term or a teacher is wanted: a frozen copy, or
+    under LoRA the base weights of `backend`. Where the KL is over the whole vocabulary, `backend`
+    gets it, too."""
+    if not wants_reference(config):
         return None
-    path = config.actor_rollout_ref.ref.path
+    path, kind = config.actor_rollout_ref.ref.path, config.actor_rollout_ref.actor.kl_loss_type
+    reference: ReferencePolicy
+    decoder = None
     if path is None and lora_layers(backend.decoder):
-        return BaseWeights(backend)
-    folder = initial if path is None else policy_folder(Path(path))
-    decoder = make_decoder(config, tokenizer, folder)
-    return make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
+        reference = BaseWeights(backend)
+    else:
+        folder = initial if path is None else policy_folder(Path(path))
+        decoder = make_decoder(config, tokenizer, folder)
+        reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
+    if takes_full_kl(config):
+        backend.use_full_kl(decoder, FULL_KL[kind])
+    return reference

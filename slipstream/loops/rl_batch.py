@@ -1,21 +1,19 @@
 """From scored groups to what the trainer takes: rows, advantages, log-probs, mini-batches.
 
 Knows groups and a backend to ask for log-probs; nothing of engines or of the course of a run.
-Called by `loops.rl`.
+Called by `loops.learner`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from slipstream.algorithms import KLController, apply_kl_penalty
 from slipstream.metrics.batch_metrics import summary
+from slipstream.rollout.train_rows import padded, targets_of
 from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
 
 REWARD_FAILURE = "reward_failure"
@@ -25,34 +23,42 @@ REWARD_FAILURE = "reward_failure"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
     """The samples to train on, group by group (none of them empty), and those left out although
-    they have a score: every other sample of their group failed."""
+    they have a score: every other sample of their group failed, or the greedy one that they are to
+    be compared with. `baselines`: the reward of each group's greedy response, where wanted."""
 
     groups: list[list[Sample]]
     lone: int
+    baselines: list[float] = field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:
         return [sample for group in self.groups for sample in group]
 
 
-def usable_samples(groups: Sequence[Group], *, compared: bool = True) -> Usable:
-    """Leave out failed samples, and, where advantages are `compared` within groups, a sample whose
-    advantage has nothing to be relative to."""
+def usable_samples(
+    groups: Sequence[Group], *, compared: bool = True, greedy: bool = False
+) -> Usable:
+    """Leave out failed samples, and a sample whose advantage has nothing to be relative to: where
+    advantages are `compared` within groups another sample, with `greedy` the group's greedy one."""
     kept: list[list[Sample]] = []
+    baselines: list[float] = []
     lone = 0
     for group in groups:
         scored = [s for s in group.samples if s.status is not Status.FAILED]
-        if compared and len(scored) == 1 and len(group.samples) > 1:
-            lone += 1
+        without = greedy and (group.greedy is None or group.greedy.status is Status.FAILED)
+        if without or (compared and len(scored) == 1 and len(group.samples) > 1):
+            lone += len(scored)
         elif scored:
             kept.append(scored)
-    return Usable(groups=kept, lone=lone)
+            if group.greedy is not None:
+                baselines.append(group.greedy.reward)
+    return Usable(groups=kept, lone=lone, baselines=baselines)
 
 
 def first_failure(groups: Sequence[Group]) -> str:
     """Why the first failed sample failed."""
     for group in groups:
-        for sample in group.samples:
+        for sample in group.members:
             if sample.status is Status.FAILED:
                 return f"sample {sample.uid}: {sample.failure or 'no reason given'}"
     return "no sample failed"
@@ -74,25 +80,21 @@ class KLInReward:
         self._kind = kind
 
     def rewards(
-        self, samples: Sequence[Sample], rows: Sequence[TrainRow]
-    ) -> tuple[list[float], dict[str, float]]:
-        """Rewards less the penalty of each row's tokens, and metrics. Moves the controller.
-
-        The rows need old and reference log-probs.
+        self, rewards: Sequence[Sequence[float]], rows: Sequence[TrainRow]
+    ) -> tuple[list[list[float]], dict[str, float]]:
+        """Token-level rewards less the penalty of each row's tokens, and metrics. Moves the
+        controller. The rows need old and reference log-probs.
         """
-        mask = _padded([_targets(row) for row in rows])
-        scores = torch.zeros_like(mask)
-        for i, sample in enumerate(samples):
-            scores[i, 0] = sample.reward
         penalised, metrics = apply_kl_penalty(
-            scores,
-            _padded([row.old_log_probs or [] for row in rows]),
-            _padded([row.ref_log_probs or [] for row in rows]),
-            mask,
+            padded(rewards),
+            padded([row.old_log_probs or [] for row in rows]),
+            padded([row.ref_log_probs or [] for row in rows]),
+            padded([targets_of(row.loss_mask) for row in rows]),
             kl_ctrl=self._controller,
             kl_penalty_kind=self._kind,
         )
-        return penalised.sum(dim=-1).tolist(), metrics
+        values: list[list[float]] = penalised.tolist()
+        return [v[: len(row.tokens)] for v, row in zip(values, rows, strict=True)], metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl_coef": self._controller.value}
@@ -127,38 +129,37 @@ def mini_batches(
 
 
 def batch_metrics(
-    batch: TrainBatch, rewards: Sequence[float], usable: Usable, weight_version: int
+    batch: TrainBatch,
+    rewards: Sequence[float],
+    usable: Usable,
+    weight_version: int,
+    *,
+    critic: bool = False,
 ) -> dict[str, float]:
-    """Rewards after penalties, advantages and staleness of what is trained on."""
-    advantages = [
-        a
-        for row in batch.rows
-        if row.advantages is not None
-        for a, target in zip(row.advantages, _targets(row), strict=True)
-        if target
-    ]
+    """Rewards after penalties, advantages and staleness of what is trained on; with a `critic`
+    returns and values."""
     ages = [
         weight_version - version
         for sample in usable.samples
         for version, weight in zip(sample.versions, sample.loss_mask, strict=True)
         if weight and version >= 0
     ]
-    metrics = summary("critic/rewards", rewards) | summary("critic/advantages", advantages)
+    metrics = summary("critic/rewards", rewards)
+    columns = ("advantages", "returns", "values") if critic else ("advantages",)
+    for name in columns:
+        metrics |= summary(f"critic/{name}", _on_targets(batch, name))
     if ages:
         metrics["rollout/staleness/mean"] = sum(ages) / len(ages)
         metrics["rollout/staleness/max"] = float(max(ages))
     return metrics
 
 
-def _targets(row: TrainRow) -> list[float]:
-    """1.0 on the tokens that are predicted; the first token of a row never is."""
-    return [1.0 if t and weight else 0.0 for t, weight in enumerate(row.loss_mask)]
-
-
-def _padded(rows: Sequence[Sequence[float]]) -> Tensor:
-    """(B, T), zeros behind the end of each row."""
-    width = max(len(row) for row in rows)
-    out = torch.zeros(len(rows), width)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row)
-    return out
+def _on_targets(batch: TrainBatch, column: str) -> list[float]:
+    return [
+        value
+        for row in batch.rows
+        for value, target in zip(
+            getattr(row, column) or [0.0] * len(row.tokens), targets_of(row.loss_mask), strict=True
+        )
+        if target
+    ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.types import Sample
+from slipstream.types import Sample, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,37 @@ def check_reward_nonzero_std(samples: Sequence[Sample]) -> FilterResult:
     _refuse_empty(samples)
     if len(samples) > 1 and len({sample.reward for sample in samples}) == 1:
         return FilterResult(False, "zero_reward_std")
+    return KEEP
+
+
+SCORES = ("score", "seq_reward", "seq_final_reward")
+"""Names that the reward itself has as a metric of `check_spread`."""
+
+
+def check_spread(samples: Sequence[Sample], metric: str = "score") -> FilterResult:
+    """Reject groups in which all samples have the same `metric`: the reward, or a named part of it.
+
+    A group of one is kept. Failed samples do not count. Source: as `check_reward_nonzero_std`.
+
+    Raises:
+        DataError: the reward has no such part.
+    """
+    _refuse_empty(samples)
+    values = set()
+    scored = [sample for sample in samples if sample.status is not Status.FAILED]
+    for sample in scored:
+        if metric in SCORES:
+            values.add(sample.reward)
+        elif metric in sample.reward_parts:
+            values.add(sample.reward_parts[metric])
+        else:
+            raise DataError(
+                f"algorithm.filter_groups.metric={metric}: the reward function gives no such part "
+                f"(it gives: {', '.join(sorted(sample.reward_parts)) or 'none'}); set "
+                "algorithm.filter_groups.metric=score, or return it beside the score"
+            )
+    if len(scored) > 1 and len(values) == 1:
+        return FilterResult(False, f"same_{metric}")
     return KEEP
 
 
@@ -119,6 +150,7 @@ FILTERS: dict[str, GroupFilter] = {
     fn.__name__: fn
     for fn in (
         check_reward_nonzero_std,
+        check_spread,
         check_min_reward,
         check_any_success,
         check_response_diversity,

@@ -70,7 +70,8 @@ class RolloutSettings:
 
     `over_sampling` 0.25 starts a quarter more groups than needed. `timeout_s` bounds one batch.
     `seed` and `namespace` enter every sample's noise key. A filter that rejects more than
-    `max_rejected` times the batch size in one batch ends the run.
+    `max_rejected` times the batch size in one batch ends the run. With `greedy_baseline` each
+    group has one more response, greedily decoded.
     """
 
     batch_size: int
@@ -82,6 +83,7 @@ class RolloutSettings:
     partial_rollout: bool = False
     timeout_s: float = 3600.0
     max_rejected: float = 20.0
+    greedy_baseline: bool = False
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "batch_size", "n")
@@ -191,7 +193,10 @@ class AsyncRolloutManager:
                 Sample.from_prompt(prompt, group_index=index, index=i)
                 for i in range(self.settings.n)
             ]
-            groups.append(Group(index=index, prompt=prompt, samples=samples))
+            greedy = None
+            if self.settings.greedy_baseline:
+                greedy = Sample.from_prompt(prompt, group_index=index, index=self.settings.n)
+            groups.append(Group(index=index, prompt=prompt, samples=samples, greedy=greedy))
         return groups
 
     async def _run_batch(self, groups: Sequence[Group], batch: _Batch) -> None:
@@ -211,10 +216,10 @@ class AsyncRolloutManager:
     async def _run_group(self, group: Group, batch: _Batch) -> None:
         engine = self._engines[group.index % len(self._engines)]
         async with anyio.create_task_group() as tasks:
-            for sample in group.samples:
+            for sample in group.members:
                 if sample.status is Status.PENDING:
                     tasks.start_soon(self._run_sample, sample, engine, batch)
-        if any(sample.status is Status.PENDING for sample in group.samples):
+        if any(sample.status is Status.PENDING for sample in group.members):
             return  # stopped: `_keep_unfinished` finds it among the running ones
         del batch.running[group.index]
         verdict = run_filter(self._filter, group.samples)
@@ -235,7 +240,8 @@ class AsyncRolloutManager:
             raise DataError(
                 f"the group filter rejected {batch.rejected} groups while a batch of {batch.want} "
                 f"was made ({len(batch.done)} accepted; reasons: {self.counts.dropped}); relax "
-                "the filter or use prompts of another difficulty"
+                "the filter (algorithm.filter_groups.max_num_gen_batches counts the batches of "
+                "prompts to try) or use prompts of another difficulty"
             )
         if not batch.stopping and len(batch.done) + len(batch.running) < batch.want:
             for fresh in self._new_groups(1):
@@ -261,6 +267,8 @@ class AsyncRolloutManager:
     def _request(self, sample: Sample) -> GenerateRequest:
         prior = sample.response_ids
         params = self.settings.params
+        if self.settings.greedy_baseline and sample.index == self.settings.n:
+            params = replace(params, temperature=0.0)
         request = GenerateRequest(
             request_id=_request_id(self.settings.namespace, sample),
             prompt_ids=tuple(sample.prompt_ids),
@@ -278,7 +286,7 @@ class AsyncRolloutManager:
         ids = [
             _request_id(self.settings.namespace, sample)
             for group in batch.running.values()
-            for sample in group.samples
+            for sample in group.members
             if sample.status is Status.PENDING
         ]
         if ids:
@@ -294,14 +302,14 @@ class AsyncRolloutManager:
             return
         self._carried = sorted([*self._carried, *left], key=lambda group: group.index)
         self.counts.carried_over = sum(
-            sample.status is Status.PENDING for group in left for sample in group.samples
+            sample.status is Status.PENDING for group in left for sample in group.members
         )
 
     def _late(self, batch: _Batch) -> str:
         pending = [
             f"{group.index}.{sample.index} ({sample.uid})"
             for _, group in sorted(batch.running.items())
-            for sample in group.samples
+            for sample in group.members
             if sample.status is Status.PENDING
         ]
         more = f" and {len(pending) - 4} more" if len(pending) > 4 else ""
@@ -377,6 +385,7 @@ def _group_from(raw: Mapping[str, Any]) -> Group:
         index=int(raw["index"]),
         prompt=Prompt(**raw["prompt"]),
         samples=[_sample_from(sample) for sample in raw["samples"]],
+        greedy=None if raw.get("greedy") is None else _sample_from(raw["greedy"]),
     )
 
 

@@ -1,4 +1,4 @@
-"""From scored samples to rows that a trainer takes: group-relative advantages.
+"""From scored samples to rows that a trainer takes, and their advantages.
 
 Called by the training loop and by `functional`'s users. Groups are cut by `Sample.group_index`,
 never by position. Knows the estimators by name only, and nothing about generation or trainers.
@@ -7,12 +7,13 @@ never by position. Knows the estimators by name only, and nothing about generati
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from slipstream.algorithms import AdvantageConfig, get_adv_estimator_fn
+from slipstream.algorithms import AdvantageConfig, adv_needs, get_adv_estimator_fn
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import RolloutBatch, Sample, TrainBatch, TrainRow
 
@@ -66,14 +67,15 @@ def compute_advantages(
             f"baseline={baseline} has no meaning for {adv_estimator!r}, which compares rewards "
             f"within groups; give groups or a baseline, not both"
         )
-    rows = _token_advantages(
-        rewards,
-        [[1.0]] * len(rewards),
+    rows = [TrainRow(tokens=[0, 0], loss_mask=[0.0, 1.0]) for _ in rewards]
+    fill_advantages(
+        rows,
+        placed_rewards(rows, rewards),
         groups,
-        adv_estimator,
-        AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
+        adv_estimator=adv_estimator,
+        config=AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
     )
-    return [row[0] for row in rows]
+    return [(row.advantages or [])[1] for row in rows]
 
 
 def prepare_grpo_batch(
@@ -99,38 +101,140 @@ def prepare_grpo_batch(
             samples, or a reward that is not finite.
     """
     samples = _samples_of(samples)
-    masks = [_target_mask(sample) for sample in samples]
     if rewards is None:
         rewards = [sample.reward for sample in samples]
+    batch = rows_of(samples, temperature=temperature)
     if baseline is None:
-        advantages = _token_advantages(
-            rewards,
-            masks,
+        fill_advantages(
+            batch.rows,
+            placed_rewards(batch.rows, rewards),
             _group_indices(samples),
-            adv_estimator,
-            AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
+            adv_estimator=adv_estimator,
+            config=AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
         )
     else:
-        _check_rewards(rewards, len(samples))
-        values = compute_advantages(rewards, baseline)
-        advantages = [[value * m for m in mask] for value, mask in zip(values, masks, strict=True)]
+        fill_from_baseline(batch.rows, rewards, baseline)
+    return batch
+
+
+def rows_of(samples: Sequence[Sample], *, temperature: float = 1.0) -> TrainBatch:
+    """Rows without advantages, one for each sample.
+
+    `temperature` is the one that the rollout sampled at. Rows carry `rollout_log_probs` if the
+    policy sampled every target token of the batch; otherwise none does.
+    """
     sampled = all(
         version >= 0
-        for sample, mask in zip(samples, masks, strict=True)
-        for version, target in zip(sample.versions, mask, strict=True)
+        for sample in samples
+        for version, target in zip(sample.versions, targets_of(sample.loss_mask), strict=True)
         if target
     )
     rows = [
         TrainRow(
             tokens=sample.tokens,
             loss_mask=sample.loss_mask,
-            advantages=row_advantages,
             rollout_log_probs=sample.rollout_log_probs if sampled else None,
             uid=sample.uid,
         )
-        for sample, row_advantages in zip(samples, advantages, strict=True)
+        for sample in samples
     ]
     return TrainBatch(rows=rows, temperature=temperature)
+
+
+def placed_rewards(rows: Sequence[TrainRow], rewards: Sequence[float]) -> list[list[float]]:
+    """Token-level rewards: each row's on its last target token.
+
+    An empty response still counts in its group's baseline, from a place that is masked. Raises
+    DataError for another number of rewards than of rows, or a reward that is not finite.
+    """
+    _check_rewards(rewards, len(rows))
+    placed = []
+    for row, reward in zip(rows, rewards, strict=True):
+        targets = [t for t, target in enumerate(targets_of(row.loss_mask)) if target]
+        out = [0.0] * len(row.tokens)
+        out[targets[-1] if targets else len(out) - 1] = reward
+        placed.append(out)
+    return placed
+
+
+def fill_from_baseline(rows: Sequence[TrainRow], rewards: Sequence[float], baseline: float) -> None:
+    """Advantages reward - `baseline` on all target tokens. Raises DataError as `placed_rewards`."""
+    _check_rewards(rewards, len(rows))
+    values = compute_advantages(rewards, baseline)
+    for row, value in zip(rows, values, strict=True):
+        row.advantages = [value * target for target in targets_of(row.loss_mask)]
+
+
+def fill_advantages(
+    rows: Sequence[TrainRow],
+    rewards: Sequence[Sequence[float]],
+    groups: Sequence[Hashable],
+    *,
+    adv_estimator: str,
+    config: AdvantageConfig,
+    extra: Mapping[str, object] | None = None,
+) -> None:
+    """Advantages of the named estimator, and its returns, in place; 0 on tokens that are no target.
+
+    `rewards` are per token, `groups` one key for each row. What the estimator needs besides
+    (`algorithms.adv_needs`) comes from the rows' columns or, where it is none, from `extra` by the
+    name of the need: padded (B, T) tensors for columns, whatever the estimator takes else.
+
+    Raises:
+        ConfigError: an unknown estimator.
+        DataError: numbers of rows differ, or the estimator refuses them, lacks something that it
+            needs, or returns another shape.
+    """
+    if not len(rows) == len(rewards) == len(groups):
+        raise DataError(f"got {len(rewards)} rewards and {len(groups)} keys for {len(rows)} rows")
+    try:
+        estimator, needs = get_adv_estimator_fn(adv_estimator), adv_needs(adv_estimator)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from error
+    mask = padded([targets_of(row.loss_mask) for row in rows])
+    given = dict(extra or {})
+    for need in needs:
+        if need.value in COLUMNS:
+            columns = [getattr(row, need.value) for row in rows]
+            if all(column is not None for column in columns):
+                given[need.value] = padded(columns)
+    try:
+        advantages, returns = estimator(
+            token_level_rewards=padded(rewards),
+            response_mask=mask,
+            index=groups,
+            config=config,
+            **{need.value: given[need.value] for need in needs if need.value in given},
+        )
+    except ValueError as error:
+        raise DataError(f"advantage estimator {adv_estimator!r}: {error}") from error
+    if advantages.shape != mask.shape:
+        raise DataError(
+            f"advantage estimator {adv_estimator!r} returned shape {tuple(advantages.shape)} for "
+            f"rewards of shape {tuple(mask.shape)}; it must return one value per token"
+        )
+    for row, own, their in zip(
+        rows, _masked(advantages, mask), _masked(returns, mask), strict=True
+    ):
+        row.advantages = own[: len(row.tokens)]
+        row.returns = their[: len(row.tokens)]
+
+
+COLUMNS = frozenset(("values", "old_log_probs", "ref_log_probs", "rollout_is_weights"))
+"""Needs of estimators that rows have as columns."""
+
+
+def padded(rows: Sequence[Sequence[float]]) -> Tensor:
+    """(B, T) float32, zeros behind the end of each row."""
+    out = torch.zeros(len(rows), max([1, *(len(row) for row in rows)]))
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row)
+    return out
+
+
+def _masked(values: Tensor, mask: Tensor) -> list[list[float]]:
+    out: list[list[float]] = torch.where(mask != 0, values, 0.0).tolist()
+    return out
 
 
 def group_stats(
@@ -174,10 +278,10 @@ def _group_indices(samples: Sequence[Sample]) -> list[int]:
     return indices
 
 
-def _target_mask(sample: Sample) -> list[float]:
+def targets_of(loss_mask: Sequence[float]) -> list[float]:
     """1.0 on targets: a weighted mask must not weigh the advantage as well, and the first token of
     a row is never a target."""
-    return [1.0 if t and m else 0.0 for t, m in enumerate(sample.loss_mask)]
+    return [1.0 if t and m else 0.0 for t, m in enumerate(loss_mask)]
 
 
 def _check_rewards(rewards: Sequence[float], count: int) -> None:
@@ -188,39 +292,3 @@ def _check_rewards(rewards: Sequence[float], count: int) -> None:
             raise DataError(
                 f"reward {position} is {reward}; it would spoil its whole group, so drop the sample"
             )
-
-
-def _token_advantages(
-    rewards: Sequence[float],
-    masks: Sequence[Sequence[float]],
-    groups: Sequence[Hashable],
-    adv_estimator: str,
-    config: AdvantageConfig,
-) -> list[list[float]]:
-    """Ragged rows of advantages, aligned with `masks`."""
-    _check_rewards(rewards, len(masks))
-    if len(groups) != len(masks):
-        raise DataError(f"got {len(groups)} group keys for {len(masks)} rewards")
-    try:
-        estimator = get_adv_estimator_fn(adv_estimator)
-    except ValueError as error:
-        raise ConfigError(f"algorithm.adv_estimator: {error}") from error
-
-    width = max([1, *(len(mask) for mask in masks)])
-    mask_BT = torch.zeros(len(masks), width)
-    rewards_BT = torch.zeros(len(masks), width)
-    for b, (reward, mask) in enumerate(zip(rewards, masks, strict=True)):
-        mask_BT[b, : len(mask)] = torch.tensor(mask)
-        targets = [t for t, m in enumerate(mask) if m]
-        # An empty response still counts in its group's baseline, from a place that is masked.
-        rewards_BT[b, targets[-1] if targets else len(mask) - 1] = reward
-    advantages, _ = estimator(
-        token_level_rewards=rewards_BT, response_mask=mask_BT, index=groups, config=config
-    )
-    if advantages.shape != mask_BT.shape:
-        raise DataError(
-            f"advantage estimator {adv_estimator!r} returned shape {tuple(advantages.shape)} for "
-            f"rewards of shape {tuple(mask_BT.shape)}; it must return one value per token"
-        )
-    rows: list[list[float]] = torch.where(mask_BT != 0, advantages, 0.0).tolist()
-    return [row[: len(mask)] for row, mask in zip(rows, masks, strict=True)]

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from slipstream.algorithms.aggregation import LossAggMode, Normalizers, masked_sum, sum_loss
 from slipstream.algorithms.entropy import entropy_loss
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.kl import kl_penalty
-from slipstream.algorithms.registry import get_policy_loss_fn
+from slipstream.algorithms.registry import PolicyLossFn, get_policy_loss_fn
 from slipstream.algorithms.settings import PolicyLossConfig
 from slipstream.errors import ConfigError, DataError
+
+FULL_KL: dict[str, KLDirection] = {"full": "reverse", "full_forward": "forward"}
+"""Values of `kl_loss_type` that look at the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
     """What a loss may look at. Where `mask` is 0, all columns are 0.
 
-    `log_probs` and `entropy` carry gradients. `old_log_probs` are those of the policy that started
+    `log_probs`, `entropy` and `full_kl` (the exact KL to the reference, where the backend was asked
+    for it) carry gradients. `old_log_probs` are those of the policy that started
     the update: where a row brought none, the row is on-policy and they are the present ones,
     detached. The other columns are None when the batch does not have them. `normalizers` and
     `num_targets`, the number of target tokens, count the whole mini-batch.
@@ -43,6 +48,9 @@ class LossInputs:
     advantages: Tensor | None = None
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    selected: Tensor | None = None
+    full_kl: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,58 +90,53 @@ def policy_loss_fn(
     *,
     loss_mode: str = "vanilla",
     loss_agg_mode: str = LossAggMode.TOKEN_MEAN,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
-    clip_ratio_c: float = 3.0,
+    config: PolicyLossConfig | None = None,
     entropy_coeff: float = 0.0,
     use_kl_loss: bool = False,
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
-    loss_scale_factor: float | None = None,
 ) -> LossFn:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference.
 
-    `loss_mode` names a registered policy loss. `loss_scale_factor` is the horizon of
-    `seq-mean-token-sum-norm`. Metrics under VERL's names: `actor/pg_loss`, `actor/entropy`, what
-    the policy loss reports, and with `use_kl_loss` `actor/kl_loss` and `actor/kl_coef`.
+    `loss_mode` names a registered policy loss, `config` has its settings; its `loss_scale_factor`
+    is the horizon of `seq-mean-token-sum-norm`. With `kl_loss_type` `full` or `full_forward` the
+    backend computes the KL over the whole vocabulary. Metrics under VERL's names: `actor/pg_loss`,
+    `actor/entropy`, what the policy loss reports, and with `use_kl_loss` `actor/kl_loss` and
+    `actor/kl_coef`.
 
     Raises:
-        ConfigError: an unknown name, an impossible clip, or a missing horizon.
+        ConfigError: an unknown name, settings that the loss refuses, or a missing horizon.
     """
+    config = config or PolicyLossConfig()
+    horizon = config.loss_scale_factor
     try:
         policy_loss = get_policy_loss_fn(loss_mode)
         agg_mode = LossAggMode(loss_agg_mode)
-        config = PolicyLossConfig(
-            clip_ratio=clip_ratio,
-            clip_ratio_low=clip_ratio_low,
-            clip_ratio_high=clip_ratio_high,
-            clip_ratio_c=clip_ratio_c,
-            loss_scale_factor=loss_scale_factor,
-        )
-        kl_penalty(torch.zeros(1), torch.zeros(1), kl_loss_type)
+        if kl_loss_type not in FULL_KL:
+            kl_penalty(torch.zeros(1), torch.zeros(1), kl_loss_type)
+        if agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not horizon:
+            raise ConfigError(
+                f"loss_agg_mode={agg_mode} divides by a constant length, but loss_scale_factor is "
+                f"{horizon}; set actor.loss_scale_factor (data.max_response_length is usual)"
+            )
+        _probe(policy_loss, agg_mode, config)
     except ValueError as error:
-        raise ConfigError(f"policy loss: {error}") from error
-    if agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not loss_scale_factor:
-        raise ConfigError(
-            f"loss_agg_mode={agg_mode} divides by a constant length, but loss_scale_factor is "
-            f"{loss_scale_factor}; set actor.loss_scale_factor (data.max_response_length is usual)"
-        )
+        raise ConfigError(f"policy loss {loss_mode}: {error}") from error
 
     def compute(inputs: LossInputs) -> LossOutputs:
         if inputs.advantages is None:
             raise DataError("a policy loss needs advantages, but the rows of this batch have none")
         norm = inputs.normalizers
-        if loss_scale_factor:
-            norm = replace(norm, horizon=loss_scale_factor)
+        if horizon:
+            norm = replace(norm, horizon=horizon)
         pg_loss, pg_metrics = policy_loss(
             old_log_prob=inputs.old_log_probs,
             log_prob=inputs.log_probs,
             advantages=inputs.advantages,
             response_mask=inputs.mask,
             loss_agg_mode=agg_mode,
-            config=replace(config, normalizers=norm),
-            rollout_is_weights=None,
+            config=replace(config, normalizers=norm, selected=inputs.selected),
+            rollout_is_weights=inputs.rollout_is_weights,
         )
         sums: dict[str, Tensor | float] = {"actor/pg_loss": pg_loss.detach(), **pg_metrics}
         sums["actor/entropy"] = sum_loss(inputs.entropy.detach(), inputs.mask, agg_mode, norm)
@@ -144,19 +147,45 @@ def policy_loss_fn(
                 inputs.entropy, inputs.mask, agg_mode, norm, coeff=entropy_coeff
             )
         if use_kl_loss:
-            if inputs.ref_log_probs is None:
-                raise DataError(
-                    "use_kl_loss=true needs reference log-probs, but the rows of this batch have "
-                    "none; compute them with a reference policy or set use_kl_loss=false"
-                )
-            kl = kl_penalty(inputs.log_probs, inputs.ref_log_probs, kl_loss_type)
-            kl_loss = sum_loss(kl, inputs.mask, agg_mode, norm)
+            kl_loss = sum_loss(_kl(inputs, kl_loss_type), inputs.mask, agg_mode, norm)
             loss = loss + kl_loss_coef * kl_loss
             sums["actor/kl_loss"] = kl_loss.detach()
             maxima["actor/kl_coef"] = kl_loss_coef
         return LossOutputs(loss=loss, sums=sums, maxima=maxima)
 
     return compute
+
+
+def _probe(policy_loss: PolicyLossFn, agg_mode: LossAggMode, config: PolicyLossConfig) -> None:
+    """Call a loss that ships once on one token: what it refuses is refused before a rollout."""
+    if not policy_loss.__module__.startswith("slipstream."):
+        return
+    one = torch.ones(1, 1)
+    policy_loss(
+        old_log_prob=-one,
+        log_prob=-one,
+        advantages=one,
+        response_mask=one,
+        loss_agg_mode=agg_mode,
+        config=config,
+        rollout_is_weights=None,
+    )
+
+
+def _kl(inputs: LossInputs, kind: str) -> Tensor:
+    if kind in FULL_KL:
+        if inputs.full_kl is None:
+            raise DataError(
+                f"kl_loss_type={kind} needs the reference model in the update; give the backend "
+                "one, or set kl_loss_type=low_var_kl"
+            )
+        return inputs.full_kl
+    if inputs.ref_log_probs is None:
+        raise DataError(
+            "use_kl_loss=true needs reference log-probs, but the rows of this batch have "
+            "none; compute them with a reference policy or set use_kl_loss=false"
+        )
+    return kl_penalty(inputs.log_probs, inputs.ref_log_probs, kind)
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.aggregation import Normalizers
-from slipstream.algorithms.log_probs import chunked_token_log_probs
+from slipstream.algorithms.full_kl import KLDirection, chunked_full_kl
+from slipstream.algorithms.log_probs import chunked_sum_pi_squared, chunked_token_log_probs
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import HiddenStates, PackedDecoder
 from slipstream.models.numerics import ROW_MULTIPLE
@@ -58,12 +59,22 @@ class ForwardSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """`log_probs` and `entropies` (N,) of the target tokens of `micro`, in order of their slots."""
+    """`log_probs`, `entropies` and, with a reference, `full_kl` (N,) of the target tokens of
+    `micro`, in order of their slots."""
 
     micro: MicroBatch
     log_probs: Tensor
     entropies: Tensor
     hidden: HiddenStates
+    full_kl: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullKL:
+    """The reference that a pass compares with over the whole vocabulary, packed, and which way."""
+
+    reference: PackedDecoder
+    direction: KLDirection
 
 
 def micro_batches(
@@ -102,8 +113,10 @@ def forward(
     temperature: float,
     settings: ForwardSettings,
     taps: tuple[int, ...] = (),
+    full_kl: FullKL | None = None,
 ) -> ForwardResult:
-    """Log-probs and entropies of the target tokens; differentiable where `packed` is."""
+    """Log-probs and entropies of the target tokens, and their KL to a reference; differentiable
+    where `packed` is."""
     hidden = packed.forward(
         micro.ids,
         micro.positions,
@@ -111,7 +124,7 @@ def forward(
         taps=taps,
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
     )
-    rows = hidden.final.flatten(0, 1).index_select(0, micro.head_rows)
+    rows = _head_rows(hidden, micro)
     log_probs, entropies = chunked_token_log_probs(
         rows,
         packed.lm_head.weight,
@@ -121,9 +134,50 @@ def forward(
         product=packed.lm_head,
     )
     targets = len(micro.target_slots)
+    kl = None
+    if full_kl is not None:
+        reference = full_kl.reference
+        with torch.no_grad():
+            theirs = reference.forward(micro.ids, micro.positions, lengths=micro.lengths)
+        kl = chunked_full_kl(
+            rows,
+            packed.lm_head.weight,
+            _head_rows(theirs, micro),
+            reference.lm_head.weight,
+            temperature,
+            chunk_size=settings.log_prob_chunk,
+            direction=full_kl.direction,
+            product=packed.lm_head,
+            ref_product=reference.lm_head,
+        )[:targets]
     return ForwardResult(
-        micro=micro, log_probs=log_probs[:targets], entropies=entropies[:targets], hidden=hidden
+        micro=micro,
+        log_probs=log_probs[:targets],
+        entropies=entropies[:targets],
+        hidden=hidden,
+        full_kl=kl,
     )
+
+
+@torch.no_grad()
+def sum_pi_squared(
+    packed: PackedDecoder, micro: MicroBatch, *, temperature: float, settings: ForwardSettings
+) -> Tensor:
+    """(B, T): the sum over the vocabulary of squared probabilities where target tokens stand."""
+    hidden = packed.forward(micro.ids, micro.positions, lengths=micro.lengths)
+    sums = chunked_sum_pi_squared(
+        _head_rows(hidden, micro),
+        packed.lm_head.weight,
+        temperature,
+        chunk_size=settings.log_prob_chunk,
+        product=packed.lm_head,
+    )
+    return micro.scatter(sums[: len(micro.target_slots)])
+
+
+def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
+    """The hidden states that predict target tokens."""
+    return hidden.final.flatten(0, 1).index_select(0, micro.head_rows)
 
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
@@ -155,6 +209,7 @@ def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalize
             [row.old_log_probs is not None for row in rows], device=log_probs.device
         )
         old = torch.where(given[:, None], old, log_probs.detach())
+    selected = aligned([row.selected for row in rows])
     return LossInputs(
         log_probs=log_probs,
         entropy=micro.scatter(result.entropies),
@@ -165,6 +220,9 @@ def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalize
         advantages=aligned([row.advantages for row in rows]),
         ref_log_probs=aligned([row.ref_log_probs for row in rows]),
         rollout_log_probs=aligned([row.rollout_log_probs for row in rows]),
+        rollout_is_weights=aligned([row.rollout_is_weights for row in rows]),
+        selected=None if selected is None else selected != 0,
+        full_kl=None if result.full_kl is None else micro.scatter(result.full_kl),
     )
 
 

@@ -1,0 +1,31 @@
+"""RL runs as processes of their own, from the policy of a run folder. Used by benchmarks of RL."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slipstream.errors import EngineError
+from slipstream.loops.snapshot import policy_folder
+
+
+def start_of(policy: Path) -> Path:
+    """Where RL began in the run folder `policy`, or might."""
+    sft = policy / "sft"
+    return policy_folder(sft if sft.is_dir() else policy).resolve()
+
+
+def run_line(line: Sequence[str], say: Callable[[str], None]) -> None:
+    """Run a command, and hand on what it says at its end if it fails. Raises EngineError then."""
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+    if process.returncode:
+        say(output[-2000:])
+        raise EngineError(
+            f"`{' '.join(line[2:])}` ended with status {process.returncode}; its last lines are "
+            "above"
+        )

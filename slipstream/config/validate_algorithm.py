@@ -1,0 +1,214 @@
+"""Rules of `algorithm`, the policy loss and the reference policy.
+
+Part of `validate`, which is what other modules import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from slipstream.config.schema import Config
+from slipstream.config.schema_actor import ActorConfig, PolicyLossConfig
+from slipstream.config.schema_algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
+)
+from slipstream.config.tree import show
+
+GROUP_RELATIVE = frozenset(
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+)
+"""Advantage estimators that compare the responses to one prompt."""
+
+NEEDS_CRITIC = frozenset({"gae"})
+"""Advantage estimators that take values."""
+
+TEACHES = "on_policy_distillation"
+"""The advantage estimator whose reference is a teacher."""
+
+DISCOUNTS = {"gamma": "gae", "lam": "gae"}
+"""Settings of `gae`, the first one of `reinforce_plus_plus`, too: an estimator that takes them."""
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref.path"
+
+OF_ONE_LOSS = {
+    "clip_cov_ratio": "clip_cov",
+    "clip_cov_lb": "clip_cov",
+    "clip_cov_ub": "clip_cov",
+    "kl_cov_ratio": "kl_cov",
+    "ppo_kl_coef": "kl_cov",
+    "dro_beta": "dro",
+}
+"""Settings of `policy_loss` that a single loss mode reads."""
+
+
+def algorithm_rules(config: Config) -> Iterator[str]:
+    """Every broken rule, as `what is wrong; remedy`."""
+    yield from _estimator(config)
+    yield from _advantage_settings(config.algorithm)
+    yield from _sampling_of_groups(config.algorithm)
+    yield from _loss(config.actor_rollout_ref.actor)
+    yield from _correction(config)
+    yield from _reference(config)
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    name, rollout, critic = (
+        config.algorithm.adv_estimator,
+        config.actor_rollout_ref.rollout,
+        config.critic,
+    )
+    if name in NEEDS_CRITIC and critic.enable is False:
+        yield (
+            f"algorithm.adv_estimator={name} takes a critic's values and critic.enable=false; set "
+            "critic.enable=null or algorithm.adv_estimator=grpo"
+        )
+    if config.trainer.critic_warmup and name not in NEEDS_CRITIC and not critic.enable:
+        yield (
+            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; set "
+            "algorithm.adv_estimator=gae or trainer.critic_warmup=0"
+        )
+    if name in GROUP_RELATIVE and rollout.n < 2:
+        yield (
+            f"algorithm.adv_estimator={name} compares the responses to a prompt and "
+            f"{_ROLLOUT}.n={rollout.n} leaves none to compare with; set {_ROLLOUT}.n=8"
+        )
+    if name in GROUP_RELATIVE | {"remax"} and not rollout.do_sample:
+        yield (
+            f"{_ROLLOUT}.do_sample=false makes all responses to a prompt the same and "
+            f"algorithm.adv_estimator={name} compares them; set {_ROLLOUT}.do_sample=true"
+        )
+
+
+def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for name, users in DISCOUNTS.items():
+        value = getattr(algorithm, name)
+        if value != 1 and algorithm.adv_estimator in GROUP_RELATIVE | {"remax", TEACHES}:
+            yield (
+                f"algorithm.{name}={value:g} has no effect with algorithm.adv_estimator="
+                f"{algorithm.adv_estimator}; set algorithm.{name}=1 or algorithm.adv_estimator="
+                f"{users}"
+            )
+    keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if algorithm.adv_estimator == "gdpo":
+        if not keys:
+            yield (
+                "algorithm.adv_estimator=gdpo normalises parts of the reward, and none is named; "
+                "set algorithm.gdpo_reward_keys=[PART,...], names that the reward function gives "
+                "beside the score"
+            )
+        elif weights is not None and len(weights) != len(keys):
+            yield (
+                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} parts "
+                "in algorithm.gdpo_reward_keys; give one each, or set "
+                "algorithm.gdpo_reward_weights=null"
+            )
+    else:
+        for key, value in (("gdpo_reward_keys", keys), ("gdpo_reward_weights", weights)):
+            if value is not None:
+                yield (
+                    f"algorithm.{key}={show(value)} has no effect with algorithm.adv_estimator="
+                    f"{algorithm.adv_estimator}; set algorithm.adv_estimator=gdpo or "
+                    f"algorithm.{key}=null"
+                )
+
+
+def _sampling_of_groups(algorithm: AlgorithmConfig) -> Iterator[str]:
+    for section, given, usual, switch in (
+        ("pf_ppo", algorithm.pf_ppo, PFPPOConfig(), "use_pf_ppo"),
+        (
+            "filter_groups",
+            algorithm.filter_groups,
+            FilterGroupsConfig(enable=algorithm.filter_groups.enable),
+            "filter_groups.enable",
+        ),
+    ):
+        on = algorithm.use_pf_ppo if section == "pf_ppo" else algorithm.filter_groups.enable
+        if given != usual and not on:
+            name = next(
+                f.name for f in fields(given) if getattr(given, f.name) != getattr(usual, f.name)
+            )
+            yield (
+                f"algorithm.{section}.{name}={show(getattr(given, name))} has no effect with "
+                f"algorithm.{switch}=false; set algorithm.{switch}=true or "
+                f"algorithm.{section}.{name}={show(getattr(usual, name))}"
+            )
+
+
+def _loss(actor: ActorConfig) -> Iterator[str]:
+    usual, mode = ActorConfig(), actor.policy_loss.loss_mode
+    for name, of in OF_ONE_LOSS.items():
+        value, default = getattr(actor.policy_loss, name), getattr(PolicyLossConfig(), name)
+        if value != default and mode != of:
+            yield _of_other_loss(f"{_ACTOR}.policy_loss.{name}", value, default, mode, of)
+    for name in ("tau_pos", "tau_neg"):
+        value, default = getattr(actor, name), getattr(usual, name)
+        if value != default and mode != "sapo":
+            yield _of_other_loss(f"{_ACTOR}.{name}", value, default, mode, "sapo")
+
+
+def _of_other_loss(key: str, value: object, default: object, mode: str, of: str) -> str:
+    return (
+        f"{key}={show(value)} has no effect with {_ACTOR}.policy_loss.loss_mode={mode}; set "
+        f"{_ACTOR}.policy_loss.loss_mode={of} or {key}={show(default)}"
+    )
+
+
+def _correction(config: Config) -> Iterator[str]:
+    key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if correction.preset is not None:
+        usual = RolloutCorrectionConfig(preset=correction.preset)
+        for f in fields(correction):
+            value = getattr(correction, f.name)
+            if value != getattr(usual, f.name):
+                yield (
+                    f"{key}.{f.name}={show(value)}: {key}.preset={correction.preset} sets all of "
+                    f"them; set {key}.preset=null and each by itself"
+                )
+        bypass = correction.preset.startswith("bypass_")
+    else:
+        bypass = correction.bypass_mode
+    if bypass and mode not in ("vanilla", "bypass_mode", "rollout_correction"):
+        yield (
+            f"{key}.bypass_mode=true has a loss of its own and {_ACTOR}.policy_loss.loss_mode="
+            f"{mode}; set {_ACTOR}.policy_loss.loss_mode=vanilla or {key}.bypass_mode=false"
+        )
+    if mode in ("bypass_mode", "rollout_correction") and not bypass:
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode={mode} is the loss of {key}.bypass_mode=true; set it, "
+            f"or {_ACTOR}.policy_loss.loss_mode=vanilla"
+        )
+
+
+def _reference(config: Config) -> Iterator[str]:
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    path = config.actor_rollout_ref.ref.path
+    teaches = algorithm.adv_estimator == TEACHES
+    if path is not None and not (actor.use_kl_loss or algorithm.use_kl_in_reward or teaches):
+        yield (
+            f"{_REF}={path} has no effect without a KL term; set "
+            f"{_ACTOR}.use_kl_loss=true or {_REF}=null"
+        )
+    if path is None and teaches:
+        yield (
+            f"algorithm.adv_estimator={TEACHES} learns from a teacher and none is named; set "
+            f"{_REF}=FOLDER of its checkpoint"
+        )

@@ -1,0 +1,222 @@
+"""Wiring of the algorithm: settings of the RL loop, its loss, KL terms and the reference policy.
+
+Part of `build`, which other modules import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.algorithms import (
+    AdvantageConfig,
+    AdvantageNeed,
+    PolicyLossConfig,
+    PolicyLossModeConfig,
+    RolloutCorrectionConfig,
+    adv_needs,
+    get_adv_estimator_fn,
+    get_kl_controller,
+    policy_loss_selection,
+)
+from slipstream.config.schema import Config
+from slipstream.config.validate_algorithm import GROUP_RELATIVE
+from slipstream.errors import ConfigError
+from slipstream.loops.rl_batch import KLInReward
+from slipstream.loops.rl_config import PFPPO, RLTrainingConfig
+from slipstream.rollout.filters import GroupFilter, check_spread
+from slipstream.training.losses import FULL_KL, policy_loss_fn
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "group_filter",
+    "make_kl_in_reward",
+    "rl_config",
+    "rollout_correction",
+    "takes_full_kl",
+    "wants_critic",
+    "wants_greedy",
+    "wants_ref_log_probs",
+    "wants_reference",
+]
+
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConfig:
+    """Settings of the RL loop. Raises ConfigError for names that no registry has, and for settings
+    that the algorithm refuses."""
+    a, r, algorithm = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.algorithm,
+    )
+    mini, batch = a.ppo_mini_batch_size, config.data.train_batch_size
+    needs(config)
+    correction = rollout_correction(config)
+    mode = a.policy_loss.loss_mode
+    if correction is not None and correction.bypass_mode:
+        mode = "bypass_mode"
+    loss = _loss_config(config, correction)
+    try:
+        select = policy_loss_selection(mode)
+        advantages = _advantage_config(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return RLTrainingConfig(
+        num_steps=num_steps,
+        start_step=start_step,
+        loss=policy_loss_fn(
+            loss_mode=mode,
+            loss_agg_mode=a.loss_agg_mode,
+            config=loss,
+            entropy_coeff=a.entropy_coeff,
+            use_kl_loss=a.use_kl_loss,
+            kl_loss_coef=a.kl_loss_coef,
+            kl_loss_type=a.kl_loss_type,
+        ),
+        select=None if select is None else partial(select, config=loss),
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        adv_estimator=algorithm.adv_estimator,
+        advantages=advantages,
+        correction=correction,
+        pf_ppo=PFPPO(
+            reweight_method=algorithm.pf_ppo.reweight_method,
+            weight_pow=algorithm.pf_ppo.weight_pow,
+        )
+        if algorithm.use_pf_ppo
+        else None,
+        compared=algorithm.adv_estimator in GROUP_RELATIVE,
+        # The engine records the log-probs of greedy tokens at temperature 1.
+        temperature=r.temperature if r.do_sample else 1.0,
+        mini_batch_size=None if mini in (None, batch) else mini,
+        ppo_epochs=a.ppo_epochs,
+        shuffle=f"mini-batches/{config.trainer.seed}" if a.shuffle else None,
+        sync_every=config.trainer.sync_every,
+        # Of the other engines no one knows what decided a token.
+        noise_seed=config.trainer.seed if r.name == "embedded" else None,
+        seed=config.trainer.seed,
+    )
+
+
+def needs(config: Config) -> frozenset[AdvantageNeed]:
+    """What the advantage estimator needs besides rewards. Raises ConfigError for an unknown one."""
+    name = config.algorithm.adv_estimator
+    try:
+        get_adv_estimator_fn(name)
+        return adv_needs(name)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.adv_estimator: {error}") from error
+
+
+def wants_critic(config: Config) -> bool:
+    """`critic.enable`, where null is: if the advantage estimator needs values."""
+    enable = config.critic.enable
+    return AdvantageNeed.VALUES in needs(config) if enable is None else enable
+
+
+def wants_greedy(config: Config) -> bool:
+    """Whether each group has a greedy response beside its samples."""
+    return AdvantageNeed.REWARD_BASELINES in needs(config)
+
+
+def takes_full_kl(config: Config) -> bool:
+    """Whether the update computes the KL over the whole vocabulary."""
+    actor = config.actor_rollout_ref.actor
+    return actor.use_kl_loss and actor.kl_loss_type in FULL_KL
+
+
+def wants_ref_log_probs(config: Config) -> bool:
+    """Whether the reference's log-probs of the sampled tokens are needed."""
+    actor = config.actor_rollout_ref.actor
+    return (
+        config.algorithm.use_kl_in_reward
+        or (actor.use_kl_loss and not takes_full_kl(config))
+        or AdvantageNeed.REF_LOG_PROBS in needs(config)
+    )
+
+
+def wants_reference(config: Config) -> bool:
+    """Whether there is a reference policy, or a teacher."""
+    return wants_ref_log_probs(config) or takes_full_kl(config)
+
+
+def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
+    """`algorithm.rollout_correction`, None where it asks for nothing. Raises ConfigError."""
+    given = config.algorithm.rollout_correction
+    try:
+        if given.preset is not None:
+            return RolloutCorrectionConfig.preset(given.preset)
+        correction = RolloutCorrectionConfig(
+            **{f.name: getattr(given, f.name) for f in fields(given) if f.name not in _JOINED},
+            rollout_rs=_joined(given.rollout_rs),
+            rollout_rs_threshold=_joined(given.rollout_rs_threshold),
+        )
+    except ValueError as error:
+        raise ConfigError(f"{_CORRECTION}: {error}") from error
+    return correction if correction.enabled or correction.bypass_mode else None
+
+
+_JOINED = frozenset(("preset", "rollout_rs", "rollout_rs_threshold"))
+
+
+def _joined(entries: tuple[object, ...] | None) -> str | None:
+    return None if entries is None else ",".join(map(str, entries))
+
+
+def group_filter(config: Config) -> GroupFilter | None:
+    """`algorithm.filter_groups`."""
+    wanted = config.algorithm.filter_groups
+    if not wanted.enable:
+        return None
+    return partial(check_spread, metric=wanted.metric or "score")
+
+
+def make_kl_in_reward(config: Config) -> KLInReward | None:
+    """The KL penalty of `algorithm.use_kl_in_reward`."""
+    algorithm = config.algorithm
+    if not algorithm.use_kl_in_reward:
+        return None
+    ctrl = algorithm.kl_ctrl
+    controller = get_kl_controller(
+        ctrl.type, kl_coef=ctrl.kl_coef, target_kl=ctrl.target_kl, horizon=ctrl.horizon
+    )
+    return KLInReward(controller, algorithm.kl_penalty)
+
+
+def _advantage_config(config: Config) -> AdvantageConfig:
+    algorithm = config.algorithm
+    return AdvantageConfig(
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        gdpo_reward_keys=algorithm.gdpo_reward_keys,
+        gdpo_reward_weights=algorithm.gdpo_reward_weights,
+    )
+
+
+def _loss_config(config: Config, correction: RolloutCorrectionConfig | None) -> PolicyLossConfig:
+    a = config.actor_rollout_ref.actor
+    modes, horizon = a.policy_loss, a.loss_scale_factor
+    if a.loss_agg_mode == "seq-mean-token-sum-norm" and horizon is None:
+        horizon = float(config.data.max_response_length)
+    try:
+        return PolicyLossConfig(
+            clip_ratio=a.clip_ratio,
+            clip_ratio_low=a.clip_ratio_low,
+            clip_ratio_high=a.clip_ratio_high,
+            clip_ratio_c=a.clip_ratio_c,
+            tau_pos=a.tau_pos,
+            tau_neg=a.tau_neg,
+            policy_loss=PolicyLossModeConfig(
+                **{f.name: getattr(modes, f.name) for f in fields(modes)},
+                loss_type="ppo_clip" if correction is None else correction.loss_type,
+            ),
+            loss_scale_factor=horizon,
+        )
+    except ValueError as error:
+        raise ConfigError(f"actor_rollout_ref.actor: {error}") from error

@@ -1,0 +1,374 @@
+"""What one batch of groups teaches: log-probs, advantages, and all optimizer steps.
+
+    rows -> old, reference and teacher log-probs, values -> correction -> rewards less KL
+         -> advantages and returns -> critic's update -> policy's update
+
+Every stage has a deadline. Knows backends by protocol, and nothing of engines or of the course of a
+run. Called by `loops.rl`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms import (
+    AdvantageNeed,
+    RolloutCorrectionConfig,
+    adv_needs,
+    pf_ppo_indices,
+    rollout_correction,
+    token_lots,
+)
+from slipstream.errors import DataError, TrainingError
+from slipstream.loops.rl_batch import (
+    KLInReward,
+    Usable,
+    batch_metrics,
+    first_failure,
+    mini_batches,
+    usable_samples,
+)
+from slipstream.loops.rl_config import RLTrainingConfig
+from slipstream.loops.stages import Stages
+from slipstream.metrics.timers import Timers
+from slipstream.rollout.train_rows import (
+    fill_advantages,
+    fill_from_baseline,
+    padded,
+    placed_rewards,
+    rows_of,
+    targets_of,
+)
+from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
+from slipstream.types import FeatureSink, Group, TrainBatch, TrainRow
+
+Notify = Callable[[str], None]
+
+
+class Critic(Protocol):
+    """Values of states, and their update (`training.critic.Critic`)."""
+
+    def values(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]: ...
+
+    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]: ...
+
+
+class Learner:
+    """The update of one step."""
+
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        config: RLTrainingConfig,
+        stages: Stages,
+        *,
+        reference: ReferencePolicy | None = None,
+        critic: Critic | None = None,
+        kl_in_reward: KLInReward | None = None,
+        sink: FeatureSink | None = None,
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._stages = stages
+        self._reference = reference
+        self._critic = critic
+        self._kl = kl_in_reward
+        self._sink = sink
+        self._needs = (
+            frozenset[AdvantageNeed]()
+            if config.baseline is not None
+            else adv_needs(config.adv_estimator)
+        )
+        self._skipped_in_a_row = 0
+
+    async def learn(
+        self, step: int, groups: Sequence[Group], timers: Timers, notify: Notify
+    ) -> dict[str, float]:
+        """Advantages, log-probs and all optimizer steps of one batch; a batch without a sample to
+        train on changes nothing."""
+        config = self._config
+        usable = usable_samples(
+            groups,
+            compared=config.compared and config.baseline is None,
+            greedy=AdvantageNeed.REWARD_BASELINES in self._needs,
+        )
+        metrics = {
+            "training/num_lone_samples": float(usable.lone),
+            "training/skipped_batch": float(not usable.groups),
+        }
+        if not usable.groups:
+            self._skip(step, first_failure(groups), notify)
+            return metrics
+        batch = self._rows(usable)
+        await self._fill_log_probs(batch, timers)
+        with timers.span("adv"):
+            metrics |= self._correct(batch)
+        if not batch.num_target_tokens:
+            metrics["training/skipped_batch"] = 1.0
+            self._skip(step, "rollout correction rejected every token", notify)
+            return metrics
+        self._skipped_in_a_row = 0
+        if self._critic is not None:
+            with timers.span("values"):
+                async with self._stages.stage("values", "the critic's forward pass"):
+                    values = await self._critic.values(batch)
+            for row, own in zip(batch.rows, values, strict=True):
+                row.values = own
+        with timers.span("adv"):
+            metrics |= await self._fill_advantages(batch, usable)
+        sizes = [len(group) for group in usable.groups]
+        if config.pf_ppo is not None:
+            batch, sizes = self._resampled(step, batch, usable)
+        if self._critic is not None:
+            with timers.span("update_critic"):
+                metrics |= await self._update_critic(step, batch, sizes)
+        if step > config.critic_warmup:
+            with timers.span("update_actor"):
+                metrics |= await self._update(step, batch, sizes)
+        return metrics
+
+    def _skip(self, step: int, reason: str, notify: Notify) -> None:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self._config.max_skipped_batches:
+            raise TrainingError(
+                f"no sample could be trained on in {self._skipped_in_a_row} steps in a row (step "
+                f"{step}); {reason}. Repair the reward function or the engine, set "
+                "reward_model.on_failure=zero, or reject less (algorithm.rollout_correction)"
+            )
+        notify(f"step {step}: no sample can be trained on, so there is no update; {reason}")
+
+    def _rows(self, usable: Usable) -> TrainBatch:
+        config = self._config
+        batch = rows_of(usable.samples, temperature=config.temperature)
+        if config.noise_seed is not None:
+            for row, sample in zip(batch.rows, usable.samples, strict=True):
+                row.key = sample.noise_key(config.noise_seed)
+        return batch
+
+    async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
+        """The old policy's log-probs, where the update is not its own old policy and the rollout's
+        will not do, and the reference's."""
+        config, correction = self._config, self._config.correction
+        several = not config.on_policy and config.sync_every == 1
+        needed = self._kl is not None or AdvantageNeed.OLD_LOG_PROBS in self._needs
+        decoupled = correction is not None and not correction.bypass_mode
+        bypass = correction is not None and correction.bypass_mode
+        if (several and not bypass) or needed or decoupled:
+            with timers.span("old_log_prob"):
+                async with self._stages.stage("log-probs", "the policy's forward pass"):
+                    old = await self._backend.compute_log_probs(batch)
+            for row, values in zip(batch.rows, old, strict=True):
+                row.old_log_probs = values
+        if self._reference is not None:
+            with timers.span("ref"):
+                async with self._stages.stage("log-probs", "the reference's forward pass"):
+                    ref = await self._reference.compute_log_probs(batch)
+            for row, values in zip(batch.rows, ref, strict=True):
+                row.ref_log_probs = values
+
+    def _correct(self, batch: TrainBatch) -> dict[str, float]:
+        """Weights and rejection against the rollout's law, of the policy that starts the update;
+        in bypass mode that is left to each mini-batch."""
+        correction = self._config.correction
+        if correction is None:
+            return {}
+        _check_recorded(batch)
+        if correction.bypass_mode:
+            return {}
+        return correct(batch.rows, [row.old_log_probs or [] for row in batch.rows], correction)
+
+    async def _fill_advantages(self, batch: TrainBatch, usable: Usable) -> dict[str, float]:
+        config, samples = self._config, usable.samples
+        rewards = placed_rewards(batch.rows, [sample.reward for sample in samples])
+        metrics: dict[str, float] = {}
+        if self._kl is not None:
+            rewards, metrics = self._kl.rewards(rewards, batch.rows)
+        sums = [sum(row) for row in rewards]
+        if config.baseline is not None:
+            fill_from_baseline(batch.rows, sums, config.baseline)
+        else:
+            fill_advantages(
+                batch.rows,
+                rewards,
+                [sample.group_index for sample in samples],
+                adv_estimator=config.adv_estimator,
+                config=config.advantages,
+                extra=await self._extra(batch, usable),
+            )
+        # The policy that samples may be some updates behind: it is the old one, then.
+        decoupled = config.correction is not None and not config.correction.bypass_mode
+        behind = config.sync_every > 1 and not decoupled
+        if behind or (config.correction is not None and config.correction.bypass_mode):
+            for row in batch.rows:
+                row.old_log_probs = row.rollout_log_probs
+        return metrics | batch_metrics(
+            batch, sums, usable, self._backend.weight_version, critic=self._critic is not None
+        )
+
+    async def _extra(self, batch: TrainBatch, usable: Usable) -> dict[str, object]:
+        """What the estimator needs and rows have no column for."""
+        extra: dict[str, object] = {}
+        if AdvantageNeed.REWARD_BASELINES in self._needs:
+            extra["reward_baselines"] = torch.tensor(
+                [
+                    baseline
+                    for group, baseline in zip(usable.groups, usable.baselines, strict=True)
+                    for _ in group
+                ]
+            )
+        if AdvantageNeed.REWARD_PARTS in self._needs:
+            names = sorted({name for sample in usable.samples for name in sample.reward_parts})
+            extra["reward_parts"] = {
+                name: torch.tensor([s.reward_parts.get(name, torch.nan) for s in usable.samples])
+                for name in names
+            }
+        if AdvantageNeed.SUM_PI_SQUARED in self._needs:
+            async with self._stages.stage("log-probs", "the policy's forward pass"):
+                extra["sum_pi_squared"] = padded(await self._backend.compute_sum_pi_squared(batch))
+        return extra
+
+    def _resampled(
+        self, step: int, batch: TrainBatch, usable: Usable
+    ) -> tuple[TrainBatch, list[int]]:
+        """As many rows, drawn by their scores."""
+        config = self._config
+        assert config.pf_ppo is not None
+        scores = torch.tensor([sample.reward for sample in usable.samples])
+        indices = pf_ppo_indices(
+            scores,
+            reweight_method=config.pf_ppo.reweight_method,
+            weight_pow=config.pf_ppo.weight_pow,
+            generator=torch.Generator().manual_seed(config.seed * 1_000_003 + step),
+        )
+        # Rows of one group stay together where mini-batches are cut.
+        drawn = sorted(indices.tolist())
+        group_of = [i for i, group in enumerate(usable.groups) for _ in group]
+        sizes = [0] * len(usable.groups)
+        for index in drawn:
+            sizes[group_of[index]] += 1
+        rows = [replace(batch.rows[index]) for index in drawn]
+        return replace(batch, rows=rows), [size for size in sizes if size]
+
+    async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
+        """All optimizer steps of one batch; metrics are means over them."""
+        config, totals = self._config, dict[str, list[float]]()
+        for epoch, mini in self._minis(step, batch, sizes, config.ppo_epochs):
+            async with self._stages.stage("update", "the trainer's optimizer step"):
+                metrics = await self._present(step, mini)
+                if mini.num_target_tokens:
+                    sink = None if epoch else self._sink
+                    metrics |= await self._backend.forward_backward(mini, config.loss, sink=sink)
+                    metrics |= await self._backend.optim_step()
+            for name, value in metrics.items():
+                totals.setdefault(name, []).append(value)
+        return {name: _combined(name, values) for name, values in totals.items()}
+
+    async def _present(self, step: int, mini: TrainBatch) -> dict[str, float]:
+        """What is decided over a whole mini-batch by the policy as it is now: in bypass mode
+        weights and rejection, and the tokens that the loss treats in its own way."""
+        config = self._config
+        bypass = config.correction is not None and config.correction.bypass_mode
+        corrects = bypass and config.correction is not None and config.correction.enabled
+        if not corrects and config.select is None:
+            return {}
+        now = await self._backend.compute_log_probs(mini)
+        metrics: dict[str, float] = {}
+        if corrects and config.correction is not None:
+            metrics = correct(mini.rows, now, config.correction)
+        if config.select is not None and mini.num_target_tokens:
+            old = [row.old_log_probs or own for row, own in zip(mini.rows, now, strict=True)]
+            ids = torch.zeros(len(mini.rows), max(len(row.tokens) for row in mini.rows)).long()
+            for i, row in enumerate(mini.rows):
+                ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+            selected = config.select(
+                padded(old),
+                padded(now),
+                padded([row.advantages or [] for row in mini.rows]),
+                padded([targets_of(row.loss_mask) for row in mini.rows]),
+                lots=token_lots(ids, config.seed * 1_000_003 + step, _row_keys(mini.rows)),
+            )
+            for row, chosen in zip(mini.rows, selected.float().tolist(), strict=True):
+                row.selected = chosen[: len(row.tokens)]
+        return metrics
+
+    async def _update_critic(
+        self, step: int, batch: TrainBatch, sizes: Sequence[int]
+    ) -> dict[str, float]:
+        assert self._critic is not None
+        totals = dict[str, list[float]]()
+        epochs = self._config.critic_epochs
+        for _, mini in self._minis(step, batch, sizes, epochs, self._config.critic_mini_batch_size):
+            if not mini.num_target_tokens:
+                continue
+            async with self._stages.stage("update", "the critic's optimizer step"):
+                metrics = await self._critic.update(mini)
+            for name, value in metrics.items():
+                totals.setdefault(name, []).append(value)
+        return {name: _combined(name, values) for name, values in totals.items()}
+
+    def _minis(
+        self,
+        step: int,
+        batch: TrainBatch,
+        sizes: Sequence[int],
+        epochs: int,
+        prompts: int | None = -1,
+    ) -> list[tuple[int, TrainBatch]]:
+        """(epoch, mini-batch) in order, with rows of their own."""
+        config = self._config
+        prompts = config.mini_batch_size if prompts == -1 else prompts
+        out = []
+        for epoch in range(epochs):
+            seed = None if config.shuffle is None else f"{config.shuffle}/{step}/{epoch}"
+            for mini in mini_batches(batch, sizes, prompts, shuffle=seed):
+                rows = [replace(row) for row in mini.rows]
+                out.append((epoch, replace(mini, rows=rows)))
+        return out
+
+
+def correct(
+    rows: Sequence[TrainRow],
+    log_probs: Sequence[Sequence[float]],
+    correction: RolloutCorrectionConfig,
+) -> dict[str, float]:
+    """Give `rows` importance weights and take rejected tokens out of their loss masks; metrics.
+
+    `log_probs` are the policy's, to be compared with what the rollout recorded.
+    """
+    mask = padded([targets_of(row.loss_mask) for row in rows])
+    weights, kept, metrics = rollout_correction(
+        padded(log_probs), padded([row.rollout_log_probs or [] for row in rows]), mask, correction
+    )
+    for i, row in enumerate(rows):
+        length = len(row.tokens)
+        keep = kept[i, :length].tolist()
+        row.loss_mask = [m if k else 0.0 for m, k in zip(row.loss_mask, keep, strict=True)]
+        if weights is not None:
+            row.rollout_is_weights = weights[i, :length].tolist()
+    return metrics
+
+
+def _row_keys(rows: Sequence[TrainRow]) -> Tensor:
+    """What tells apart responses that begin alike, wherever they stand."""
+    return torch.tensor([zlib.crc32(f"{row.uid}/{row.key}".encode()) for row in rows])
+
+
+def _check_recorded(batch: TrainBatch) -> None:
+    if any(row.rollout_log_probs is None for row in batch.rows):
+        raise DataError(
+            "algorithm.rollout_correction needs the rollout's log-probs of all tokens, and some "
+            "were not sampled by the policy; set algorithm.rollout_correction.rollout_is=null, "
+            "rollout_rs=null and bypass_mode=false for such data"
+        )
+
+
+def _combined(name: str, values: Sequence[float]) -> float:
+    if name.endswith(("_max", "/skipped_steps")):
+        return max(values)
+    return sum(values) / len(values)
