@@ -294,7 +294,8 @@ class TrainRow:
     """One sequence to train on. Every list has the length of `tokens`.
 
     `loss_mask[t]` is 1 where token t is a target (it is predicted from tokens before it). The
-    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused.
+    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused. So are
+    `values` and `returns`, a critic's: the state before token t.
     """
 
     tokens: list[int]
@@ -303,6 +304,8 @@ class TrainRow:
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
+    values: list[float] | None = None
+    returns: list[float] | None = None
     uid: str = ""
     key: NoiseKey | None = None
     """The noise that the policy's tokens were sampled with, where the engine takes keyed noise."""

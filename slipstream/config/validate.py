@@ -17,6 +17,9 @@ from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.config.tree import show
 from slipstream.errors import did_you_mean
 
+NEEDS_CRITIC = frozenset({"gae"})
+"""Advantage estimators that take values."""
+
 GROUP_RELATIVE = frozenset(
     {
         "grpo",
@@ -174,6 +177,38 @@ def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[
         yield (
             f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, batch = config.critic, config.data.train_batch_size
+    yield from _optim("critic.optim", critic.optim, None)
+    mini = critic.ppo_mini_batch_size
+    if mini is not None and batch % mini:
+        fitting = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of critic.ppo_mini_batch_size={mini};"
+            f" set critic.ppo_mini_batch_size={fitting}"
+        )
+    if critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is not None:
+        yield (
+            f"critic.ppo_micro_batch_size_per_gpu={critic.ppo_micro_batch_size_per_gpu} has no "
+            "effect with critic.use_dynamic_bsz=true; set critic.use_dynamic_bsz=false or "
+            "critic.ppo_micro_batch_size_per_gpu=null"
+        )
+    rows = critic.ppo_micro_batch_size_per_gpu
+    if critic.use_dynamic_bsz is False and not (
+        rows or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    ):
+        yield (
+            "critic.use_dynamic_bsz=false needs a size; set "
+            "critic.ppo_micro_batch_size_per_gpu=8 or critic.use_dynamic_bsz=null"
+        )
+    if critic.model.tokenizer_path is not None and critic.model.path is None:
+        yield (
+            f"critic.model.tokenizer_path={critic.model.tokenizer_path} has no effect without "
+            "critic.model.path, since the critic starts from the policy; set "
+            "critic.model.tokenizer_path=null"
         )
 
 
@@ -360,12 +395,15 @@ def _rollout(config: Config) -> Iterator[str]:
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
-    if algorithm.adv_estimator == "gae" or config.critic.enable:
-        asked = "critic.enable=true" if config.critic.enable else "algorithm.adv_estimator=gae"
+    if algorithm.adv_estimator in NEEDS_CRITIC or config.critic.enable:
+        asked = f"algorithm.adv_estimator={algorithm.adv_estimator}"
+        if config.critic.enable:
+            asked = "critic.enable=true"
         yield (
             f"{asked} needs a critic, which this version does not train; "
             "set algorithm.adv_estimator=grpo critic.enable=null"
         )
+        yield from _critic(config)
     if algorithm.adv_estimator in GROUP_RELATIVE:
         if rollout.n < 2:
             yield (
