@@ -4,6 +4,8 @@
       actor/huggingface/          the policy as Hugging Face reads it (`from_pretrained`)
       actor/optimizer.safetensors
       actor/lora_adapter/         a LoRA adapter as peft reads it, where one is trained
+      critic/huggingface/         a critic, where one is trained (token classification)
+      critic/optimizer.safetensors
       draft/                      a draft head, where one is trained
       state.json                  `RunState`
       data.json                   where the dataset iteration stands
@@ -32,6 +34,16 @@ def huggingface_folder(checkpoint: Path) -> Path:
 def adapter_folder(checkpoint: Path) -> Path:
     """A LoRA adapter in peft's format, on the weights that the phase started from."""
     return checkpoint / "actor" / "lora_adapter"
+
+
+def critic_folder(checkpoint: Path) -> Path:
+    """A critic in Hugging Face's format."""
+    return checkpoint / "critic" / "huggingface"
+
+
+def critic_optimizer_file(checkpoint: Path) -> Path:
+    """The critic's optimizer and schedule (`save_tree`)."""
+    return checkpoint / "critic" / "optimizer.safetensors"
 
 
 def draft_folder(checkpoint: Path) -> Path:

@@ -25,7 +25,7 @@ from slipstream.config.sources import (
 )
 from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, from_dict, options, show, to_dict
-from slipstream.config.validate import validate
+from slipstream.config.validate import NEEDS_CRITIC, validate
 from slipstream.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
@@ -172,6 +172,18 @@ class _Tree:
         del node[name]
 
     def imply(self) -> None:
+        """What follows from what was given, and what is without effect because of it."""
+        self._without_critic()
+        self._micro_batches()
+
+    def _without_critic(self) -> None:
+        critic, algorithm = self.values["critic"], self.values["algorithm"]
+        if not critic["enable"] and algorithm["adv_estimator"] not in NEEDS_CRITIC:
+            for key in sorted(self.given):
+                if key.startswith("critic.") and key != "critic.enable":
+                    self.notices[f"{key} has no effect: no critic is trained"] = None
+
+    def _micro_batches(self) -> None:
         """VERL's switch of fixed micro-batches is the size itself."""
         actor = "actor_rollout_ref.actor"
         size, dynamic = f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.use_dynamic_bsz"

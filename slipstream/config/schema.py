@@ -24,6 +24,7 @@ from slipstream.config.schema_actor import (
     OptimConfig,
 )
 from slipstream.config.schema_algorithm import AlgorithmConfig
+from slipstream.config.schema_critic import CriticConfig
 from slipstream.config.schema_speculative import SpeculativeConfig
 
 
@@ -127,14 +128,6 @@ class SftConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticConfig:
-    """The value model; not available in this version."""
-
-    enable: bool | None = None
-    """Train a critic; null: if the advantage estimator needs one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """The run: its length, place, logs, checkpoints and deadlines."""
 
@@ -188,7 +181,7 @@ class TrainerConfig:
     stage_timeout_s: PositiveFloat = 3600.0
     """Deadline of each stage of a step; past it the run ends and names the stage."""
     critic_warmup: NonNegativeInt = 0
-    """Steps that train only the critic; 0 in this version."""
+    """Steps at the beginning that train only the critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +203,7 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     """Supervised fine-tuning before, or instead of, RL."""
     critic: CriticConfig = field(default_factory=CriticConfig)
-    """The value model; not available in this version."""
+    """The value model, which `algorithm.adv_estimator=gae` needs."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run: its length, place, logs, checkpoints and deadlines."""
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)

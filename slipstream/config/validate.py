@@ -15,7 +15,7 @@ from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelConfig, OptimConfig
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.config.tree import show
-from slipstream.config.validate_algorithm import algorithm_rules
+from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
 from slipstream.errors import did_you_mean
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -36,6 +36,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
         _sft_data,
         _lengths,
         _actor,
+        _critic,
         _rollout,
         algorithm_rules,
         _run,
@@ -160,6 +161,40 @@ def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[
         yield (
             f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
+        )
+
+
+def _critic(config: Config) -> Iterator[str]:
+    critic, batch = config.critic, config.data.train_batch_size
+    if config.algorithm.adv_estimator not in NEEDS_CRITIC and not critic.enable:
+        return
+    yield from _optim("critic.optim", critic.optim, None)
+    mini = critic.ppo_mini_batch_size
+    if mini is not None and batch % mini:
+        fitting = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of critic.ppo_mini_batch_size={mini};"
+            f" set critic.ppo_mini_batch_size={fitting}"
+        )
+    if critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is not None:
+        yield (
+            f"critic.ppo_micro_batch_size_per_gpu={critic.ppo_micro_batch_size_per_gpu} has no "
+            "effect with critic.use_dynamic_bsz=true; set critic.use_dynamic_bsz=false or "
+            "critic.ppo_micro_batch_size_per_gpu=null"
+        )
+    rows = critic.ppo_micro_batch_size_per_gpu
+    if critic.use_dynamic_bsz is False and not (
+        rows or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    ):
+        yield (
+            "critic.use_dynamic_bsz=false needs a size; set "
+            "critic.ppo_micro_batch_size_per_gpu=8 or critic.use_dynamic_bsz=null"
+        )
+    if critic.model.tokenizer_path is not None and critic.model.path is None:
+        yield (
+            f"critic.model.tokenizer_path={critic.model.tokenizer_path} has no effect without "
+            "critic.model.path, since the critic starts from the policy; set "
+            "critic.model.tokenizer_path=null"
         )
 
 

@@ -86,6 +86,26 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Value update",
+        "Where a critic is trained (`algorithm.adv_estimator=gae`). Averages over the mini-batches "
+        "of one step.",
+        (
+            Metric("critic/vf_loss", "reward^2", "clipped value loss"),
+            Metric("critic/vf_clipfrac", "share", "tokens whose clipped error is the larger"),
+            Metric("critic/vpred_mean", "reward", "mean value under the weights being trained"),
+            Metric(
+                "critic/vf_explained_var",
+                "share",
+                "of the returns' variance, what the values before the update explain",
+            ),
+            Metric("critic/values/{mean,max,min}", "reward", "values before the update"),
+            Metric("critic/grad_norm", "", "gradient norm before clipping"),
+            Metric("critic/lr", "", "learning rate"),
+            Metric("critic/muon_lr", "", "learning rate of Muon's matrices"),
+            Metric("critic/skipped_steps", "updates", "skipped: loss or gradient not finite"),
+        ),
+    ),
+    Section(
         "Scores",
         "Over samples; advantages and returns over tokens. Failed samples have no score. (The name "
         "critic is VERL's; no critic is needed.)",

@@ -9,16 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.linear import PackedLinear
 
-class ValueHead(nn.Module):
+
+class ValueHead(nn.Linear):
     """One scalar per position: (..., D) -> (...,), in fp32. Starts at zero everywhere."""
 
     def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        super().__init__(hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def pack(self) -> PackedLinear:
+        """The head over rows (N, D) of fp32. Differentiable."""
+        return PackedLinear.of(self.weight, self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        values: Tensor = self.linear(hidden.to(torch.float32))
-        return values.squeeze(-1)
+        return self.pack()(hidden.to(torch.float32)).squeeze(-1)

@@ -37,9 +37,9 @@ def load_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
     path, generation = folder / "config.json", folder / "generation_config.json"
-    raw = _read_json(path)
+    raw = read_json(path)
     if generation.exists():
-        eos = _read_json(generation).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         raw = raw if eos is None else {**raw, "eos_token_id": eos}
     return ModelConfig.from_hf(raw, source=str(path))
 
@@ -89,7 +89,7 @@ def read_tensors(folder: Path) -> Mapping[str, Tensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map, the shard of each tensor, is missing")
     for file in names.values():
@@ -249,7 +249,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: corrupt or cut short ({error})") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError naming it."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

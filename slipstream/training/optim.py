@@ -25,7 +25,7 @@ ScheduleName = Literal["constant", "cosine", "linear"]
 LearningRateFactor = Callable[[int], float]
 """Step (0 is the first update) to what the base learning rates are multiplied with."""
 
-_NOT_MUON = ("embed_tokens.weight", "lm_head.weight")
+_NOT_MUON = ("embed_tokens.weight", "lm_head.weight", "score.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,15 @@ from slipstream.types import TrainBatch, TrainRow
 LENGTH_MULTIPLE = 16
 OVERHEAD_TOKENS = 64
 """What a micro-batch costs besides its tokens, in tokens: packing the weights, starting kernels."""
+_PER_TOKEN = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+)
 MIN_HEAD_ROWS = 12
 """From 12 rows on, in fours, matrix products compute each row the same way (exact mode)."""
 
@@ -211,7 +220,7 @@ def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> No
         )
     for index, row in enumerate(batch.rows):
         _check_row(index, row, vocab_size, max_positions)
-    for name in ("advantages", "ref_log_probs", "rollout_log_probs"):
+    for name in ("advantages", "ref_log_probs", "rollout_log_probs", "values", "returns"):
         absent = [i for i, row in enumerate(batch.rows) if getattr(row, name) is None]
         if 0 < len(absent) < len(batch.rows):
             raise DataError(
@@ -229,7 +238,7 @@ def _check_row(index: int, row: TrainRow, vocab_size: int, max_positions: int) -
             f"row {index} (uid {row.uid!r}) has {length} tokens, but the model has "
             f"max_position_embeddings={max_positions}; shorten the data"
         )
-    for name in ("loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+    for name in _PER_TOKEN:
         values = getattr(row, name)
         if values is not None and len(values) != length:
             raise DataError(

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.errors import CheckpointError, ConfigError, TrainingError
+from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
 from slipstream.models.lora import (
@@ -28,6 +28,7 @@ from slipstream.models.lora import (
 )
 from slipstream.models.lora_io import save_adapter
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.guarded import GuardedOptimizer, entry
 from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
@@ -49,7 +50,6 @@ from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, W
 T = TypeVar("T")
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
-_COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row", "weight_version")
 
 
 class SingleProcessBackend:
@@ -84,10 +84,6 @@ class SingleProcessBackend:
         """`loss` is what `forward_backward` takes where it is given none; None: cross-entropy."""
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
-        if grad_clip is not None and not grad_clip > 0:
-            raise ConfigError(f"grad_clip={grad_clip} must be > 0, or null for none")
-        if max_nonfinite_steps < 0:
-            raise ConfigError(f"max_nonfinite_steps={max_nonfinite_steps} must be at least 0")
         self._settings = ForwardSettings(
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_rows_per_micro_batch=max_rows_per_micro_batch,
@@ -99,24 +95,20 @@ class SingleProcessBackend:
         self._base_digest: str | None = None
         if isinstance(optim, OptimSettings):
             optim = PolicyOptimizer(self.decoder.named_parameters(), optim, dtype=dtype)
-        self._optimizer = optim
+        self._guarded = GuardedOptimizer(
+            optim,
+            grad_clip=grad_clip,
+            max_nonfinite_steps=max_nonfinite_steps,
+            prefix=metrics_prefix,
+            causes="advantages or recorded log-probs",
+        )
         self._dtype = dtype
-        self._grad_clip = grad_clip
         self._loss = loss or sft_loss()
-        self._max_nonfinite = max_nonfinite_steps
-        self._prefix = metrics_prefix
         self._compute = compute or ComputeThread()
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
         self._lock = threading.Lock()
-        # Of the gradients that have been added up since the last update.
-        self._has_gradients = False
-        self._finite = True
-        self._updates = 0
-        self._optimizer_steps = 0
-        self._skipped_steps = 0
-        self._nonfinite_in_a_row = 0
         self._weight_version = 0
 
     @property
@@ -294,7 +286,7 @@ class SingleProcessBackend:
         selected = sink.select(batch) if sink is not None else set()
         normalizers = batch_normalizers(batch)
         metrics = MetricSums()
-        self._has_gradients = True
+        self._guarded.has_gradients = True
         try:
             for result in self._forward(batch, selected, sink):
                 inputs = loss_inputs(batch, result, normalizers)
@@ -304,7 +296,7 @@ class SingleProcessBackend:
                     difference = rollout_difference(inputs)
                     metrics.add(difference.sums, difference.maxima)
                 if not math.isfinite(outputs.loss.item()):
-                    self._finite = False
+                    self._guarded.finite = False
                     break
                 if sink is not None:
                     hand_over(
@@ -312,11 +304,11 @@ class SingleProcessBackend:
                         batch,
                         result,
                         selected=selected,
-                        optimizer_step=self._optimizer_steps,
+                        optimizer_step=self._guarded.optimizer_steps,
                     )
                 outputs.loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:
-            self._forget_gradients()
+            self._guarded.forget_gradients()
             raise
         return metrics.values()
 
@@ -361,61 +353,18 @@ class SingleProcessBackend:
                         batch,
                         result,
                         selected=selected,
-                        optimizer_step=self._optimizer_steps,
+                        optimizer_step=self._guarded.optimizer_steps,
                     )
         return out
 
     def _optim_step(self) -> dict[str, float]:
-        if not self._has_gradients:
-            raise TrainingError("optim_step() without gradients; call forward_backward() before it")
-        metrics = {
-            f"{self._prefix}/{name}": rate
-            for name, rate in self._optimizer.learning_rates(self._updates).items()
-        }
-        gradients = [p.grad for p in self._optimizer.parameters if p.grad is not None]
-        if self._finite:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            metrics[f"{self._prefix}/grad_norm"] = norm.item()
-            self._finite = math.isfinite(norm.item())
-        if self._finite:
-            self._freeze_snapshots()
-            if self._grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(
-                    self._optimizer.parameters, self._grad_clip, norm
-                )
-            self._optimizer.step(self._updates)
-            self._optimizer_steps += 1
-            self._nonfinite_in_a_row = 0
-        else:
-            self._skipped_steps += 1
-            self._nonfinite_in_a_row += 1
-        # A skipped update still moves the schedule: it is tied to the steps of the run.
-        self._updates += 1
-        self._forget_gradients()
-        if self._nonfinite_in_a_row > self._max_nonfinite:
-            raise TrainingError(
-                f"loss or gradient norm was not finite in {self._nonfinite_in_a_row} updates in a "
-                f"row (update {self._updates}); likely causes: the learning rate "
-                f"({metrics[f'{self._prefix}/lr']:.3g} now) is too high, advantages or recorded "
-                "log-probs in the batch are NaN or infinite, or the weights were already broken "
-                "by an earlier update: go back to a checkpoint with a lower learning rate"
-            )
-        metrics["training/skipped_steps"] = float(self._skipped_steps)
+        metrics = self._guarded.step(self._freeze_snapshots)
+        metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 
-    def _forget_gradients(self) -> None:
-        self._optimizer.zero_grad()
-        self._has_gradients = False
-        self._finite = True
-
     def _state_dict(self) -> StateTree:
-        if self._has_gradients:
-            raise TrainingError(
-                "state_dict() between forward_backward() and optim_step() would lose gradients; "
-                "call it after optim_step()"
-            )
-        counts = {name: getattr(self, f"_{name}") for name in _COUNTS}
-        state: StateTree = {"optimizer": self._optimizer.state_dict(), "counts": counts}
+        state = self._guarded.state_dict()
+        state["counts"]["weight_version"] = self._weight_version
         if self._lora:
             state["lora"] = adapter_state(self.decoder, self._base())
         return state
@@ -427,20 +376,11 @@ class SingleProcessBackend:
         return self._base_digest
 
     def _load_state_dict(self, state: StateTree) -> None:
-        try:
-            optimizer, counts = state["optimizer"], state["counts"]
-            values = {name: int(counts[name]) for name in _COUNTS}
-        except KeyError as missing:
-            raise CheckpointError(
-                f"training state: entry {missing} is missing; the checkpoint is incomplete or of "
-                "another version of Slipstream"
-            ) from None
+        version = int(entry(entry(state, "counts"), "weight_version"))
         lora = state.get("lora")
         check_adapter_state(self.decoder, lora, self._base() if self._lora else "")
-        self._optimizer.load_state_dict(optimizer)
+        self._guarded.load_state_dict(state)
         if lora is not None:
             self._freeze_snapshots()
             load_adapter_state(self.decoder, lora)
-        for name, value in values.items():
-            setattr(self, f"_{name}", value)
-        self._forget_gradients()
+        self._weight_version = version

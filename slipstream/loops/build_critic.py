@@ -1,0 +1,115 @@
+"""Wiring of the critic from the configuration. Called by the RL phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.checkpoint.state import critic_folder, critic_optimizer_file
+from slipstream.checkpoint.tree import load_tree
+from slipstream.config.schema import Config
+from slipstream.config.validate import NEEDS_CRITIC
+from slipstream.environment.tokenizer import load_tokenizer
+from slipstream.errors import ConfigError
+from slipstream.loops import build
+from slipstream.models.critic_io import check_vocabulary, load_critic
+from slipstream.models.decoder import Decoder
+from slipstream.models.numerics import dtype_from_name
+from slipstream.models.value_model import ValueModel
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.critic import Critic, ValueLossSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def wants_critic(config: Config) -> bool:
+    """Whether a critic is trained: `critic.enable`, or by the advantage estimator."""
+    enable = config.critic.enable
+    return config.algorithm.adv_estimator in NEEDS_CRITIC if enable is None else enable
+
+
+def critic_updates(config: Config) -> tuple[int, int]:
+    """Passes over a rollout batch, and prompts per optimizer step."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    mini = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
+    return critic.ppo_epochs or actor.ppo_epochs, mini
+
+
+def make_critic(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Decoder,
+    compute: ComputeThread,
+    *,
+    rl_steps: int,
+    resume: Path | None = None,
+) -> Critic:
+    """The critic of an RL run of `rl_steps`; it works on `compute`, which calls this.
+
+    It starts from `critic.model.path` or else from `policy`, or goes on from the checkpoint
+    `resume`, where its weights and state are in `critic_folder` and `critic_optimizer_file`.
+
+    Raises:
+        CheckpointError: the folder is no critic, or of another vocabulary than the policy's.
+        ConfigError: it is too short for the sequences of this run.
+    """
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    device = build.device_of(config)
+    if resume is not None:
+        model = load_critic(critic_folder(resume), device=device)
+    elif critic.model.path is not None:
+        model = load_critic(Path(critic.model.path), device=device)
+        _check(config, model, tokenizer, policy)
+    else:
+        model = ValueModel.of(policy)
+    epochs, mini = critic_updates(config)
+    rows = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+    dynamic = critic.use_dynamic_bsz
+    if dynamic is None:
+        dynamic = critic.ppo_micro_batch_size_per_gpu is None and actor.use_dynamic_bsz
+    tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    steps = rl_steps * epochs * (config.data.train_batch_size // mini)
+    made = Critic(
+        model,
+        optim=build.optim_settings(critic.optim, steps),
+        loss=ValueLossSettings(
+            cliprange_value=critic.cliprange_value,
+            loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+        ),
+        dtype=dtype_from_name(actor.dtype, device),
+        device=device,
+        max_tokens_per_micro_batch=tokens if dynamic else None,
+        max_rows_per_micro_batch=None if dynamic else rows,
+        grad_clip=critic.grad_clip,
+        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        max_nonfinite_steps=actor.max_nonfinite_steps,
+        compute=compute,
+    )
+    if resume is not None:
+        made.load_state_dict(load_tree(critic_optimizer_file(resume)))
+    return made
+
+
+def _check(
+    config: Config, model: ValueModel, tokenizer: PreTrainedTokenizerBase, policy: Decoder
+) -> None:
+    own = config.critic.model
+    assert own.path is not None
+    folder = Path(own.tokenizer_path or own.path)
+    has_one = own.tokenizer_path is not None or (folder / "tokenizer_config.json").exists()
+    check_vocabulary(
+        model.config,
+        policy.config,
+        source=f"critic.model.path={own.path}",
+        critic_vocab=load_tokenizer(folder).get_vocab() if has_one else None,
+        policy_vocab=tokenizer.get_vocab(),
+    )
+    longest = build.max_model_len(config)
+    if model.config.max_position_embeddings < longest:
+        raise ConfigError(
+            f"critic.model.path={own.path} has max_position_embeddings="
+            f"{model.config.max_position_embeddings} and sequences have up to {longest} tokens; "
+            "shorten data.max_prompt_length or data.max_response_length, or start from another"
+        )

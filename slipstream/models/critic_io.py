@@ -1,0 +1,119 @@
+"""Critics as Hugging Face folders for token classification with one label, as
+`AutoModelForTokenClassification` loads them.
+
+Knows files; the model is `value_model`'s. Called by the loops and by training scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from slipstream.errors import CheckpointError
+from slipstream.models.config import ModelConfig
+from slipstream.models.hf_io import (
+    load_config,
+    load_tensors,
+    read_json,
+    read_tensors,
+    write_model,
+)
+from slipstream.models.value_model import ValueModel
+
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForTokenClassification",
+    "qwen3": "Qwen3ForTokenClassification",
+    "llama": "LlamaForTokenClassification",
+}
+_CAUSAL = "ForCausalLM"
+
+
+def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueModel:
+    """A value model with fp32 parameters: one that `save_critic` or transformers wrote, or a
+    language model, without its LM head and with values that are 0.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`; or a folder of another kind of model, or of one with
+            several labels.
+    """
+    config, raw = load_config(folder), read_json(folder / "config.json")
+    tensors = dict(read_tensors(folder))
+    (architecture,) = (raw.get("architectures") or [f"?{_CAUSAL}"])[:1]
+    model = ValueModel(config)
+    if str(architecture).endswith(_CAUSAL):
+        tensors.pop("lm_head.weight", None)
+        tensors.update({f"score.{n}": p.detach() for n, p in model.score.named_parameters()})
+    elif architecture != _ARCHITECTURES[config.family]:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: {architecture} is no critic; it takes "
+            f"{_ARCHITECTURES[config.family]} with one label, or a language model to start from"
+        )
+    elif "score.weight" in tensors and len(tensors["score.weight"]) != 1:
+        raise CheckpointError(
+            f"{folder}: the model has {len(tensors['score.weight'])} labels and a critic has one, "
+            "the value; start from a language model instead"
+        )
+    load_tensors(model, tensors, source=str(folder))
+    return model.to(device) if device is not None else model
+
+
+def save_critic(
+    model: ValueModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    save_tokenizer: Callable[[str], object] | None = None,
+) -> None:
+    """Write a folder that `load_critic` and `AutoModelForTokenClassification.from_pretrained` load,
+    over what it holds. `save_tokenizer` is a tokenizer's `save_pretrained`."""
+    raw = model.config.to_hf(dtype=str(dtype).removeprefix("torch."))
+    raw |= {
+        "architectures": [_ARCHITECTURES[model.config.family]],
+        "num_labels": 1,
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+        "classifier_dropout": 0.0,
+        "use_cache": False,
+    }
+    write_model(folder, raw, model, dtype=dtype)
+    if save_tokenizer is not None:
+        save_tokenizer(str(folder))
+
+
+def check_vocabulary(
+    critic: ModelConfig,
+    policy: ModelConfig,
+    *,
+    source: str,
+    critic_vocab: Mapping[str, int] | None = None,
+    policy_vocab: Mapping[str, int] | None = None,
+) -> None:
+    """Refuse a critic that reads other tokens than the policy writes.
+
+    `critic_vocab` and `policy_vocab` are the tokenizers' `get_vocab()`, where there are any: equal
+    ones decide, since models pad their embeddings differently. `source` names the critic.
+
+    Raises:
+        CheckpointError: the vocabularies differ, or the critic has no embedding for a token.
+    """
+    remedy = "start from a critic of the policy's tokenizer, or set critic.model.path=null"
+    if critic_vocab is not None and policy_vocab is not None:
+        if critic_vocab != policy_vocab:
+            odd = sorted(set(critic_vocab.items()) ^ set(policy_vocab.items()))
+            raise CheckpointError(
+                f"{source}: the critic's tokenizer is not the policy's: {len(odd)} entries differ, "
+                f"such as {odd[0][0]!r} -> {odd[0][1]}; {remedy}"
+            )
+        highest = max(policy_vocab.values(), default=-1)
+        if highest >= critic.vocab_size:
+            raise CheckpointError(
+                f"{source}: the critic has {critic.vocab_size} embeddings and the tokenizer goes "
+                f"up to token {highest}; {remedy}"
+            )
+    elif critic.vocab_size != policy.vocab_size:
+        raise CheckpointError(
+            f"{source}: the critic's vocabulary has {critic.vocab_size} tokens and the policy's "
+            f"{policy.vocab_size}; {remedy}"
+        )

@@ -1,0 +1,269 @@
+"""The critic: values of states, and their update from returns.
+
+    V_t: what the critic expects of the state before token t, read at token t - 1
+
+Packs and computes as the policy's trainer does, on a compute thread that it may share with it. It
+does not know where returns come from (`algorithms`). Called by the RL loop, once per step:
+
+    for row, values in zip(batch.rows, await critic.values(batch)): row.values = values
+    ...                                  advantages and row.returns, by GAE
+    for mini in mini_batches: metrics = await critic.update(mini)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.aggregation import LossAggMode
+from slipstream.algorithms.losses.value import value_loss
+from slipstream.errors import ConfigError, DataError
+from slipstream.models.critic_io import save_critic
+from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.value_model import ValueModel
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.guarded import GuardedOptimizer
+from slipstream.training.optim import OptimSettings, PolicyOptimizer
+from slipstream.training.packing import MicroBatch, check_batch, column
+from slipstream.training.protocol import StateTree, TrainFuture
+from slipstream.training.single import COMPUTE_DTYPES
+from slipstream.training.step import ForwardSettings, MetricSums, batch_normalizers, micro_batches
+from slipstream.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLossSettings:
+    """Of `algorithms.value_loss`: how far values may move from those at the start of the update
+    before the loss no longer pulls them, and how token losses become one number, over the whole
+    mini-batch. `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm`.
+
+    Raises:
+        ConfigError: a range that is not positive, an unknown mode, or a missing horizon.
+    """
+
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = LossAggMode.TOKEN_MEAN
+    loss_scale_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.cliprange_value > 0:
+            raise ConfigError(
+                f"critic.cliprange_value={self.cliprange_value} must be > 0: at 0 no value could "
+                "move; the usual value is 0.5"
+            )
+        if self.loss_agg_mode not in list(LossAggMode):
+            raise ConfigError(
+                f"critic.loss_agg_mode={self.loss_agg_mode} is unknown; known: "
+                f"{', '.join(LossAggMode)}"
+            )
+        if self.loss_agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not self.loss_scale_factor:
+            raise ConfigError(
+                f"critic.loss_agg_mode={self.loss_agg_mode} divides by a constant length, but "
+                f"loss_scale_factor is {self.loss_scale_factor}; data.max_response_length is usual"
+            )
+
+
+class Critic:
+    """A value model, whose parameters it owns from then on, and its optimizer.
+
+    `optim`, `dtype`, `grad_clip`, `max_nonfinite_steps` and the limits of micro-batches are as in
+    `SingleProcessBackend`. All work runs on `compute` in the order of the calls; None: a thread of
+    its own.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        *,
+        optim: OptimSettings | PolicyOptimizer,
+        loss: ValueLossSettings | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_tokens_per_micro_batch: int | None = 16384,
+        max_rows_per_micro_batch: int | None = None,
+        grad_clip: float | None = 1.0,
+        gradient_checkpointing: bool = False,
+        max_nonfinite_steps: int = 3,
+        compute: ComputeThread | None = None,
+    ) -> None:
+        if dtype not in COMPUTE_DTYPES:
+            raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
+        self._settings = ForwardSettings(
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            max_rows_per_micro_batch=max_rows_per_micro_batch,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        self.model = model.to(torch.device(device))
+        self._dtype = dtype
+        self._loss = loss or ValueLossSettings()
+        if isinstance(optim, OptimSettings):
+            optim = PolicyOptimizer(self.model.named_parameters(), optim, dtype=dtype)
+        self._guarded = GuardedOptimizer(
+            optim,
+            grad_clip=grad_clip,
+            max_nonfinite_steps=max_nonfinite_steps,
+            prefix="critic",
+            causes="returns or recorded values",
+        )
+        self._compute = compute or ComputeThread()
+        self._owns_compute = compute is None
+
+    def values(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+        """V_t under the present weights, one list per row, aligned with its tokens.
+
+        0.0 where `loss_mask` is 0 and at entry 0. They do not depend on the split into
+        micro-batches.
+
+        Raises (when awaited):
+            DataError: the batch cannot be computed on.
+        """
+        return self._compute.submit(lambda: self._values(batch))
+
+    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
+        """One optimizer step on a mini-batch whose rows have `returns` and `values`, which are
+        those at the start of the update.
+
+        Metrics: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean` of `value_loss`;
+        `critic/vf_explained_var` (`explained_variance`) of the given values; `critic/grad_norm`
+        before clipping and `critic/lr`; `critic/skipped_steps`: the updates that this run has
+        skipped because loss or gradient norm was not finite.
+
+        Raises (when awaited):
+            DataError: the batch cannot be trained on, or lacks a column.
+            TrainingError: too many non-finite updates in a row.
+        """
+        return self._compute.submit(lambda: self._update(batch))
+
+    def state_dict(self) -> StateTree:
+        """Optimizer state and counts, after all submitted work; the weights are saved separately.
+        Blocks: not for the event loop."""
+        return self._compute.run(self._guarded.state_dict)
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Go on from `state_dict()`, with the weights that were saved with it (`load_critic`), to
+        the bit. Blocks: not for the event loop.
+
+        Raises:
+            CheckpointError: the state is incomplete, or of another optimizer or model.
+        """
+        self._compute.run(lambda: self._guarded.load_state_dict(state))
+
+    def save(self, folder: Path, save_tokenizer: Callable[[str], object] | None = None) -> None:
+        """Write the weights in fp32 for `load_critic` and transformers. Blocks: not for the event
+        loop."""
+        self._compute.run(lambda: save_critic(self.model, folder, save_tokenizer=save_tokenizer))
+
+    def close(self) -> None:
+        """Wait for submitted work and end the thread, if it is the critic's own."""
+        if self._owns_compute:
+            self._compute.close()
+
+    def _check(self, batch: TrainBatch) -> None:
+        c = self.model.config
+        check_batch(batch, vocab_size=c.vocab_size, max_positions=c.max_position_embeddings)
+
+    def _forward(self, batch: TrainBatch) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """Micro-batches, and the values (B, T) of their target tokens."""
+        c = self.model.config
+        packed = head = None
+        for micro in micro_batches(
+            batch,
+            also=(),
+            settings=self._settings,
+            pad_id=c.pad_token_id or 0,
+            max_positions=c.max_position_embeddings,
+            device=self.model.device,
+            padded=not takes_sequences_in_a_row(c, self._dtype, self.model.device),
+        ):
+            # With gradients every micro-batch needs its own graph down to the parameters.
+            if packed is None or head is None or torch.is_grad_enabled():
+                packed, head = self.model.pack(self._dtype), self.model.score.pack()
+            hidden = packed.forward(
+                micro.ids,
+                micro.positions,
+                lengths=micro.lengths,
+                recompute=self._settings.gradient_checkpointing and torch.is_grad_enabled(),
+            )
+            rows = hidden.final.flatten(0, 1).index_select(0, micro.head_rows)
+            values = head(rows.to(torch.float32)).squeeze(-1)
+            yield micro, micro.scatter(values[: len(micro.target_slots)])
+
+    def _values(self, batch: TrainBatch) -> list[list[float]]:
+        self._check(batch)
+        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        with torch.no_grad():
+            for micro, values in self._forward(batch):
+                for index, row in zip(micro.indices, values.tolist(), strict=True):
+                    out[index] = row[: len(out[index])]
+        return out
+
+    def _update(self, batch: TrainBatch) -> dict[str, float]:
+        self._check(batch)
+        explained = explained_variance(batch)
+        normalizers = batch_normalizers(batch)
+        if self._loss.loss_scale_factor:
+            normalizers = replace(normalizers, horizon=self._loss.loss_scale_factor)
+        sums = MetricSums()
+        self._guarded.has_gradients = True
+        try:
+            for micro, vpreds in self._forward(batch):
+                rows = [batch.rows[i] for i in micro.indices]
+                returns = column([row.returns for row in rows], vpreds.shape, vpreds)
+                values = column([row.values for row in rows], vpreds.shape, vpreds)
+                assert returns is not None
+                assert values is not None
+                loss, metrics = value_loss(
+                    vpreds,
+                    returns,
+                    values,
+                    micro.mask.to(vpreds.dtype),
+                    cliprange_value=self._loss.cliprange_value,
+                    loss_agg_mode=self._loss.loss_agg_mode,
+                    normalizers=normalizers,
+                )
+                sums.add({"critic/vf_loss": loss.detach(), **metrics}, {})
+                if not math.isfinite(loss.item()):
+                    self._guarded.finite = False
+                    break
+                loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._guarded.forget_gradients()
+            raise
+        metrics_of_step = sums.values() | self._guarded.step()
+        if explained is not None:
+            metrics_of_step["critic/vf_explained_var"] = explained
+        metrics_of_step["critic/skipped_steps"] = float(self._guarded.skipped_steps)
+        return metrics_of_step
+
+
+def explained_variance(batch: TrainBatch) -> float | None:
+    """1 - Var(R - V) / (Var(R) + 1e-5) over target tokens, of the rows' `returns` and `values`:
+    1 where values say all, 0 where they say nothing, below where they mislead. None: one token.
+
+    Raises:
+        DataError: a row has no returns or no values.
+    """
+    returns: list[float] = []
+    errors: list[float] = []
+    for index, row in enumerate(batch.rows):
+        for name in ("returns", "values"):
+            if getattr(row, name) is None:
+                raise DataError(
+                    f"row {index} (uid {row.uid!r}) has no {name}, and a critic learns from both "
+                    "values and returns; set values from Critic.values before the update, and "
+                    "returns from the advantage estimator (gae)"
+                )
+        assert row.returns is not None
+        assert row.values is not None
+        targets = [t for t, weight in enumerate(row.loss_mask) if t and weight]
+        returns += [row.returns[t] for t in targets]
+        errors += [row.returns[t] - row.values[t] for t in targets]
+    if len(returns) < 2:
+        return None
+    spread = torch.tensor([errors, returns], dtype=torch.float64).var(-1)
+    return 1.0 - float(spread[0] / (spread[1] + 1e-5))

@@ -1,0 +1,141 @@
+"""Optimizer steps with clipping, that skip what is not finite, and count.
+
+Knows gradients and an optimizer, not what they are of. Called by the backends and the critic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from slipstream.errors import CheckpointError, ConfigError, TrainingError
+from slipstream.training.optim import PolicyOptimizer
+from slipstream.training.protocol import StateTree
+
+_COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row")
+
+
+class GuardedOptimizer:
+    """A `PolicyOptimizer` and the state of the update under way.
+
+    `grad_clip` bounds the norm of the whole gradient; None leaves it. An update whose loss or
+    gradient is not finite is skipped; after `max_nonfinite_steps` such in a row the next one fails.
+    `prefix` goes before `/grad_norm` and `/lr`; `causes` says what may be wrong with a batch.
+
+    Raises:
+        ConfigError: an impossible `grad_clip` or `max_nonfinite_steps`.
+    """
+
+    def __init__(
+        self,
+        optimizer: PolicyOptimizer,
+        *,
+        grad_clip: float | None,
+        max_nonfinite_steps: int,
+        prefix: str,
+        causes: str,
+    ) -> None:
+        if grad_clip is not None and not grad_clip > 0:
+            raise ConfigError(f"grad_clip={grad_clip} must be > 0, or null for none")
+        if max_nonfinite_steps < 0:
+            raise ConfigError(f"max_nonfinite_steps={max_nonfinite_steps} must be at least 0")
+        self.optimizer = optimizer
+        self._grad_clip = grad_clip
+        self._max_nonfinite = max_nonfinite_steps
+        self._prefix = prefix
+        self._causes = causes
+        # Of the gradients that have been added up since the last update.
+        self.has_gradients = False
+        self.finite = True
+        self.updates = 0
+        self.optimizer_steps = 0
+        self.skipped_steps = 0
+        self.nonfinite_in_a_row = 0
+
+    def step(self, before_change: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Clip, update and forget the gradients; `before_change` is called where weights change.
+
+        Raises:
+            TrainingError: no gradients, or too many non-finite updates in a row.
+        """
+        if not self.has_gradients:
+            raise TrainingError("optim_step() without gradients; call forward_backward() before it")
+        metrics = {
+            f"{self._prefix}/{name}": rate
+            for name, rate in self.optimizer.learning_rates(self.updates).items()
+        }
+        gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
+        if self.finite:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            metrics[f"{self._prefix}/grad_norm"] = norm.item()
+            self.finite = math.isfinite(norm.item())
+        if self.finite:
+            before_change()
+            if self._grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(
+                    self.optimizer.parameters, self._grad_clip, norm
+                )
+            self.optimizer.step(self.updates)
+            self.optimizer_steps += 1
+            self.nonfinite_in_a_row = 0
+        else:
+            self.skipped_steps += 1
+            self.nonfinite_in_a_row += 1
+        # A skipped update still moves the schedule: it is tied to the steps of the run.
+        self.updates += 1
+        self.forget_gradients()
+        if self.nonfinite_in_a_row > self._max_nonfinite:
+            raise TrainingError(
+                f"loss or gradient norm was not finite in {self.nonfinite_in_a_row} updates in a "
+                f"row (update {self.updates}); likely causes: the learning rate "
+                f"({metrics[f'{self._prefix}/lr']:.3g} now) is too high, {self._causes} in the "
+                "batch are NaN or infinite, or the weights were already broken by an earlier "
+                "update: go back to a checkpoint with a lower learning rate"
+            )
+        return metrics
+
+    def forget_gradients(self) -> None:
+        """Begin an update anew."""
+        self.optimizer.zero_grad()
+        self.has_gradients = False
+        self.finite = True
+
+    def state_dict(self) -> StateTree:
+        """`{"optimizer": ..., "counts": ...}`.
+
+        Raises:
+            TrainingError: gradients wait for a step; they are not part of the state.
+        """
+        if self.has_gradients:
+            raise TrainingError(
+                "state_dict() between forward_backward() and optim_step() would lose gradients; "
+                "call it after optim_step()"
+            )
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"optimizer": self.optimizer.state_dict(), "counts": counts}
+
+    def load_state_dict(self, state: StateTree) -> None:
+        """Go on from `state_dict()`.
+
+        Raises:
+            CheckpointError: it is incomplete, or of another optimizer or model.
+        """
+        optimizer, counts = entry(state, "optimizer"), entry(state, "counts")
+        values = {name: int(entry(counts, name)) for name in _COUNTS}
+        self.optimizer.load_state_dict(optimizer)
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.forget_gradients()
+
+
+def entry(state: Mapping[str, Any], name: str) -> Any:
+    """One entry of a training state. Raises CheckpointError where it is missing."""
+    if name not in state:
+        raise CheckpointError(
+            f"training state: entry {name!r} is missing; the checkpoint is incomplete or of "
+            "another version of Slipstream"
+        )
+    return state[name]
