@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
+    "critic_updates",
     "group_filter",
     "make_kl_in_reward",
     "rl_config",
@@ -66,6 +67,9 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         advantages = _advantage_config(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    critic_epochs, critic_mini = critic_updates(config)
+    shuffles = a.shuffle if config.critic.shuffle is None else config.critic.shuffle
+    order = f"mini-batches/{config.trainer.seed}"
     return RLTrainingConfig(
         num_steps=num_steps,
         start_step=start_step,
@@ -95,7 +99,11 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         temperature=r.temperature if r.do_sample else 1.0,
         mini_batch_size=None if mini in (None, batch) else mini,
         ppo_epochs=a.ppo_epochs,
-        shuffle=f"mini-batches/{config.trainer.seed}" if a.shuffle else None,
+        critic_mini_batch_size=None if critic_mini == batch else critic_mini,
+        critic_epochs=critic_epochs,
+        critic_warmup=config.trainer.critic_warmup,
+        shuffle=order if a.shuffle else None,
+        critic_shuffle=order if shuffles else None,
         sync_every=config.trainer.sync_every,
         # Of the other engines no one knows what decided a token.
         noise_seed=config.trainer.seed if r.name == "embedded" else None,
@@ -117,6 +125,13 @@ def wants_critic(config: Config) -> bool:
     """`critic.enable`, where null is: if the advantage estimator needs values."""
     enable = config.critic.enable
     return AdvantageNeed.VALUES in needs(config) if enable is None else enable
+
+
+def critic_updates(config: Config) -> tuple[int, int]:
+    """Passes of the critic over a rollout batch, and prompts per optimizer step."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    mini = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
+    return critic.ppo_epochs or actor.ppo_epochs, mini
 
 
 def wants_greedy(config: Config) -> bool:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from slipstream.checkpoint.state import critic_folder, critic_optimizer_file
 from slipstream.checkpoint.tree import load_tree
 from slipstream.config.schema import Config
-from slipstream.config.validate import NEEDS_CRITIC
 from slipstream.environment.tokenizer import load_tokenizer
 from slipstream.errors import ConfigError
 from slipstream.loops import build
+from slipstream.loops.build_algorithm import critic_updates
 from slipstream.models.critic_io import check_vocabulary, load_critic
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import dtype_from_name
@@ -21,19 +21,6 @@ from slipstream.training.critic import Critic, ValueLossSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def wants_critic(config: Config) -> bool:
-    """Whether a critic is trained: `critic.enable`, or by the advantage estimator."""
-    enable = config.critic.enable
-    return config.algorithm.adv_estimator in NEEDS_CRITIC if enable is None else enable
-
-
-def critic_updates(config: Config) -> tuple[int, int]:
-    """Passes over a rollout batch, and prompts per optimizer step."""
-    critic, actor = config.critic, config.actor_rollout_ref.actor
-    mini = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
-    return critic.ppo_epochs or actor.ppo_epochs, mini
 
 
 def make_critic(

@@ -258,7 +258,8 @@ class Learner:
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
         """All optimizer steps of one batch; metrics are means over them."""
         config, totals = self._config, dict[str, list[float]]()
-        for epoch, mini in self._minis(step, batch, sizes, config.ppo_epochs):
+        order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
+        for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
             async with self._stages.stage("update", "the trainer's optimizer step"):
                 metrics = await self._present(step, mini)
                 if mini.num_target_tokens:
@@ -301,9 +302,9 @@ class Learner:
         self, step: int, batch: TrainBatch, sizes: Sequence[int]
     ) -> dict[str, float]:
         assert self._critic is not None
-        totals = dict[str, list[float]]()
-        epochs = self._config.critic_epochs
-        for _, mini in self._minis(step, batch, sizes, epochs, self._config.critic_mini_batch_size):
+        c, totals = self._config, dict[str, list[float]]()
+        order = f"{c.critic_shuffle}/{step}" if c.critic_shuffle is not None else None
+        for _, mini in _minis(batch, sizes, c.critic_epochs, c.critic_mini_batch_size, order):
             if not mini.num_target_tokens:
                 continue
             async with self._stages.stage("update", "the critic's optimizer step"):
@@ -312,24 +313,21 @@ class Learner:
                 totals.setdefault(name, []).append(value)
         return {name: _combined(name, values) for name, values in totals.items()}
 
-    def _minis(
-        self,
-        step: int,
-        batch: TrainBatch,
-        sizes: Sequence[int],
-        epochs: int,
-        prompts: int | None = -1,
-    ) -> list[tuple[int, TrainBatch]]:
-        """(epoch, mini-batch) in order, with rows of their own."""
-        config = self._config
-        prompts = config.mini_batch_size if prompts == -1 else prompts
-        out = []
-        for epoch in range(epochs):
-            seed = None if config.shuffle is None else f"{config.shuffle}/{step}/{epoch}"
-            for mini in mini_batches(batch, sizes, prompts, shuffle=seed):
-                rows = [replace(row) for row in mini.rows]
-                out.append((epoch, replace(mini, rows=rows)))
-        return out
+
+def _minis(
+    batch: TrainBatch,
+    sizes: Sequence[int],
+    epochs: int,
+    prompts: int | None,
+    order: str | None,
+) -> list[tuple[int, TrainBatch]]:
+    """(epoch, mini-batch) in the order of updates, with rows of their own."""
+    out = []
+    for epoch in range(epochs):
+        seed = None if order is None else f"{order}/{epoch}"
+        for mini in mini_batches(batch, sizes, prompts, shuffle=seed):
+            out.append((epoch, replace(mini, rows=[replace(row) for row in mini.rows])))
+    return out
 
 
 def correct(

@@ -17,6 +17,7 @@ from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
+from slipstream.loops.build_critic import make_critic
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
@@ -29,6 +30,7 @@ from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.metrics.timers import Timers
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
+from slipstream.training.critic import Critic
 from slipstream.types import Group
 
 
@@ -157,6 +159,16 @@ class _RLPhase:
         self._reference = build.make_reference(
             config, run.tokenizer, start, run.compute, self._backend
         )
+        self._critic: Critic | None = None
+        if build.wants_critic(config):
+            self._critic = make_critic(
+                config,
+                run.tokenizer,
+                decoder,
+                run.compute,
+                rl_steps=self._total,
+                resume=self._resume,
+            )
         self._engine = build.make_engine(
             config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )
@@ -206,7 +218,8 @@ class _RLPhase:
                 receivers,
                 build.rl_config(run.config, self._total, done),
                 logger,
-                reference=self._reference,
+                reference=self._reference if build.wants_ref_log_probs(run.config) else None,
+                critic=self._critic,
                 kl_in_reward=self._kl,
                 drafter=self._drafter,
                 after_step=self._after_step,
@@ -223,7 +236,14 @@ class _RLPhase:
         return done + len(history) >= self._total
 
     def close(self) -> None:
-        close_parts(self._run.stages, self._drafter, self._backend, self._reference, self._engine)
+        close_parts(
+            self._run.stages,
+            self._drafter,
+            self._backend,
+            self._reference,
+            self._critic,
+            self._engine,
+        )
 
     @property
     def _rollout_folder(self) -> Path:
@@ -303,7 +323,13 @@ class _RLPhase:
         with timers.span("save_checkpoint"):
             await self._saves.begin(
                 lambda go_on: self._snapshots.save(
-                    step, self._backend, state, self._published, self._drafter, go_on
+                    step,
+                    self._backend,
+                    state,
+                    self._published,
+                    self._drafter,
+                    self._critic,
+                    go_on,
                 )
             )
 
@@ -319,9 +345,9 @@ def check_rl(run: Run, start: Path | None) -> None:
     build.rl_config(config, steps, 0)
     build.check_engine(config, policy)
     check_cotraining(config, policy, steps)
-    reference = config.actor_rollout_ref.ref.path
-    if reference is not None:
-        load_config(policy_folder(Path(reference)))
+    for other in (config.actor_rollout_ref.ref.path, config.critic.model.path):
+        if other is not None:
+            load_config(policy_folder(Path(other)))
 
 
 def result_of_sft(run: Run) -> Path | None:

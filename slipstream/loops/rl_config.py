@@ -25,7 +25,8 @@ class RLTrainingConfig:
     """One RL run. `mini_batch_size` counts prompts per optimizer step; None is the whole batch.
 
     `sync_every` is in steps; `start_step` the number of steps done already (resume). `shuffle` is
-    the seed of the order of groups in mini-batches, None keeps their order. The two lengths are the
+    the seed of the order of groups in mini-batches, None keeps their order; the critic has its own
+    of each. The two lengths are the
     rollout's limits, for metrics. A step without any sample to train on is left out; after
     `max_skipped_batches` such in a row the run ends. With `baseline`, advantages are reward -
     `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
@@ -54,6 +55,7 @@ class RLTrainingConfig:
     critic_epochs: int = 1
     critic_warmup: int = 0
     shuffle: str | None = None
+    critic_shuffle: str | None = None
     sync_every: int = 1
     start_step: int = 0
     log_every: int = 1

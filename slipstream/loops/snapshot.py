@@ -20,6 +20,8 @@ from slipstream.checkpoint.manager import CheckpointManager, verify
 from slipstream.checkpoint.state import (
     RunState,
     adapter_folder,
+    critic_folder,
+    critic_optimizer_file,
     data_file,
     draft_folder,
     huggingface_folder,
@@ -30,6 +32,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_tensors, read_tensors
+from slipstream.training.critic import Critic
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
 
@@ -87,6 +90,7 @@ class Snapshots:
         data: Mapping[str, Any],
         published: LastPublished | None = None,
         drafter: SavesItself | None = None,
+        critic: Critic | None = None,
         go_on: Callable[[], object] = lambda: None,
     ) -> Path:
         """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
@@ -119,6 +123,9 @@ class Snapshots:
             backend.save_policy(huggingface_folder(folder), self.save_tokenizer)
             backend.save_adapter(adapter_folder(folder))
             save_tree(optimizer_file(folder), backend.state_dict())
+            if critic is not None:
+                critic.save(critic_folder(folder), self.save_tokenizer)
+                save_tree(critic_optimizer_file(folder), critic.state_dict())
             if published is not None:
                 tree = {"version": published.version, "tensors": published.tensors}
                 save_tree(published_file(folder), tree)

@@ -121,6 +121,11 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+        """Of the distribution at each target token, the sum of its squared probabilities; aligned
+        as `compute_log_probs`."""
+        ...
+
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
         """Copies of all weights under their Hugging Face names."""
         ...

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
@@ -32,18 +33,20 @@ from slipstream.training.guarded import GuardedOptimizer, entry
 from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
-from slipstream.training.packing import check_batch
+from slipstream.training.packing import MicroBatch, check_batch
 from slipstream.training.protocol import StateTree, TrainFuture
 from slipstream.training.publish import WeightSnapshot
 from slipstream.training.step import (
     ForwardResult,
     ForwardSettings,
+    FullKL,
     MetricSums,
     batch_normalizers,
     forward,
     hand_over,
     loss_inputs,
     micro_batches,
+    sum_pi_squared,
 )
 from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
 
@@ -104,6 +107,7 @@ class SingleProcessBackend:
         )
         self._dtype = dtype
         self._loss = loss or sft_loss()
+        self._full_kl: tuple[Decoder | None, KLDirection] | None = None
         self._compute = compute or ComputeThread()
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
@@ -152,6 +156,33 @@ class SingleProcessBackend:
         that `forward_backward` works with.
         """
         return self._compute.submit(lambda: self._compute_log_probs(batch, sink))
+
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+        """The sum of squared probabilities of the distribution at each target token, at the batch's
+        temperature; aligned as `compute_log_probs`."""
+        return self._compute.submit(lambda: self._compute_sum_pi_squared(batch))
+
+    def use_full_kl(self, reference: Decoder | None, direction: KLDirection) -> None:
+        """From now on losses get the KL to `reference` over the whole vocabulary (`full_kl`); None:
+        to the base weights under a LoRA adapter.
+
+        Raises:
+            ConfigError: there are no base weights, or the vocabularies differ.
+        """
+        if reference is None and not self._lora:
+            raise ConfigError(
+                "use_full_kl(None): all weights are trained, so that there are no base weights; "
+                "give a frozen copy of the model"
+            )
+        own = self.decoder.config.vocab_size
+        if reference is not None and reference.config.vocab_size != own:
+            raise ConfigError(
+                f"the KL over the whole vocabulary compares distributions over the same tokens: "
+                f"the policy has {own} and the reference {reference.config.vocab_size}; name "
+                "another reference (actor_rollout_ref.ref.path), or use "
+                "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
+            )
+        self._full_kl = reference, direction
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
@@ -315,18 +346,10 @@ class SingleProcessBackend:
     def _forward(
         self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
     ) -> Iterator[ForwardResult]:
-        c = self.decoder.config
         tap_layers = sink.tap_layers if sink is not None else ()
         packed = None
-        for micro in micro_batches(
-            batch,
-            also=selected,
-            settings=self._settings,
-            pad_id=c.pad_token_id or 0,
-            max_positions=c.max_position_embeddings,
-            device=self.decoder.device,
-            padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
-        ):
+        full_kl = self._packed_reference() if torch.is_grad_enabled() else None
+        for micro in self._micro_batches(batch, selected):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
                 packed = self.decoder.pack(self._dtype)
@@ -336,7 +359,43 @@ class SingleProcessBackend:
                 temperature=batch.temperature,
                 settings=self._settings,
                 taps=tap_layers if selected.intersection(micro.indices) else (),
+                full_kl=full_kl,
             )
+
+    def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
+        c = self.decoder.config
+        return micro_batches(
+            batch,
+            also=also,
+            settings=self._settings,
+            pad_id=c.pad_token_id or 0,
+            max_positions=c.max_position_embeddings,
+            device=self.decoder.device,
+            padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
+        )
+
+    def _packed_reference(self) -> FullKL | None:
+        if self._full_kl is None:
+            return None
+        reference, direction = self._full_kl
+        with torch.no_grad():
+            if reference is not None:
+                return FullKL(reference=reference.pack(self._dtype), direction=direction)
+            with base_weights_only(self.decoder):
+                return FullKL(reference=self.decoder.pack(self._dtype), direction=direction)
+
+    def _compute_sum_pi_squared(self, batch: TrainBatch) -> list[list[float]]:
+        self._check(batch)
+        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        with torch.no_grad():
+            packed = self.decoder.pack(self._dtype)
+            for micro in self._micro_batches(batch, set()):
+                sums = sum_pi_squared(
+                    packed, micro, temperature=batch.temperature, settings=self._settings
+                )
+                for index, values in zip(micro.indices, sums.tolist(), strict=True):
+                    out[index] = values[: len(out[index])]
+        return out
 
     def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> list[list[float]]:
         self._check(batch)
