@@ -8,7 +8,7 @@ module that `actor_rollout_ref.model.external_lib` names, or in any that is impo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
@@ -49,11 +49,60 @@ _Fn = TypeVar("_Fn", bound=Callable[..., object])
 class AdvantageEstimator(StrEnum):
     """The estimators that ship."""
 
+    GAE = "gae"
     GRPO = "grpo"
     GRPO_VECTORIZED = "grpo_vectorized"
+    GRPO_PASSK = "grpo_passk"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
     RLOO = "rloo"
     RLOO_VECTORIZED = "rloo_vectorized"
+    OPO = "opo"
     GPG = "gpg"
+    REMAX = "remax"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    ON_POLICY_DISTILLATION = "on_policy_distillation"
+
+
+class AdvantageNeed(StrEnum):
+    """What an estimator may take besides rewards, mask, groups and settings, by its keyword."""
+
+    VALUES = "values"
+    """(B, T): a critic's."""
+    REWARD_BASELINES = "reward_baselines"
+    """(B,): the reward of a greedy response to the row's prompt."""
+    OLD_LOG_PROBS = "old_log_probs"
+    """(B, T): of the policy that starts the update."""
+    REF_LOG_PROBS = "ref_log_probs"
+    """(B, T): of the reference policy, or a teacher."""
+    SUM_PI_SQUARED = "sum_pi_squared"
+    """(B, T): the sum of squared probabilities of the policy's distribution."""
+    ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
+    """(B, T): importance weights, where rollout correction makes some."""
+    REWARD_PARTS = "reward_parts"
+    """Name of a part of the reward -> (B,)."""
+
+
+OPTIONAL_NEEDS = frozenset((AdvantageNeed.ROLLOUT_IS_WEIGHTS,))
+"""Left out where a run has no such thing."""
+
+PROVIDED_BY: dict[AdvantageNeed, str] = {
+    AdvantageNeed.VALUES: "a critic (critic.enable=true)",
+    AdvantageNeed.REWARD_BASELINES: "greedy responses, which the RL loop generates",
+    AdvantageNeed.OLD_LOG_PROBS: "the policy's log-probs, which the RL loop computes",
+    AdvantageNeed.REF_LOG_PROBS: "a reference policy (actor_rollout_ref.ref.path)",
+    AdvantageNeed.SUM_PI_SQUARED: "a forward pass of the policy, which the RL loop makes",
+    AdvantageNeed.REWARD_PARTS: "a reward function that returns named parts",
+}
+"""Where they come from."""
+
+_SPELLINGS = {
+    "reinforce++": AdvantageEstimator.REINFORCE_PLUS_PLUS,
+    "reinforce++_baseline": AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+}
+"""Other names of estimators, with `_` for `-`."""
 
 
 class RegistryError(ValueError):
@@ -61,26 +110,58 @@ class RegistryError(ValueError):
 
 
 _ADVANTAGES: dict[str, AdvantageFn] = {}
+_NEEDS: dict[str, frozenset[AdvantageNeed]] = {}
 _POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 _SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 
 
-def register_adv_est(name: str | AdvantageEstimator) -> Callable[[_Fn], _Fn]:
+def register_adv_est(
+    name: str | AdvantageEstimator, *, needs: Iterable[AdvantageNeed] = ()
+) -> Callable[[_Fn], _Fn]:
     """Decorator: make an `AdvantageFn` available as `algorithm.adv_estimator=<name>`.
+
+    `needs` names the further keywords that it is called with.
 
     Raises:
         RegistryError: another function has the name.
     """
-    return _register(_ADVANTAGES, "advantage estimator", name)
+    register = _register(_ADVANTAGES, "advantage estimator", name)
+
+    def decorate(fn: _Fn) -> _Fn:
+        register(fn)
+        _NEEDS[str(name)] = frozenset(needs)
+        return fn
+
+    return decorate
 
 
 def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator registered under `name`.
+    """The estimator registered under `name`, or under another spelling of it (`reinforce++`,
+    `reinforce_plus_plus-baseline`).
 
     Raises:
         RegistryError: no such name; the message lists the known ones.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", canonical_adv(name))
+
+
+def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
+    """What the estimator `name` takes besides rewards, mask, groups and settings.
+
+    Raises:
+        RegistryError: no such name; the message lists the known ones.
+    """
+    get_adv_estimator_fn(name)
+    return _NEEDS[canonical_adv(name)]
+
+
+def canonical_adv(name: str | AdvantageEstimator) -> str:
+    """The registered name of an estimator that may be spelt otherwise; `name` where it is none."""
+    given = str(name)
+    if given in _ADVANTAGES:
+        return given
+    plain = given.lower().replace("-", "_")
+    return str(_SPELLINGS.get(plain, plain if plain in _ADVANTAGES else given))
 
 
 def register_policy_loss(

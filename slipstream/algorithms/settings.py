@@ -17,17 +17,6 @@ BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
 """Objectives of `bypass_mode`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageConfig:
-    """Settings of the group-relative estimators.
-
-    `norm_adv_by_std_in_grpo` divides by the group's standard deviation (GRPO); without it the
-    advantage is the centred score (Dr. GRPO, https://arxiv.org/abs/2503.20783).
-    """
-
-    norm_adv_by_std_in_grpo: bool = True
-
-
 class _Readable:
     """VERL's functions read settings as attributes, by key, and with a default."""
 
@@ -42,6 +31,31 @@ class _Readable:
             return getattr(self, key)
         except AttributeError:
             raise KeyError(key) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageConfig(_Readable):
+    """Settings of the estimators: those of `algorithm.*` that they read.
+
+    `gamma` discounts per token, `lam` is GAE's. `norm_adv_by_std_in_grpo` divides by the group's
+    standard deviation (GRPO); without it the advantage is the centred score (Dr. GRPO,
+    https://arxiv.org/abs/2503.20783). `gdpo_reward_keys` name the parts of `gdpo`,
+    `gdpo_reward_weights` their weights (None: 1).
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: tuple[str, ...] | None = None
+    gdpo_reward_weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"algorithm.{name} must be between 0 and 1, got {getattr(self, name)}; 1 "
+                    "discounts nothing"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,12 @@ RENAMED: dict[str, str] = {
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
+    "algorithm.adv_estimator": {
+        "reinforce++": "reinforce_plus_plus",
+        "reinforce++-baseline": "reinforce_plus_plus_baseline",
+        "reinforce++_baseline": "reinforce_plus_plus_baseline",
+        "reinforce_plus_plus-baseline": "reinforce_plus_plus_baseline",
+    },
     "data.reward_fn_key": {"reward": "data_source"},
     "trainer.logger": {"jsonl": "file"},
 }

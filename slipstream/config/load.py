@@ -25,7 +25,8 @@ from slipstream.config.sources import (
 )
 from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, from_dict, options, show, to_dict
-from slipstream.config.validate import NEEDS_CRITIC, validate
+from slipstream.config.validate import validate
+from slipstream.config.validate_algorithm import NEEDS_CRITIC
 from slipstream.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"

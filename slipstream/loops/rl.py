@@ -194,6 +194,8 @@ async def run_rl_training(
             "rollout/tail_seconds": rollout_manager.counts.tail_seconds,
             "rollout/idle_core_seconds": idle.seconds,
         }
+        for reason, count in rollout_manager.counts.dropped.items():
+            metrics[f"rollout/num_dropped_groups/{reason}"] = count
         failures.see(step, groups)
         watch.see(step, metrics)
         done = await after_step(step, groups, metrics, timers) if after_step is not None else False

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 _PLACEHOLDERS = {
     "source": r".+?",  # a data_source may hold slashes: "openai/gsm8k"
     "part": r".+?",
+    "reason": r"[a-z_]+",
+    "rule": r"[a-z_0-9]+",
     "N": r"[1-9]\d*",
     "k": r"[1-9]\d*",
 }
@@ -175,6 +177,7 @@ SECTIONS: tuple[Section, ...] = (
                 wall_time=True,
             ),
             Metric("rollout/num_dropped_groups", "groups", "groups that a filter left out"),
+            Metric("rollout/num_dropped_groups/<reason>", "groups", "the same by the reason"),
             Metric(
                 "rollout/num_restarted_samples",
                 "samples",
@@ -189,6 +192,60 @@ SECTIONS: tuple[Section, ...] = (
                 "rollout/staleness/{mean,max}",
                 "versions",
                 "how old the policy of a token was at its update",
+            ),
+        ),
+    ),
+    Section(
+        "Rollout correction",
+        "With `algorithm.rollout_correction`: the trainer's policy against the law of the rollout. "
+        "rho is a token's log-ratio, trainer less rollout.",
+        (
+            Metric("rollout_corr/{kl,k3_kl}", "nats", "mean of -rho, and of e^rho - 1 - rho"),
+            Metric("rollout_corr/{chi2_token,chi2_seq}", "", "chi-squared divergences"),
+            Metric("rollout_corr/{training_ppl,rollout_ppl}", "", "perplexities of responses"),
+            Metric("rollout_corr/{training_log_ppl,rollout_log_ppl}", "nats", "their logarithms"),
+            Metric(
+                "rollout_corr/log_ppl_{diff,abs_diff,diff_max,diff_min}",
+                "nats",
+                "training less rollout",
+            ),
+            Metric("rollout_corr/ppl_ratio", "", "mean of e^ of that difference"),
+            Metric(
+                "rollout_corr/rollout_is_{mean,std,min,max,eff_sample_size}",
+                "",
+                "importance weights: before truncation, but std and eff_sample_size of those used",
+            ),
+            Metric(
+                "rollout_corr/rollout_is_ratio_fraction_{high,low}",
+                "share",
+                "weights beyond a bound",
+            ),
+            Metric(
+                "rollout_corr/rollout_is_seq_{mean,std,min,max,max_deviation}",
+                "",
+                "means of the weights over responses",
+            ),
+            Metric(
+                "rollout_corr/rollout_is_seq_fraction_{high,low}",
+                "share",
+                "such means beyond a bound",
+            ),
+            Metric(
+                "rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction}",
+                "share",
+                "tokens rejected, and responses with a rejected token",
+            ),
+            Metric(
+                "rollout_corr/rollout_rs_<rule>_{masked_fraction,seq_masked_fraction}",
+                "share",
+                "the same of one rule",
+            ),
+            Metric("rollout_corr/rollout_rs_<rule>_{mean,min,max}", "", "statistic of that rule"),
+            Metric("rollout_corr/rollout_is_veto_fraction", "share", "responses vetoed"),
+            Metric(
+                "rollout_corr/rollout_is_catastrophic_token_fraction",
+                "share",
+                "tokens that caused it",
             ),
         ),
     ),
@@ -466,7 +523,7 @@ SECTIONS: tuple[Section, ...] = (
         "Wall time: these differ between runs that compute the same.",
         (
             Metric(
-                "timing_s/{gen,reward,adv,old_log_prob,ref,update_actor,sync,drafter}",
+                "timing_s/{gen,reward,adv,old_log_prob,ref,values,update_critic,update_actor,sync,drafter}",
                 "s",
                 "one stage of the step: generation, the wait for rewards when all responses had "
                 "ended, advantages, log-probs of the policy and of the reference, update, weights "

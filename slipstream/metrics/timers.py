@@ -64,6 +64,8 @@ STEP_PARTS = (
     "adv",
     "old_log_prob",
     "ref",
+    "values",
+    "update_critic",
     "update_actor",
     "sync",
     "drafter",

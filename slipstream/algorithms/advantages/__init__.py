@@ -1,0 +1,55 @@
+"""From token-level rewards to advantages: estimators under VERL's names, one family in each file.
+
+All take keywords: `token_level_rewards` and `response_mask` (B, T), `index` (B group keys),
+`config`, and what they declared in `register_adv_est(..., needs=)`. They return (advantages,
+returns), (B, T) each, 0 where the mask is, float32 or in float64 for float64 rewards; sums are
+taken in float64, over the rows given: call them with the whole batch. Found through the registry.
+"""
+
+from slipstream.algorithms.advantages.distillation import on_policy_distillation
+from slipstream.algorithms.advantages.gae import (
+    compute_gae_advantage_return,
+    estimate_advantages,
+    gae,
+)
+from slipstream.algorithms.advantages.gdpo import gdpo
+from slipstream.algorithms.advantages.gpg import gpg
+from slipstream.algorithms.advantages.groups import GroupScores, group_scores
+from slipstream.algorithms.advantages.grpo import grpo, grpo_passk
+from slipstream.algorithms.advantages.opo import opo
+from slipstream.algorithms.advantages.pf_ppo import pf_ppo_indices
+from slipstream.algorithms.advantages.reinforce import (
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
+from slipstream.algorithms.advantages.remax import remax
+from slipstream.algorithms.advantages.rloo import rloo, rloo_vectorized
+from slipstream.algorithms.advantages.token_baseline import (
+    optimal_token_baseline,
+    tir_optimal_token_baseline,
+)
+from slipstream.algorithms.advantages.whiten import masked_var, masked_whiten
+
+__all__ = [
+    "GroupScores",
+    "compute_gae_advantage_return",
+    "estimate_advantages",
+    "gae",
+    "gdpo",
+    "gpg",
+    "group_scores",
+    "grpo",
+    "grpo_passk",
+    "masked_var",
+    "masked_whiten",
+    "on_policy_distillation",
+    "opo",
+    "optimal_token_baseline",
+    "pf_ppo_indices",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "tir_optimal_token_baseline",
+]
