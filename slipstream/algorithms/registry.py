@@ -8,7 +8,7 @@ module that `actor_rollout_ref.model.external_lib` names, or in any that is impo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
@@ -18,8 +18,10 @@ AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 """`(*, token_level_rewards, response_mask, index, config) -> (advantages, returns)`.
 
 `token_level_rewards` and `response_mask` are (B, T), `index` holds B group keys (the prompt's
-uid), `config` an `AdvantageConfig`. Both results are (B, T). Called with keywords only; further
-keywords may be added, so user functions should take `**kwargs`.
+uid), `config` is an `AdvantageConfig`; `AdvantageNeed` describes what an estimator may ask for
+besides. Both results are (B, T), 0 where masked; float64 if the rewards are, else float32. Called
+with keywords only, on the whole batch; further keywords may be added, so user functions should take
+`**kwargs`.
 """
 
 LossMetrics = dict[str, Tensor | float]
@@ -49,11 +51,42 @@ _Fn = TypeVar("_Fn", bound=Callable[..., object])
 class AdvantageEstimator(StrEnum):
     """The estimators that ship."""
 
+    GAE = "gae"
     GRPO = "grpo"
     GRPO_VECTORIZED = "grpo_vectorized"
+    GRPO_PASSK = "grpo_passk"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
     RLOO = "rloo"
     RLOO_VECTORIZED = "rloo_vectorized"
+    OPO = "opo"
     GPG = "gpg"
+    REMAX = "remax"
+    GDPO = "gdpo"
+    OPTIMAL_TOKEN_BASELINE = "optimal_token_baseline"
+    TIR_OPTIMAL_TOKEN_BASELINE = "tir_optimal_token_baseline"
+    ON_POLICY_DISTILLATION = "on_policy_distillation"
+
+
+class AdvantageNeed(StrEnum):
+    """What an estimator needs beyond rewards, mask and group keys; the keyword that brings it."""
+
+    VALUES = "values"
+    """(B, T): the critic's values."""
+    REWARD_BASELINES = "reward_baselines"
+    """(B,): scores of the prompts' greedy responses."""
+    OLD_LOG_PROBS = "old_log_probs"
+    """(B, T): log-probs under the policy before the update."""
+    REF_LOG_PROBS = "ref_log_probs"
+    """(B, T): log-probs under the reference model."""
+    SUM_PI_SQUARED = "sum_pi_squared"
+    """(B, T): sum over the vocabulary of squared probabilities, under the policy before the
+    update."""
+    ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
+    """(B, T): importance weights of the rollout correction; the only one that is brought just where
+    it exists."""
+    REWARD_PARTS = "reward_parts"
+    """Name to (B,): named components of the rewards."""
 
 
 class RegistryError(ValueError):
@@ -61,26 +94,51 @@ class RegistryError(ValueError):
 
 
 _ADVANTAGES: dict[str, AdvantageFn] = {}
+_NEEDS: dict[str, frozenset[AdvantageNeed]] = {}
 _POLICY_LOSSES: dict[str, PolicyLossFn] = {}
 _SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 
 
-def register_adv_est(name: str | AdvantageEstimator) -> Callable[[_Fn], _Fn]:
+def register_adv_est(
+    name: str | AdvantageEstimator, *, needs: Iterable[AdvantageNeed] = ()
+) -> Callable[[_Fn], _Fn]:
     """Decorator: make an `AdvantageFn` available as `algorithm.adv_estimator=<name>`.
+
+    The caller passes each of `needs` under its own name.
 
     Raises:
         RegistryError: another function has the name.
+        ValueError: a need that is none.
     """
-    return _register(_ADVANTAGES, "advantage estimator", name)
+    key, needed = _adv_key(name), frozenset(AdvantageNeed(need) for need in needs)
+    register = _register(_ADVANTAGES, "advantage estimator", key)
+
+    def decorate(fn: _Fn) -> _Fn:
+        register(fn)
+        _NEEDS[key] = needed
+        return fn
+
+    return decorate
 
 
 def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator registered under `name`.
+    """The estimator registered under `name`, or under its spelling with `_plus_plus` for `++` and
+    `_` for `-`.
 
     Raises:
         RegistryError: no such name; the message lists the known ones.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", _adv_key(name))
+
+
+def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
+    """What the estimator `name` is to be given beyond rewards, mask, group keys and config.
+
+    Raises:
+        RegistryError: as `get_adv_estimator_fn`.
+    """
+    get_adv_estimator_fn(name)
+    return _NEEDS.get(_adv_key(name), frozenset())
 
 
 def register_policy_loss(
@@ -133,6 +191,12 @@ def adv_estimator_names() -> tuple[str, ...]:
 def policy_loss_names() -> tuple[str, ...]:
     """Every registered policy loss, sorted."""
     return tuple(sorted(_POLICY_LOSSES))
+
+
+def _adv_key(name: str | AdvantageEstimator) -> str:
+    """`name` itself, unless it is another spelling of an estimator that exists."""
+    other = str(name).replace("++", "_plus_plus").replace("-", "_")
+    return other if str(name) not in _ADVANTAGES and other in _ADVANTAGES else str(name)
 
 
 def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _Fn]:
