@@ -157,11 +157,10 @@ _PROVIDERS = {
         "choose an algorithm.adv_estimator without a greedy baseline"
     ),
     AdvantageNeed.OLD_LOG_PROBS: (
-        "the actor computes them before the update, or the rollout records them: set "
-        "actor_rollout_ref.rollout.calculate_log_probs=true"
+        "the actor computes them before the update, or the rollout records them: pass them on"
     ),
     AdvantageNeed.REF_LOG_PROBS: (
-        "the reference model, here the teacher, computes them: set actor_rollout_ref.ref.model.path"
+        "the reference model, here the teacher, computes them: configure actor_rollout_ref.ref"
     ),
     AdvantageNeed.SUM_PI_SQUARED: (
         "the actor computes them: set actor_rollout_ref.actor.calculate_sum_pi_squared=true"
