@@ -43,6 +43,6 @@ def on_policy_distillation(
     }
     check_shapes(token_level_rewards=token_level_rewards, response_mask=response_mask, **columns)
     check_finite(response_mask, **columns)
-    gap = columns["ref_log_probs"].detach().double() - columns["old_log_probs"].detach().double()
+    gap = columns["ref_log_probs"].double() - columns["old_log_probs"].double()
     advantages = finish(gap, response_mask, token_level_rewards)
     return advantages, advantages.clone()

@@ -59,7 +59,7 @@ def compute_gae_advantage_return(
     check_finite(response_mask, token_level_rewards=token_level_rewards, values=values)
     target = response_mask != 0
     rewards = zero_masked(token_level_rewards.double(), response_mask)
-    values = zero_masked(values.detach().double(), response_mask)
+    values = zero_masked(values.double(), response_mask)
     next_value = rewards.new_zeros(len(rewards))
     running = torch.zeros_like(next_value)
     columns = []

@@ -86,9 +86,9 @@ def to_tokens(per_row: Tensor, response_mask: Tensor, like: Tensor) -> tuple[Ten
 
 
 def finish(values: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
-    """(B, T) `values`, 0 where masked: float64 if `like`, the rewards, are, else float32."""
+    """(B, T) `values` without gradient, 0 where masked: float64 if `like`, the rewards, are, else float32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    return zero_masked(values, response_mask).to(dtype)
+    return zero_masked(values.detach(), response_mask).to(dtype)
 
 
 def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:

@@ -15,13 +15,6 @@ from slipstream.algorithms import get_adv_estimator_fn as get
 from tests.algorithms.advantages.reference import Case, Rows
 
 NAMES = sorted(AdvantageEstimator)
-GROUPED = ["gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo"] + [
-    "optimal_token_baseline",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "rloo_vectorized",
-    "tir_optimal_token_baseline",
-]
 WHITENED = ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
@@ -95,7 +88,13 @@ def pick(case: Case, rows: Sequence[int]) -> Case:
     def of(column: Any) -> Any:
         return None if column is None else [column[row] for row in rows]
 
-    columns = ("rewards", "mask", "index", "values", "reward_baselines", "old_log_probs") + (
+    columns = (
+        "rewards",
+        "mask",
+        "index",
+        "values",
+        "reward_baselines",
+        "old_log_probs",
         "ref_log_probs",
         "sum_pi_squared",
         "rollout_is_weights",

@@ -158,7 +158,7 @@ def _gae(case: Case) -> tuple[Rows, Rows]:
     returns = [[0.0] * len(row) for row in case.rewards]
     for b, values in enumerate(case.values):
         places = _targets(case, b)
-        ahead = [*(values[t] for t in places[1:]), 0.0]
+        ahead = [*(values[t] for t in places[1:]), 0.0][: len(places)]
         deltas = [
             case.rewards[b][t] + case.gamma * after - values[t]
             for t, after in zip(places, ahead, strict=True)
