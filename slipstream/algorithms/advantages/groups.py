@@ -86,7 +86,8 @@ def to_tokens(per_row: Tensor, response_mask: Tensor, like: Tensor) -> tuple[Ten
 
 
 def finish(values: Tensor, response_mask: Tensor, like: Tensor) -> Tensor:
-    """(B, T) `values` without gradient, 0 where masked: float64 if `like`, the rewards, are, else float32."""
+    """(B, T) `values` without gradient, 0 where masked: float64 if the rewards `like` are, else
+    float32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return zero_masked(values.detach(), response_mask).to(dtype)
 

@@ -41,7 +41,7 @@ def pf_ppo_weights(scores: Tensor, config: PFPPOConfig | None = None) -> Tensor:
     elif config.reweight_method == "max_min":
         weights = ((score == score.max()) | (score == score.min())).double()
     else:
-        weights = torch.where(score == score.max(), 0.4, 0.1).double()
+        weights = torch.full_like(score, 0.1).masked_fill(score == score.max(), 0.4)
     return weights + WEIGHT_FLOOR
 
 

@@ -30,8 +30,10 @@ def test_returns_carry_through_masked_spans_without_discount() -> None:
 def test_reinforce_plus_plus_does_not_compare_within_groups() -> None:
     case = plain([1.0, 0.0, 5.0, 3.0], "aabb")
     mixed = replace(case, index=list("abab"))
-    same = zip(estimate("reinforce_plus_plus", case), estimate("reinforce_plus_plus", mixed))
-    assert all(torch.equal(a, b) for a, b in same)
+    for a, b in zip(
+        estimate("reinforce_plus_plus", case), estimate("reinforce_plus_plus", mixed), strict=True
+    ):
+        assert torch.equal(a, b)
 
 
 def test_reinforce_plus_plus_baseline_by_hand() -> None:
