@@ -19,6 +19,7 @@ from slipstream.algorithms.advantages import (
     opo,
     optimal_token_baseline,
     pf_ppo_indices,
+    pf_ppo_weights,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
@@ -80,8 +81,6 @@ from slipstream.algorithms.losses import (
     vanilla,
 )
 from slipstream.algorithms.registry import (
-    OPTIONAL_NEEDS,
-    PROVIDED_BY,
     AdvantageEstimator,
     AdvantageFn,
     AdvantageNeed,
@@ -91,7 +90,6 @@ from slipstream.algorithms.registry import (
     RegistryError,
     adv_estimator_names,
     adv_needs,
-    canonical_adv,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     policy_loss_names,
@@ -99,11 +97,14 @@ from slipstream.algorithms.registry import (
     register_adv_est,
     register_policy_loss,
 )
-from slipstream.algorithms.settings import AdvantageConfig, PolicyLossConfig, PolicyLossModeConfig
+from slipstream.algorithms.settings import (
+    AdvantageConfig,
+    PFPPOConfig,
+    PolicyLossConfig,
+    PolicyLossModeConfig,
+)
 
 __all__ = [
-    "OPTIONAL_NEEDS",
-    "PROVIDED_BY",
     "AdaptiveKLController",
     "AdvantageConfig",
     "AdvantageEstimator",
@@ -116,6 +117,7 @@ __all__ = [
     "LossAggMode",
     "LossMetrics",
     "Normalizers",
+    "PFPPOConfig",
     "PolicyLossConfig",
     "PolicyLossFn",
     "PolicyLossModeConfig",
@@ -127,7 +129,6 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "bypass_mode",
-    "canonical_adv",
     "chunked_full_kl",
     "chunked_sum_pi_squared",
     "chunked_token_log_probs",
@@ -166,6 +167,7 @@ __all__ = [
     "opo",
     "optimal_token_baseline",
     "pf_ppo_indices",
+    "pf_ppo_weights",
     "policy_gradient",
     "policy_loss_names",
     "policy_loss_selection",

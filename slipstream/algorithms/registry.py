@@ -18,8 +18,10 @@ AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 """`(*, token_level_rewards, response_mask, index, config) -> (advantages, returns)`.
 
 `token_level_rewards` and `response_mask` are (B, T), `index` holds B group keys (the prompt's
-uid), `config` an `AdvantageConfig`. Both results are (B, T). Called with keywords only; further
-keywords may be added, so user functions should take `**kwargs`.
+uid), `config` is an `AdvantageConfig`; `AdvantageNeed` describes what an estimator may ask for
+besides. Both results are (B, T), 0 where masked; float64 if the rewards are, else float32. Called
+with keywords only, on the whole batch; further keywords may be added, so user functions should take
+`**kwargs`.
 """
 
 LossMetrics = dict[str, Tensor | float]
@@ -67,42 +69,24 @@ class AdvantageEstimator(StrEnum):
 
 
 class AdvantageNeed(StrEnum):
-    """What an estimator may take besides rewards, mask, groups and settings, by its keyword."""
+    """What an estimator needs beyond rewards, mask and group keys; the keyword that brings it."""
 
     VALUES = "values"
-    """(B, T): a critic's."""
+    """(B, T): the critic's values."""
     REWARD_BASELINES = "reward_baselines"
-    """(B,): the reward of a greedy response to the row's prompt."""
+    """(B,): scores of the prompts' greedy responses."""
     OLD_LOG_PROBS = "old_log_probs"
-    """(B, T): of the policy that starts the update."""
+    """(B, T): log-probs under the policy before the update."""
     REF_LOG_PROBS = "ref_log_probs"
-    """(B, T): of the reference policy, or a teacher."""
+    """(B, T): log-probs under the reference model."""
     SUM_PI_SQUARED = "sum_pi_squared"
-    """(B, T): the sum of squared probabilities of the policy's distribution."""
+    """(B, T): sum over the vocabulary of squared probabilities, under the policy before the
+    update."""
     ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
-    """(B, T): importance weights, where rollout correction makes some."""
+    """(B, T): importance weights of the rollout correction; the only one that is brought just where
+    it exists."""
     REWARD_PARTS = "reward_parts"
-    """Name of a part of the reward -> (B,)."""
-
-
-OPTIONAL_NEEDS = frozenset((AdvantageNeed.ROLLOUT_IS_WEIGHTS,))
-"""Left out where a run has no such thing."""
-
-PROVIDED_BY: dict[AdvantageNeed, str] = {
-    AdvantageNeed.VALUES: "a critic (critic.enable=true)",
-    AdvantageNeed.REWARD_BASELINES: "greedy responses, which the RL loop generates",
-    AdvantageNeed.OLD_LOG_PROBS: "the policy's log-probs, which the RL loop computes",
-    AdvantageNeed.REF_LOG_PROBS: "a reference policy (actor_rollout_ref.ref.path)",
-    AdvantageNeed.SUM_PI_SQUARED: "a forward pass of the policy, which the RL loop makes",
-    AdvantageNeed.REWARD_PARTS: "a reward function that returns named parts",
-}
-"""Where they come from."""
-
-_SPELLINGS = {
-    "reinforce++": AdvantageEstimator.REINFORCE_PLUS_PLUS,
-    "reinforce++_baseline": AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
-}
-"""Other names of estimators, with `_` for `-`."""
+    """Name to (B,): named components of the rewards."""
 
 
 class RegistryError(ValueError):
@@ -120,48 +104,41 @@ def register_adv_est(
 ) -> Callable[[_Fn], _Fn]:
     """Decorator: make an `AdvantageFn` available as `algorithm.adv_estimator=<name>`.
 
-    `needs` names the further keywords that it is called with.
+    The caller passes each of `needs` under its own name.
 
     Raises:
         RegistryError: another function has the name.
+        ValueError: a need that is none.
     """
-    register = _register(_ADVANTAGES, "advantage estimator", name)
+    key, needed = _adv_key(name), frozenset(AdvantageNeed(need) for need in needs)
+    register = _register(_ADVANTAGES, "advantage estimator", key)
 
     def decorate(fn: _Fn) -> _Fn:
         register(fn)
-        _NEEDS[str(name)] = frozenset(needs)
+        _NEEDS[key] = needed
         return fn
 
     return decorate
 
 
 def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator registered under `name`, or under another spelling of it (`reinforce++`,
-    `reinforce_plus_plus-baseline`).
+    """The estimator registered under `name`, or under its spelling with `_plus_plus` for `++` and
+    `_` for `-`.
 
     Raises:
         RegistryError: no such name; the message lists the known ones.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", canonical_adv(name))
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", _adv_key(name))
 
 
 def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
-    """What the estimator `name` takes besides rewards, mask, groups and settings.
+    """What the estimator `name` is to be given beyond rewards, mask, group keys and config.
 
     Raises:
-        RegistryError: no such name; the message lists the known ones.
+        RegistryError: as `get_adv_estimator_fn`.
     """
     get_adv_estimator_fn(name)
-    return _NEEDS[canonical_adv(name)]
-
-
-def canonical_adv(name: str | AdvantageEstimator) -> str:
-    """The registered name of an estimator that may be spelt otherwise; `name` where it is none."""
-    given = str(name)
-    if given in _ADVANTAGES:
-        return given
-    plain = given.lower().replace("-", "_")
-    return str(_SPELLINGS.get(plain, plain if plain in _ADVANTAGES else given))
+    return _NEEDS.get(_adv_key(name), frozenset())
 
 
 def register_policy_loss(
@@ -214,6 +191,12 @@ def adv_estimator_names() -> tuple[str, ...]:
 def policy_loss_names() -> tuple[str, ...]:
     """Every registered policy loss, sorted."""
     return tuple(sorted(_POLICY_LOSSES))
+
+
+def _adv_key(name: str | AdvantageEstimator) -> str:
+    """`name` itself, unless it is another spelling of an estimator that exists."""
+    other = str(name).replace("++", "_plus_plus").replace("-", "_")
+    return other if str(name) not in _ADVANTAGES and other in _ADVANTAGES else str(name)
 
 
 def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _Fn]:

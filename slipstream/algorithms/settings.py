@@ -6,6 +6,8 @@ the same attributes may stand in. The loop's wiring fills these from the run's c
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,9 @@ from slipstream.algorithms.aggregation import Normalizers
 
 BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
 """Objectives of `bypass_mode`."""
+
+PF_PPO_METHODS = ("pow", "max_min", "max_random")
+"""Ways to weigh rows in `pf_ppo_weights`."""
 
 
 class _Readable:
@@ -34,28 +39,66 @@ class _Readable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdvantageConfig(_Readable):
-    """Settings of the estimators: those of `algorithm.*` that they read.
+class PFPPOConfig(_Readable):
+    """Settings of PF-PPO's resampling: `algorithm.pf_ppo.*`.
 
-    `gamma` discounts per token, `lam` is GAE's. `norm_adv_by_std_in_grpo` divides by the group's
-    standard deviation (GRPO); without it the advantage is the centred score (Dr. GRPO,
-    https://arxiv.org/abs/2503.20783). `gdpo_reward_keys` name the parts of `gdpo`,
-    `gdpo_reward_weights` their weights (None: 1).
+    `reweight_method` is `pow`, `max_min` or `max_random`; `weight_pow` the exponent of `pow`.
+    """
+
+    reweight_method: str = "pow"
+    weight_pow: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.reweight_method not in PF_PPO_METHODS:
+            raise ValueError(
+                f"pf_ppo.reweight_method must be one of {', '.join(PF_PPO_METHODS)}, got "
+                f"{self.reweight_method!r}"
+            )
+        if not 0 <= self.weight_pow < math.inf:
+            raise ValueError(
+                f"pf_ppo.weight_pow is the exponent of |score| and must be >= 0, got "
+                f"{self.weight_pow}; the usual value is 2.0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageConfig(_Readable):
+    """Settings of the advantage estimators: those of `algorithm.*` that they read.
+
+    `gamma` discounts per token, `lam` is the lambda of GAE. `norm_adv_by_std_in_grpo` divides by
+    the group's standard deviation (GRPO); without it the advantage is the centred score (Dr. GRPO,
+    https://arxiv.org/abs/2503.20783). `gdpo_reward_keys` name the components of the reward that
+    `gdpo` compares one by one, `gdpo_reward_weights` weigh them (None: 1 each). `use_pf_ppo` asks
+    the loop to resample its rows as `pf_ppo` says; no estimator reads it.
     """
 
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
-    gdpo_reward_keys: tuple[str, ...] | None = None
-    gdpo_reward_weights: tuple[float, ...] | None = None
+    gdpo_reward_keys: Sequence[str] = ()
+    gdpo_reward_weights: Sequence[float] | None = None
+    use_pf_ppo: bool = False
+    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
                 raise ValueError(
-                    f"algorithm.{name} must be between 0 and 1, got {getattr(self, name)}; 1 "
-                    "discounts nothing"
+                    f"algorithm.{name} must be in [0, 1], got {value}; the usual value is 1.0"
                 )
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if isinstance(keys, str) or len(set(keys)) != len(keys):
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys must be a list of different names, got {keys!r}"
+            )
+        if weights is not None and (
+            len(weights) != len(keys) or not all(math.isfinite(w) for w in weights)
+        ):
+            raise ValueError(
+                f"algorithm.gdpo_reward_weights={list(weights)} must hold one finite number for "
+                f"each of algorithm.gdpo_reward_keys={list(keys)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

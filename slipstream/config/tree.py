@@ -124,6 +124,9 @@ def _member_text(annotation: Any) -> str:
 
 def _items_text(annotation: Any) -> str:
     """The items of a list in words: `numbers, each above 0`."""
+    members = _members(annotation)
+    if len(members) > 1:
+        return " or ".join(map(_items_text, members))
     origin = get_origin(annotation)
     if origin is Annotated:
         base, bounds = get_args(annotation)[:2]

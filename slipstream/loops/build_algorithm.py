@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slipstream.algorithms import (
     AdvantageConfig,
     AdvantageNeed,
+    PFPPOConfig,
     PolicyLossConfig,
     PolicyLossModeConfig,
     RolloutCorrectionConfig,
@@ -24,7 +25,7 @@ from slipstream.config.schema import Config
 from slipstream.config.validate_algorithm import GROUP_RELATIVE
 from slipstream.errors import ConfigError
 from slipstream.loops.rl_batch import KLInReward
-from slipstream.loops.rl_config import PFPPO, RLTrainingConfig
+from slipstream.loops.rl_config import RLTrainingConfig
 from slipstream.rollout.filters import GroupFilter, check_spread
 from slipstream.training.losses import FULL_KL, policy_loss_fn
 
@@ -88,12 +89,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         adv_estimator=algorithm.adv_estimator,
         advantages=advantages,
         correction=correction,
-        pf_ppo=PFPPO(
-            reweight_method=algorithm.pf_ppo.reweight_method,
-            weight_pow=algorithm.pf_ppo.weight_pow,
-        )
-        if algorithm.use_pf_ppo
-        else None,
+        pf_ppo=advantages.pf_ppo if advantages.use_pf_ppo else None,
         compared=algorithm.adv_estimator in GROUP_RELATIVE,
         # The engine records the log-probs of greedy tokens at temperature 1.
         temperature=r.temperature if r.do_sample else 1.0,
@@ -209,8 +205,13 @@ def _advantage_config(config: Config) -> AdvantageConfig:
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-        gdpo_reward_keys=algorithm.gdpo_reward_keys,
+        gdpo_reward_keys=algorithm.gdpo_reward_keys or (),
         gdpo_reward_weights=algorithm.gdpo_reward_weights,
+        use_pf_ppo=algorithm.use_pf_ppo,
+        pf_ppo=PFPPOConfig(
+            reweight_method=algorithm.pf_ppo.reweight_method,
+            weight_pow=algorithm.pf_ppo.weight_pow,
+        ),
     )
 
 

@@ -240,12 +240,8 @@ class Learner:
         config = self._config
         assert config.pf_ppo is not None
         scores = torch.tensor([sample.reward for sample in usable.samples])
-        indices = pf_ppo_indices(
-            scores,
-            reweight_method=config.pf_ppo.reweight_method,
-            weight_pow=config.pf_ppo.weight_pow,
-            generator=torch.Generator().manual_seed(config.seed * 1_000_003 + step),
-        )
+        seed = config.seed * 1_000_003 + step
+        indices = pf_ppo_indices(scores, config.pf_ppo, seed=seed)
         # Rows of one group stay together where mini-batches are cut.
         drawn = sorted(indices.tolist())
         group_of = [i for i, group in enumerate(usable.groups) for _ in group]

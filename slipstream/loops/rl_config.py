@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slipstream.algorithms import AdvantageConfig, RolloutCorrectionConfig
+from slipstream.algorithms import AdvantageConfig, PFPPOConfig, RolloutCorrectionConfig
 from slipstream.errors import check_at_least_one
 from slipstream.training.losses import LossFn, policy_loss_fn
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PFPPO:
-    """See `algorithms.pf_ppo_indices`."""
-
-    reweight_method: str = "pow"
-    weight_pow: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +24,8 @@ class RLTrainingConfig:
     `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
     end, the loop calls `save`. `noise_seed` is that of rollouts whose engine takes keyed noise,
     `seed` that of other draws. `select` chooses tokens over a mini-batch for the loss
-    (`algorithms.policy_loss_selection`, its config bound). `correction` None: the rollout's law is
+    (`algorithms.policy_loss_selection`, its config bound). `pf_ppo` resamples
+    the rows of each batch. `correction` None: the rollout's law is
     taken for the policy's. In the first `critic_warmup` steps only the critic learns.
     With `compared`, a sample whose group has no other is left out.
     """
@@ -45,7 +38,7 @@ class RLTrainingConfig:
     adv_estimator: str = "grpo"
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: RolloutCorrectionConfig | None = None
-    pf_ppo: PFPPO | None = None
+    pf_ppo: PFPPOConfig | None = None
     compared: bool = True
     baseline: float | None = None
     temperature: float = 1.0

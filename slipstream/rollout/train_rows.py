@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms import (
-    OPTIONAL_NEEDS,
-    PROVIDED_BY,
     AdvantageConfig,
-    AdvantageNeed,
     adv_needs,
     get_adv_estimator_fn,
 )
@@ -205,12 +202,6 @@ def fill_advantages(
             columns = [getattr(row, need.value) for row in rows]
             if all(column is not None for column in columns):
                 given[need.value] = padded(columns)
-    absent = sorted(needs - OPTIONAL_NEEDS - given.keys())
-    if absent:
-        raise DataError(
-            f"advantage estimator {adv_estimator!r} needs {absent[0]}, which come from "
-            f"{PROVIDED_BY[AdvantageNeed(absent[0])]}, and this batch has none"
-        )
     try:
         advantages, returns = estimator(
             token_level_rewards=padded(rewards),

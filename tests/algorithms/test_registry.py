@@ -10,8 +10,10 @@ from torch import Tensor
 
 from slipstream.algorithms import (
     AdvantageEstimator,
+    AdvantageNeed,
     RegistryError,
     adv_estimator_names,
+    adv_needs,
     bypass_mode,
     cispo,
     clip_cov,
@@ -38,6 +40,7 @@ from slipstream.algorithms import registry as registry_module
 @pytest.fixture(autouse=True)
 def _restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "_ADVANTAGES", dict(registry_module._ADVANTAGES))
+    monkeypatch.setattr(registry_module, "_NEEDS", dict(registry_module._NEEDS))
     monkeypatch.setattr(registry_module, "_POLICY_LOSSES", dict(registry_module._POLICY_LOSSES))
     monkeypatch.setattr(registry_module, "_SELECTIONS", dict(registry_module._SELECTIONS))
 
@@ -46,6 +49,54 @@ def test_estimators_are_found_by_string_and_enum() -> None:
     assert get_adv_estimator_fn("grpo") is grpo
     assert get_adv_estimator_fn(AdvantageEstimator.GRPO) is grpo
     assert get_adv_estimator_fn("grpo_vectorized") is grpo
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("reinforce++", "reinforce_plus_plus"),
+        ("reinforce++-baseline", "reinforce_plus_plus_baseline"),
+        ("reinforce++_baseline", "reinforce_plus_plus_baseline"),
+        ("reinforce_plus_plus-baseline", "reinforce_plus_plus_baseline"),
+        ("reinforce-plus-plus", "reinforce_plus_plus"),
+        ("grpo-passk", "grpo_passk"),
+        ("optimal-token-baseline", "optimal_token_baseline"),
+    ],
+)
+def test_other_spellings_of_estimators_are_accepted(spelling: str, name: str) -> None:
+    assert get_adv_estimator_fn(spelling) is get_adv_estimator_fn(name)
+    assert adv_needs(spelling) == adv_needs(name)
+    assert spelling not in adv_estimator_names()
+    with pytest.raises(RegistryError, match=f"'{name}' is already registered"):
+        register_adv_est(spelling)(lambda **_: (torch.zeros(1), torch.zeros(1)))
+
+
+def test_what_estimators_need_is_declared() -> None:
+    needs = {name: sorted(adv_needs(name)) for name in adv_estimator_names()}
+    baseline = ["old_log_probs", "rollout_is_weights", "sum_pi_squared"]
+    assert {name: need for name, need in needs.items() if need} == {
+        "gae": ["values"],
+        "remax": ["reward_baselines"],
+        "gdpo": ["reward_parts"],
+        "optimal_token_baseline": baseline,
+        "tir_optimal_token_baseline": baseline,
+        "on_policy_distillation": ["old_log_probs", "ref_log_probs"],
+    }
+    with pytest.raises(RegistryError, match="'gea'"):
+        adv_needs("gea")
+
+
+def test_users_declare_needs_too() -> None:
+    @register_adv_est("my-own", needs=[AdvantageNeed.VALUES])
+    def mine(**kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, 1), torch.zeros(1, 1)
+
+    assert adv_needs("my-own") == {AdvantageNeed.VALUES}
+    assert get_adv_estimator_fn("my-own") is mine
+    with pytest.raises(RegistryError, match=r"'my_own' \(did you mean 'my-own'\?\)"):
+        get_adv_estimator_fn("my_own")
+    with pytest.raises(ValueError, match="is not a valid AdvantageNeed"):
+        register_adv_est("other", needs=["valeus"])  # type: ignore[list-item]
 
 
 def test_every_enum_member_is_implemented() -> None:
@@ -75,7 +126,9 @@ def test_policy_losses_are_found_under_all_their_names() -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(RegistryError, match=r"'gea'; known: gpg, grpo, .*rloo_vectorized"):
+    with pytest.raises(
+        RegistryError, match=r"'gea' \(did you mean 'gae'\?\); known: gae, gdpo, .*rloo_vectorized"
+    ):
         get_adv_estimator_fn("gea")
     with pytest.raises(
         ValueError, match=r"'van' \(did you mean 'vanilla'\?\); known: bypass_mode, "

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from slipstream.algorithms import (
+    AdvantageConfig,
     Normalizers,
+    PFPPOConfig,
     PolicyLossConfig,
     PolicyLossModeConfig,
     agg_loss,
@@ -88,3 +90,40 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 def test_impossible_settings_of_a_mode_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyLossModeConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gamma": 1.5}, r"algorithm\.gamma must be in \[0, 1\], got 1\.5"),
+        ({"lam": -0.1}, r"algorithm\.lam must be in \[0, 1\], got -0\.1"),
+        ({"lam": float("nan")}, r"algorithm\.lam .* got nan"),
+        ({"gdpo_reward_keys": "right"}, "list of different names, got 'right'"),
+        ({"gdpo_reward_keys": ["a", "a"]}, r"list of different names, got \['a', 'a'\]"),
+        (
+            {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0]},
+            r"gdpo_reward_weights=\[1\.0\] must hold one finite number for each",
+        ),
+        (
+            {"gdpo_reward_keys": ["a"], "gdpo_reward_weights": [float("inf")]},
+            r"gdpo_reward_weights=\[inf\] must hold one finite number",
+        ),
+    ],
+)
+def test_bad_settings_of_advantages_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdvantageConfig(**settings)
+
+
+def test_bad_settings_of_pf_ppo_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one of pow, max_min, max_random, got 'min'"):
+        PFPPOConfig(reweight_method="min")
+    with pytest.raises(ValueError, match=r"pf_ppo\.weight_pow .* must be >= 0, got -1"):
+        PFPPOConfig(weight_pow=-1.0)
+
+
+def test_settings_of_advantages_read_as_verls_do() -> None:
+    config = AdvantageConfig(gamma=0.9)
+    assert config["gamma"] == config.get("gamma") == config.gamma == 0.9
+    assert config.get("num_repeat", 3) == 3
+    assert config.pf_ppo.get("reweight_method") == "pow"

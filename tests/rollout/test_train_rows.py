@@ -154,7 +154,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(DataError, match="at least one sample"):
         prepare_grpo_batch([])
     with pytest.raises(
-        ConfigError, match=r"algorithm\.adv_estimator: unknown .* 'gea'; known: gpg"
+        ConfigError, match=r"algorithm\.adv_estimator: unknown .* 'gea' .*; known: gae"
     ):
         prepare_grpo_batch([make_sample(0)], adv_estimator="gea")
 

@@ -1,0 +1,82 @@
+"""Advantages of several rewards, each compared within its group before they are added.
+
+Called through the registry. Knows nothing about how components of a reward are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.algorithms.advantages.groups import check_shapes, finish, required
+from slipstream.algorithms.advantages.grpo import relative_scores
+from slipstream.algorithms.advantages.whiten import masked_whiten
+from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, register_adv_est
+from slipstream.algorithms.settings import AdvantageConfig
+
+RewardParts = Mapping[str, Tensor | Sequence[float]]
+
+
+@register_adv_est(AdvantageEstimator.GDPO, needs=[AdvantageNeed.REWARD_PARTS])
+def gdpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    config: AdvantageConfig | None = None,
+    reward_parts: RewardParts | None = None,
+    non_tensor_batch: RewardParts | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """A = whiten(sum_k w_k A_k), A_k the advantages of `grpo` for the k-th component alone.
+
+    `reward_parts` (VERL: `non_tensor_batch`) maps names to B numbers; the components are those of
+    `config.gdpo_reward_keys`, w `config.gdpo_reward_weights`. `token_level_rewards` give the result
+    its dtype, and nothing else. Whitened over the target tokens of the rows given: call it with the
+    whole batch. Shapes as in `AdvantageFn`; the returns equal A.
+
+    Source: GDPO, https://arxiv.org/abs/2601.05242.
+
+    Raises:
+        ValueError: no names or components, fewer than two target tokens, shapes differ, or a
+            component is not finite.
+    """
+    config = config or AdvantageConfig()
+    given = non_tensor_batch if reward_parts is None else reward_parts
+    parts = required("gdpo", AdvantageNeed.REWARD_PARTS, given)
+    check_shapes(token_level_rewards=token_level_rewards, response_mask=response_mask)
+    keys = list(config.gdpo_reward_keys or ())
+    if not keys:
+        raise ValueError(
+            f"advantage estimator 'gdpo' needs algorithm.gdpo_reward_keys, got none; name the "
+            f"components of the reward to compare, of {', '.join(sorted(parts)) or 'none given'}"
+        )
+    weights = config.gdpo_reward_weights
+    index = list(index)
+    combined = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    for key, weight in zip(keys, [1.0] * len(keys) if weights is None else weights, strict=True):
+        scores = _component(parts, key).to(combined)
+        try:
+            combined += weight * relative_scores(scores, index, config)
+        except ValueError as error:
+            raise ValueError(f"reward component {key!r}: {error}") from error
+    tokens = combined.unsqueeze(-1).expand(response_mask.shape)
+    advantages = finish(masked_whiten(tokens, response_mask), response_mask, token_level_rewards)
+    return advantages, advantages.clone()
+
+
+def _component(parts: RewardParts, key: str) -> Tensor:
+    if key not in parts:
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys names {key!r}, which the reward function did not return; "
+            f"it returned {', '.join(sorted(parts)) or 'no components'}"
+        )
+    value = parts[key]
+    # Not as_tensor: arrays of VERL's batches have dtype object.
+    return value if isinstance(value, Tensor) else _column(value)
+
+
+def _column(values: Iterable[float]) -> Tensor:
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)

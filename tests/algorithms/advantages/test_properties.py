@@ -1,0 +1,166 @@
+"""What holds for every estimator: the loop reference, and indifference to order and padding."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.algorithms import AdvantageConfig, AdvantageNeed, adv_needs, get_adv_estimator_fn
+from tests.algorithms.advantages.helpers import (
+    NAMES,
+    WHITENED,
+    estimate,
+    make_case,
+    pad,
+    pick,
+    plain,
+)
+from tests.algorithms.advantages.reference import reference
+
+few = settings(deadline=None, max_examples=15)
+seeds = st.integers(0, 10_000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(seed=seeds, by_std=st.booleans(), weighted=st.booleans())
+def test_equals_the_reference_written_with_loops(
+    name: str, seed: int, by_std: bool, weighted: bool
+) -> None:
+    case = replace(make_case(seed), by_std=by_std)
+    if not weighted:
+        case = replace(case, rollout_is_weights=None, part_weights=None)
+    for got, expected in zip(estimate(name, case), reference(name, case), strict=True):
+        torch.testing.assert_close(
+            got, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"grpo_passk"}))
+@few
+@given(seed=seeds)
+def test_equals_the_reference_with_groups_of_one(name: str, seed: int) -> None:
+    case = make_case(seed, groups=(1, 3, 1))
+    for got, expected in zip(estimate(name, case), reference(name, case), strict=True):
+        torch.testing.assert_close(
+            got, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(seed=seeds, order=seeds)
+def test_order_of_rows_does_not_matter(name: str, seed: int, order: int) -> None:
+    case = make_case(seed)
+    rows = list(range(len(case.index)))
+    random.Random(order).shuffle(rows)
+    for mixed, straight in zip(estimate(name, pick(case, rows)), estimate(name, case), strict=True):
+        torch.testing.assert_close(mixed, straight[rows], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@few
+@given(seed=seeds, extra=st.integers(1, 4))
+def test_padding_does_not_matter(name: str, seed: int, extra: int) -> None:
+    case = make_case(seed)
+    for wide, narrow in zip(estimate(name, pad(case, extra)), estimate(name, case), strict=True):
+        torch.testing.assert_close(wide[:, :-extra], narrow, rtol=1e-12, atol=1e-12)
+        assert not wide[:, -extra:].any()
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpg"}))
+def test_masked_rows_of_another_group_do_not_matter(name: str) -> None:
+    # gpg counts rows: its alpha is a share of the batch.
+    case = make_case(1)
+    rows = list(range(len(case.index)))
+    more = pick(case, [*rows, rows[-1], rows[-1]])
+    more = replace(more, index=[*case.index, "other", "other"])
+    for longer, before in zip(estimate(name, more), estimate(name, case), strict=True):
+        torch.testing.assert_close(longer[:-2], before, rtol=1e-12, atol=1e-12)
+        assert not longer[-2:].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_garbage_behind_the_mask_does_not_leak(name: str) -> None:
+    clean = estimate(name, pad(make_case(2), 1))
+    dirty = estimate(name, pad(make_case(2), 1, filler=float("nan")))
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_float32_unless_rewards_are_float64(name: str) -> None:
+    case = make_case(3)
+    exact = estimate(name, case)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert [r.dtype for r in estimate(name, case, dtype)] == [torch.float32] * 2
+    assert [r.dtype for r in exact] == [torch.float64] * 2
+    for rounded, result in zip(estimate(name, case, torch.float32), exact, strict=True):
+        torch.testing.assert_close(rounded.double(), result, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_carry_no_gradient(name: str) -> None:
+    needs = {need.value for need in adv_needs(name)} & {"values", "old_log_probs", "ref_log_probs"}
+    case = make_case(4)
+    leaves = {key: torch.tensor(getattr(case, key), requires_grad=True) for key in needs}
+    assert not any(result.requires_grad for result in estimate(name, case, **leaves))
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(WHITENED)))
+def test_a_batch_without_targets_gives_zeros(name: str) -> None:
+    case = plain([1.0, 0.0], "aa")
+    advantages, returns = estimate(name, replace(case, mask=[[0.0] * 3] * 2))
+    assert not advantages.any()
+    assert not returns.any()
+
+
+@pytest.mark.parametrize("name", WHITENED)
+@pytest.mark.parametrize("targets", [0, 1])
+def test_whitening_fewer_than_two_tokens_is_refused(name: str, targets: int) -> None:
+    mask = [[0.0] * 3, [0.0, 0.0, float(targets)]]
+    with pytest.raises(ValueError, match=f"at least 2 target tokens, got {targets}: .*such as"):
+        estimate(name, replace(plain([1.0, 0.0], "aa"), mask=mask))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_refused(name: str, bad: float) -> None:
+    case = plain([0.0, bad], "aa")
+    if name == "on_policy_distillation":
+        case = replace(case, ref_log_probs=case.rewards)
+    with pytest.raises(ValueError, match=r"of row 1 is (nan|inf)"):
+        estimate(name, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [(n, need) for n in NAMES for need in sorted(adv_needs(n)) if need != "rollout_is_weights"],
+)
+def test_a_missing_input_is_named_with_what_provides_it(name: str, need: AdvantageNeed) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' needs {need.value}, got None; .{{20,}}"):
+        estimate(name, make_case(5), **{need.value: None})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_that_differ_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        estimate(name, make_case(6), response_mask=torch.ones(9, 2))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus", "opo"])
+def test_no_config_means_the_defaults(name: str) -> None:
+    case = make_case(7)
+    given_none = estimate(name, case, config=None)
+    default = estimate(name, case, config=AdvantageConfig())
+    assert all(torch.equal(a, b) for a, b in zip(given_none, default, strict=True))
+
+
+def test_calls_in_verls_order_work() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
+    advantages, _ = get_adv_estimator_fn("rloo")(rewards, mask, ["a", "a"])
+    assert advantages.tolist() == [[-2.0, -2.0], [2.0, 2.0]]
