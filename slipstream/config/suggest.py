@@ -24,8 +24,9 @@ def nearest_keys(key: str, limit: int = 4) -> list[str]:
         whole = matcher.ratio() if matcher.quick_ratio() > 0.8 else 0.0
         leaf = leaf_matcher.ratio() if leaf_matcher.quick_ratio() > 0.75 else 0.0
         if whole > 0.8 or leaf > 0.75:
-            scored[candidate] = max(whole, leaf) + 0.001 * matcher.ratio()
-    return sorted(scored, key=lambda candidate: (-scored[candidate], candidate))[:limit]
+            scored[candidate] = max(whole, leaf)
+    # Equally near ones in the order of the schema, where what most runs set comes first.
+    return sorted(scored, key=lambda candidate: -scored[candidate])[:limit]
 
 
 def unknown_key(key: str) -> str:

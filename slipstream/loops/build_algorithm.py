@@ -175,8 +175,10 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
 _JOINED = frozenset(("preset", "rollout_rs", "rollout_rs_threshold"))
 
 
-def _joined(entries: tuple[object, ...] | None) -> str | None:
-    return None if entries is None else ",".join(map(str, entries))
+def _joined(entries: tuple[str, ...] | str | float | None) -> str | None:
+    if entries is None:
+        return None
+    return ",".join(entries) if isinstance(entries, tuple) else str(entries)
 
 
 def group_filter(config: Config) -> GroupFilter | None:

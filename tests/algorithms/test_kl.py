@@ -71,9 +71,9 @@ def test_estimators_average_to_the_kl_of_two_bernoullis(kind: str) -> None:
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs both policies' logits"):
+    with pytest.raises(ValueError, match="needs both policies' hidden states"):
         kl_penalty(LP, REF, "full")
-    with pytest.raises(ValueError, match="needs both policies' logits"):
+    with pytest.raises(ValueError, match="needs both policies' hidden states"):
         kl_penalty(LP, REF, "full+")
     with pytest.raises(ValueError, match="unknown kl penalty 'k4'; known: kl, k1"):
         kl_penalty(LP, REF, "k4")

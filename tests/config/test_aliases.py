@@ -124,7 +124,7 @@ def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
             "single turns",
         ),
         ("data.custom_cls.path=null", "data.custom_cls.path=a.py", "parquet or JSONL"),
-        ("algorithm.filter_groups.enable=false", "+algorithm.filter_groups.enable=true", "false"),
+        ("reward_model.model.path=null", "+reward_model.model.path=m", "null"),
     ],
 )
 def test_an_absent_feature_is_accepted_off_and_refused_on(

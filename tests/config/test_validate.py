@@ -182,8 +182,66 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "nothing to carry over",
             f"{ROLLOUT}.over_sample_rate=0.5",
         ),
-        ("algorithm.adv_estimator=gae", "needs a critic", "algorithm.adv_estimator=grpo"),
-        ("critic.enable=true", "critic.enable=true needs a critic", "critic.enable=null"),
+        (
+            "algorithm.adv_estimator=gae critic.enable=false",
+            "takes a critic's values",
+            "critic.enable=null",
+        ),
+        (
+            "algorithm.adv_estimator=gdpo",
+            "none is named",
+            "algorithm.gdpo_reward_keys=[acc,format]",
+        ),
+        (
+            "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,format] "
+            "algorithm.gdpo_reward_weights=[1]",
+            "1 numbers for 2 parts",
+            "algorithm.gdpo_reward_weights=null",
+        ),
+        (
+            "algorithm.gdpo_reward_keys=[acc]",
+            "has no effect",
+            "algorithm.gdpo_reward_keys=null",
+        ),
+        ("algorithm.lam=0.9", "has no effect", "algorithm.lam=1"),
+        ("algorithm.pf_ppo.weight_pow=3", "has no effect", "algorithm.use_pf_ppo=true"),
+        (
+            "algorithm.filter_groups.max_num_gen_batches=3",
+            "has no effect",
+            "algorithm.filter_groups.enable=true",
+        ),
+        (f"{ACTOR}.tau_neg=2", "has no effect", f"{ACTOR}.policy_loss.loss_mode=sapo"),
+        (
+            f"{ACTOR}.policy_loss.clip_cov_lb=2",
+            "has no effect",
+            f"{ACTOR}.policy_loss.loss_mode=clip_cov",
+        ),
+        (
+            "algorithm.rollout_correction.preset=decoupled_token_is "
+            "algorithm.rollout_correction.rollout_is=token",
+            "sets all of them",
+            "algorithm.rollout_correction.rollout_is=null",
+        ),
+        (
+            f"algorithm.rollout_correction.bypass_mode=true {ACTOR}.policy_loss.loss_mode=gspo",
+            "has a loss of its own",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=bypass_mode",
+            "bypass_mode=true",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        ),
+        (
+            "algorithm.adv_estimator=on_policy_distillation",
+            "learns from a teacher",
+            "actor_rollout_ref.ref.path=teacher",
+        ),
+        (
+            f"algorithm.adv_estimator=remax {ROLLOUT}.do_sample=false",
+            "the same",
+            f"{ROLLOUT}.do_sample=true",
+        ),
         (f"{ROLLOUT}.n=1", "leaves none to compare with", f"{ROLLOUT}.n=8"),
         (
             f"algorithm.adv_estimator=rloo {ROLLOUT}.n=1",

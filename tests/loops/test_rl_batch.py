@@ -12,7 +12,7 @@ from slipstream.loops.rl_batch import (
     mini_batches,
     usable_samples,
 )
-from slipstream.rollout.train_rows import prepare_grpo_batch
+from slipstream.rollout.train_rows import placed_rewards, prepare_grpo_batch
 from slipstream.types import (
     Group,
     Prompt,
@@ -101,21 +101,24 @@ def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
     assert sorted(order("a")) == list(range(12))
 
 
-def rows_with_log_probs() -> tuple[list[Sample], list[TrainRow]]:
+def rows_with_log_probs() -> tuple[list[list[float]], list[TrainRow]]:
+    """Rewards per token, and rows."""
     samples = [sample(0, 0, 1.0), sample(0, 1, 2.0)]
     made = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
     made.rows[0].old_log_probs = [0.0, 0.0, -1.0, -2.0]
     made.rows[0].ref_log_probs = [0.0, 0.0, -1.5, -3.0]
     made.rows[1].old_log_probs = [9.0, 9.0, -1.0, -1.0]
     made.rows[1].ref_log_probs = [0.0, 0.0, -1.0, -1.0]
-    return samples, made.rows
+    return placed_rewards(made.rows, [1.0, 2.0]), made.rows
 
 
 def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
-    samples, rows = rows_with_log_probs()
-    rewards, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(samples, rows)
+    placed, rows = rows_with_log_probs()
+    rewards, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(placed, rows)
     # Row 0: k1 is 0.5 and 1.0; row 1: none on its targets.
-    assert rewards == pytest.approx([1.0 - 0.2 * 1.5, 2.0])
+    assert [len(row) for row in rewards] == [len(row.tokens) for row in rows]
+    assert [sum(row) for row in rewards] == pytest.approx([1.0 - 0.2 * 1.5, 2.0])
+    assert rewards[0][-2:] == pytest.approx([-0.1, 1.0 - 0.2])
     assert metrics == {
         "actor/reward_kl_penalty": pytest.approx((0.75 + 0.0) / 2),
         "actor/reward_kl_penalty_coeff": 0.2,

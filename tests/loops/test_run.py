@@ -123,13 +123,12 @@ def test_models_are_made_and_used_on_one_thread(
         monkeypatch.setattr(owner, name, watched)
 
     watch(Decoder, "init_weights")
-    watch(Decoder, "load_state_dict")
     watch(Decoder, "pack")
     watch(PackedDecoder, "forward")
     watch(PolicyOptimizer, "step")
     kl = (f"{ACTOR}.use_kl_loss=true", "trainer.total_training_steps=1")
     assert main(tiny(tmp_path / "run", *kl, reward=reward)) == 0
-    assert len(seen) == 5
+    assert len(seen) == 4
     assert len(set.union(*seen.values())) == 1
 
 

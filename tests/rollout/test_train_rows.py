@@ -40,7 +40,7 @@ def test_advantages_within_groups() -> None:
 def test_a_baseline_and_groups_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"baseline=0\.5 has no meaning for 'grpo'"):
         compute_advantages([1.0], 0.5, groups=["a"])
-    with pytest.raises(DataError, match="1 group keys for 2 rewards"):
+    with pytest.raises(DataError, match="1 keys for 2 rows"):
         compute_advantages([1.0, 2.0], groups=["a"])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.algorithms import Normalizers, register_policy_loss, registry
+from slipstream.algorithms import Normalizers, PolicyLossConfig, register_policy_loss, registry
 from slipstream.errors import ConfigError, DataError
 from slipstream.training.losses import (
     LossInputs,
@@ -107,9 +107,8 @@ def test_rollout_difference_by_hand() -> None:
     [
         ({"loss_mode": "nonsense"}, "unknown policy loss 'nonsense'"),
         ({"loss_agg_mode": "mean"}, "'mean' is not a valid"),
-        ({"clip_ratio": -0.1}, "clip_ratio must be >= 0"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c must be > 1"),
-        ({"kl_loss_type": "full"}, "full"),
+        ({"loss_mode": "dro"}, "dro_beta"),
+        ({"kl_loss_type": "k4"}, "unknown kl penalty 'k4'"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "set actor.loss_scale_factor"),
     ],
 )
@@ -122,6 +121,10 @@ def test_missing_columns_are_refused() -> None:
     inputs = make_inputs([[0.0, -1.0]], [[0, 1]])
     with pytest.raises(DataError, match="needs advantages"):
         policy_loss_fn()(inputs)
+    with pytest.raises(DataError, match="needs the reference model in the update"):
+        policy_loss_fn(use_kl_loss=True, kl_loss_type="full")(
+            replace(inputs, advantages=torch.ones(1, 2))
+        )
     with pytest.raises(DataError, match="reference log-probs"):
         policy_loss_fn(use_kl_loss=True)(replace(inputs, advantages=torch.ones(1, 2)))
 
@@ -218,12 +221,10 @@ def test_any_split_gives_the_reference_loss_and_gradient(
     horizon = 7.0
     loss_fn = policy_loss_fn(
         loss_agg_mode=agg,
-        clip_ratio_low=0.2,
-        clip_ratio_high=0.3,
+        config=PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, loss_scale_factor=horizon),
         entropy_coeff=0.01,
         use_kl_loss=True,
         kl_loss_coef=0.2,
-        loss_scale_factor=horizon,
     )
     norm = Normalizers(
         num_tokens=sum(sum(r["mask"]) for r in rows),
