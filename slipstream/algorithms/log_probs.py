@@ -58,8 +58,8 @@ def chunked_token_log_probs(
     a faster kernel for it than `F.linear`.
 
     Raises:
-        ValueError: shapes do not fit, `temperature` or `chunk_size` is not positive, or `keep_bytes`
-            is negative.
+        ValueError: shapes do not fit, `temperature` or `chunk_size` is not positive, or
+            `keep_bytes` is negative.
     """
     check_temperature(temperature)
     if chunk_size < 1:
