@@ -50,7 +50,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
             raise ValueError(
                 f"kl penalty {kind!r} sums over the whole vocabulary and needs both policies' "
                 f"hidden states, but here are only log-probs of the sampled tokens; in the loss "
-                f"actor.kl_loss_type={kind} computes it, elsewhere use 'k3' (low_var_kl) or 'k3+'"
+                f"actor_rollout_ref.actor.kl_loss_type={kind} computes it, elsewhere use 'k3' "
+                f"(low_var_kl) or 'k3+'"
             )
     raise ValueError(
         f"unknown kl penalty {kind!r}; known: {', '.join(KL_KINDS)}, each also with a '+' suffix"

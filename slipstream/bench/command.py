@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
 
-_KINDS = "{rollout,decode,speculation,lossless,selector,train,learning,export,startup}"
+_KINDS = "{rollout,decode,speculation,lossless,selector,train,learning,logprob,export,startup}"
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -37,6 +37,7 @@ EXAMPLES = """\
   slipstream bench learning --policy runs/quickstart --plot learning.png
   slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench export --policy runs/llama
+  slipstream bench logprob --vocab 151936 --tokens 2048
   slipstream bench startup
   slipstream bench lossless --json lossless.json
   slipstream bench selector --trace runs/mine/speculation.jsonl"""
@@ -60,6 +61,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     train = kinds.add_parser(
         "train", help="a training step against the matrix-product rate; RL with and without drafts"
     )
+    logprob = kinds.add_parser(
+        "logprob", help="log-probs under a large head, by chunks against through all logits"
+    )
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     speculation = kinds.add_parser(
         "speculation", help="a trained policy with drafts: their depth by batch size"
@@ -77,6 +81,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     _add_lossless_flags(lossless)
     _add_export_flags(export)
     _add_learning_flags(learning)
+    _add_logprob_flags(logprob)
     selector.add_argument(
         "--trace",
         metavar="FILE",
@@ -104,7 +109,8 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     for kind in (rollout, decode, train, speculation, lossless, export):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
-    for kind in (
+    logprob.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
+    everything = (
         rollout,
         decode,
         speculation,
@@ -112,9 +118,11 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         selector,
         train,
         learning,
+        logprob,
         export,
         startup,
-    ):
+    )
+    for kind in everything:
         kind.add_argument("--json", metavar="FILE", type=Path, help="also write the rows there")
         add_debug_flag(kind)
 
@@ -334,6 +342,20 @@ def _add_learning_flags(learning: argparse.ArgumentParser) -> None:
     learning.add_argument("--plot", metavar="PNG", type=Path, help="also draw the curves")
 
 
+def _add_logprob_flags(logprob: argparse.ArgumentParser) -> None:
+    for name, default in (("tokens", 8192), ("vocab", 32_768), ("hidden", 512), ("rounds", 5)):
+        logprob.add_argument(
+            f"--{name}", metavar="N", type=positive, default=default, help=f"default: {default}"
+        )
+    logprob.add_argument(
+        "--keep-megabytes",
+        metavar="N",
+        type=int,
+        default=384,
+        help="logits that the third contender keeps for its backward pass (default: 384)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that parsed flags ask for, print its rows and write them where asked."""
     benchmarks = {
@@ -344,6 +366,7 @@ def run(args: argparse.Namespace) -> int:
         "selector": _selector,
         "train": _train,
         "learning": _learning,
+        "logprob": _logprob,
         "export": _export,
         "startup": _startup,
     }
@@ -498,6 +521,31 @@ def _train_ab(args: argparse.Namespace) -> list[Row]:
     )
     rows = ab.run(bench, partial(print, file=sys.stderr, flush=True))
     _print("RL with and without drafts", rows)
+    return rows
+
+
+def _logprob(args: argparse.Namespace) -> list[Row]:
+    import torch
+
+    from slipstream.bench import logprob
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    bench = logprob.LogprobBench(
+        tokens=args.tokens,
+        vocab=args.vocab,
+        hidden=args.hidden,
+        keep_megabytes=args.keep_megabytes,
+        rounds=args.rounds,
+    )
+    rows = logprob.run(bench)
+    _print("log-probs, forward and backward", rows)
+    missed = logprob.missed(rows)
+    print(
+        f"  floor: no slower than plain with logits kept, {logprob.MEMORY_FLOOR:.0%} of its "
+        f"memory, gradients within {logprob.GRADIENT_FLOOR:g}: "
+        + (f"missed: {'; '.join(missed)}" if missed else "reached")
+    )
     return rows
 
 

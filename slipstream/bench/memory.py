@@ -1,6 +1,6 @@
 """Peak memory of one contender, in a process of its own: nobody else's memory is counted.
 
-Called by `rollout`.
+Called by `rollout` and `logprob`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,17 @@ def _measure(
         temperature=temperature,
         compute=compute,
     ) as ready:
-        if _CLEAR_REFS.exists():
-            # Forget the peak that loading the model left (Linux).
-            _CLEAR_REFS.write_text("5")
+        # Loading the model left one.
+        forget_peak()
         ready.generate(workload)
     compute.close()
     return peak_rss() / 1e6
+
+
+def forget_peak() -> None:
+    """`peak_rss` begins anew (Linux; elsewhere it cannot)."""
+    if _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
 
 
 def peak_rss() -> int:

@@ -71,10 +71,11 @@ def test_estimators_average_to_the_kl_of_two_bernoullis(kind: str) -> None:
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs both policies' hidden states"):
-        kl_penalty(LP, REF, "full")
-    with pytest.raises(ValueError, match="needs both policies' hidden states"):
-        kl_penalty(LP, REF, "full+")
+    for kind in ("full", "full_forward"):
+        computed = rf"'{kind}' sums over .* actor_rollout_ref.actor.kl_loss_type={kind} computes it"
+        for suffix in ("", "+"):
+            with pytest.raises(ValueError, match=computed):
+                kl_penalty(LP, REF, kind + suffix)
     with pytest.raises(ValueError, match="unknown kl penalty 'k4'; known: kl, k1"):
         kl_penalty(LP, REF, "k4")
 
