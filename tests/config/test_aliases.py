@@ -139,6 +139,13 @@ def test_an_absent_feature_is_accepted_off_and_refused_on(
     assert remedy in str(caught.value)
 
 
+def test_settings_of_a_critic_that_is_not_trained_are_told_of() -> None:
+    config, notices = load("critic.ppo_epochs=2", "critic.ppo_micro_batch_size=4")
+    assert (config.critic.ppo_epochs, config.critic.ppo_micro_batch_size_per_gpu) == (2, 4)
+    assert "critic.ppo_epochs has no effect: no critic is trained" in notices
+    assert "critic.ppo_micro_batch_size_per_gpu has no effect: no critic is trained" in notices
+
+
 def test_a_parallel_size_of_true_is_not_one() -> None:
     with pytest.raises(ConfigError):
         load(f"{ROLLOUT}.tensor_model_parallel_size=true")
