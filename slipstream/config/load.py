@@ -179,8 +179,9 @@ class _Tree:
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
         if not critic["enable"] and algorithm["adv_estimator"] not in NEEDS_CRITIC:
-            for key in sorted(self.given):
-                if key.startswith("critic.") and key != "critic.enable":
+            usual = to_dict(Config())
+            for key in sorted(self.given - {"critic.enable"}):
+                if key.startswith("critic.") and _at(self.values, key) != _at(usual, key):
                     self.notices[f"{key} has no effect: no critic is trained"] = None
 
     def _micro_batches(self) -> None:

@@ -96,7 +96,7 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
         f"{ROLLOUT}.disable_log_stats=False",
         f"{ROLLOUT}.load_format=auto",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
-        "critic.optim.lr=1e-5",
+        "critic.forward_micro_batch_size_per_gpu=4",
         "hydra.run.dir=outputs",
         "hydra/job_logging=none",
         "+ray_kwargs.ray_init.num_cpus=4",
