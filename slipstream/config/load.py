@@ -179,15 +179,10 @@ class _Tree:
 
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
-        if critic["enable"] or algorithm["adv_estimator"] in NEEDS_CRITIC:
-            return
-        usual = to_dict(Config().critic)
-        for key in sorted(self.given):
-            if key.startswith("critic.") and key != "critic.enable":
-                own, default = critic, usual
-                for name in key.split(".")[1:]:
-                    own, default = own[name], default[name]
-                if own != default:
+        if not critic["enable"] and algorithm["adv_estimator"] not in NEEDS_CRITIC:
+            usual = to_dict(Config())
+            for key in sorted(self.given - {"critic.enable"}):
+                if key.startswith("critic.") and _at(self.values, key) != _at(usual, key):
                     self.notices[f"{key} has no effect: no critic is trained"] = None
 
     def _micro_batches(self) -> None:

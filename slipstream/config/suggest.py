@@ -10,7 +10,7 @@ import difflib
 from slipstream.config.tree import options
 
 
-def nearest_keys(key: str, limit: int = 4) -> list[str]:
+def nearest_keys(key: str, limit: int = 5) -> list[str]:
     """Existing keys that look like `key`, best first: the whole key first, then its last name."""
     known = options()
     scored: dict[str, float] = {}

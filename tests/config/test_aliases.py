@@ -96,7 +96,7 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
         f"{ROLLOUT}.disable_log_stats=False",
         f"{ROLLOUT}.load_format=auto",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
-        "critic.optim.lr=1e-5",
+        "critic.forward_micro_batch_size_per_gpu=4",
         "hydra.run.dir=outputs",
         "hydra/job_logging=none",
         "+ray_kwargs.ray_init.num_cpus=4",
@@ -137,6 +137,13 @@ def test_an_absent_feature_is_accepted_off_and_refused_on(
         load(asking)
     assert str(caught.value).startswith(asking.lstrip("+").replace("True", "true"))
     assert remedy in str(caught.value)
+
+
+def test_settings_of_a_critic_that_is_not_trained_are_told_of() -> None:
+    config, notices = load("critic.ppo_epochs=2", "critic.ppo_micro_batch_size=4")
+    assert (config.critic.ppo_epochs, config.critic.ppo_micro_batch_size_per_gpu) == (2, 4)
+    assert "critic.ppo_epochs has no effect: no critic is trained" in notices
+    assert "critic.ppo_micro_batch_size_per_gpu has no effect: no critic is trained" in notices
 
 
 def test_a_parallel_size_of_true_is_not_one() -> None:

@@ -416,6 +416,26 @@ def test_a_broken_rule_is_named_and_its_remedy_works(
     load(f"{broken} {remedy}")
 
 
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("critic.ppo_mini_batch_size=3", "not a multiple of critic.ppo_mini_batch_size=3"),
+        (
+            "critic.use_dynamic_bsz=true critic.ppo_micro_batch_size_per_gpu=2",
+            "has no effect with critic.use_dynamic_bsz=true",
+        ),
+        ("critic.use_dynamic_bsz=false", "set critic.ppo_micro_batch_size_per_gpu=8"),
+        ("critic.model.tokenizer_path=a", "has no effect without critic.model.path"),
+        ("critic.optim.muon_lr=1", "set critic.optim.optimizer=Muon"),
+    ],
+)
+def test_rules_of_a_critic(broken: str, message: str) -> None:
+    load(broken)
+    with pytest.raises(ConfigError) as caught:
+        load(f"{broken} algorithm.adv_estimator=gae")
+    assert message in str(caught.value)
+
+
 def test_no_training_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="leaves no data; set a positive number, or -1"):
         load(f"data.train_files=a data.train_max_samples=0 {MODEL}.path=m", recipe=None)

@@ -13,7 +13,7 @@ import torch
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
 from slipstream.models.critic_io import load_critic
-from slipstream.models.lora import LoraConfig, add_lora, merged_weights
+from slipstream.models.lora import LoraConfig, add_lora, lora_layers, merged_weights
 from slipstream.models.value_model import ValueModel
 from slipstream.training import OptimSettings
 from slipstream.training.critic import Critic, ValueLossSettings, explained_variance
@@ -21,6 +21,11 @@ from slipstream.types import TrainBatch, TrainRow
 from tests.training.helpers import VOCAB, relative_difference, tiny_decoder
 
 LENGTHS = [9, 33, 17, 40, 5]
+SPLITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_tokens_per_micro_batch": 64},
+    {"max_rows_per_micro_batch": 1},
+)
 
 
 def tiny_model(*, head: bool = True, seed: int = 0) -> ValueModel:
@@ -84,7 +89,8 @@ def test_a_new_critic_expects_nothing_and_is_no_second_policy() -> None:
     policy = tiny_decoder()
     add_lora(policy, LoraConfig(rank=2))
     with torch.no_grad():
-        policy.model.layers[0].self_attn.q_proj.lora_B.fill_(0.1)  # type: ignore[union-attr]
+        for layer in lora_layers(policy).values():
+            layer.lora_B.fill_(0.1)
     model = ValueModel.of(policy)
     merged = merged_weights(policy)
     for name, parameter in model.named_parameters():
@@ -101,7 +107,7 @@ def test_a_new_critic_expects_nothing_and_is_no_second_policy() -> None:
 def test_values_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
     batch = batch_of([5, 9, 17, 33, 40, 64, 21, 12])
     results = []
-    for limits in ({}, {"max_tokens_per_micro_batch": 64}, {"max_rows_per_micro_batch": 1}):
+    for limits in SPLITS:
         work = critic(dtype=dtype, **limits)
         results.append(work.values(batch).wait())
         work.close()
@@ -138,7 +144,7 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
     assert "model.embed_tokens.weight" in expected
 
     settings = ValueLossSettings(cliprange_value=0.2, loss_agg_mode=mode)
-    for limits in ({}, {"max_tokens_per_micro_batch": 48}, {"max_rows_per_micro_batch": 1}):
+    for limits in SPLITS:
         work = critic(loss=settings, grad_clip=None, **limits)
         metrics = work.update(batch).wait()
         assert metrics["critic/vf_loss"] == pytest.approx(loss, rel=1e-5)

@@ -1,0 +1,110 @@
+"""Folders of critics, against transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.errors import CheckpointError
+from slipstream.models import save_checkpoint
+from slipstream.models.critic_io import check_vocabulary, load_critic, save_critic
+from slipstream.models.value_model import ValueModel
+from tests.models.helpers import FAMILIES, make_decoder, random_ids
+
+
+def make_model(family: str = "qwen3") -> ValueModel:
+    model = ValueModel.of(make_decoder(family))
+    with torch.no_grad():
+        model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+        model.score.bias.fill_(0.5)
+    return model
+
+
+def values(model: ValueModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        found: torch.Tensor = model.score(model.pack(torch.float32).forward(ids, positions).final)
+        return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_we_read_each_other(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    model, ids = make_model(family), random_ids(2, 32)
+    save_critic(model, tmp_path / "ours")
+    theirs, info = AutoModelForTokenClassification.from_pretrained(
+        str(tmp_path / "ours"), dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert (theirs.config.num_labels, theirs.score.out_features) == (1, 1)
+    with torch.no_grad():
+        logits = theirs.eval()(ids).logits[..., 0]
+    torch.testing.assert_close(values(model, ids), logits, atol=1e-5, rtol=1e-5)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    for folder in ("ours", "theirs"):
+        assert torch.equal(values(load_critic(tmp_path / folder), ids), values(model, ids))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_is_a_start(tied: bool, tmp_path: Path) -> None:
+    policy = make_decoder("llama", tie_word_embeddings=tied)
+    save_checkpoint(policy, tmp_path)
+    model, expected = load_critic(tmp_path), ValueModel.of(policy)
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_critic(make_model(), tmp_path / "critic")
+    return tmp_path / "critic"
+
+
+def test_other_models_are_refused(saved: Path) -> None:
+    config, weights = saved / "config.json", saved / "model.safetensors"
+    raw, tensors = json.loads(config.read_text()), load_file(weights)
+    save_file({**tensors, "score.weight": torch.zeros(3, 64)}, weights)
+    with pytest.raises(CheckpointError, match="has 3 labels and a critic has one"):
+        load_critic(saved)
+    save_file({n: t for n, t in tensors.items() if n != "score.bias"}, weights)
+    with pytest.raises(CheckpointError, match=r"score\.bias is missing"):
+        load_critic(saved)
+    save_file({**tensors, "score.bias": torch.tensor([float("nan")])}, weights)
+    with pytest.raises(CheckpointError, match=r"score\.bias has NaN"):
+        load_critic(saved)
+    config.write_text(json.dumps({**raw, "architectures": ["Qwen3ForSequenceClassification"]}))
+    with pytest.raises(CheckpointError, match="Qwen3ForSequenceClassification is no critic"):
+        load_critic(saved)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_critic(saved / "nowhere")
+
+
+def test_another_vocabulary_is_refused() -> None:
+    config = make_decoder("qwen3").config
+    wider = replace(config, vocab_size=config.vocab_size + 16)
+    vocab = {"a": 0, "b": 1}
+
+    def check(critic: Any, policy: Any = config, **vocabularies: Any) -> None:
+        check_vocabulary(critic, policy, source="critic.model.path=c", **vocabularies)
+
+    check(config)
+    with pytest.raises(CheckpointError, match=r"critic.model.path=c: the critic's vocabulary"):
+        check(wider)
+    with pytest.raises(CheckpointError, match="the critic's vocabulary"):
+        check(wider, policy_vocab=vocab)
+    # One tokenizer, embeddings padded differently.
+    check(wider, critic_vocab=vocab, policy_vocab=vocab)
+    with pytest.raises(CheckpointError, match="2 entries differ, such as 'b' -> 1"):
+        check(config, critic_vocab={"a": 0, "c": 1}, policy_vocab=vocab)
+    large = {"a": 0, "z": config.vocab_size}
+    with pytest.raises(CheckpointError, match="goes up to token"):
+        check(config, critic_vocab=large, policy_vocab=large)
