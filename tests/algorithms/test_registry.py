@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms import (
+    AdvantageConfig,
     AdvantageEstimator,
     AdvantageNeed,
     RegistryError,
@@ -84,6 +85,28 @@ def test_what_estimators_need_is_declared() -> None:
     }
     with pytest.raises(RegistryError, match="'gea'"):
         adv_needs("gea")
+
+
+def test_an_estimator_written_for_verl_registers_unchanged() -> None:
+    @register_adv_est("theirs")
+    def theirs(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any = None,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        scores = token_level_rewards.sum(-1, keepdim=True) * config.get("gamma", 1.0)
+        return scores * response_mask, scores * response_mask
+
+    assert adv_needs("theirs") == frozenset()
+    advantages, _ = get_adv_estimator_fn("theirs")(
+        token_level_rewards=torch.tensor([[0.0, 2.0]]),
+        response_mask=torch.tensor([[1.0, 1.0]]),
+        index=["a"],
+        config=AdvantageConfig(gamma=0.5),
+    )
+    assert advantages.tolist() == [[1.0, 1.0]]
 
 
 def test_users_declare_needs_too() -> None:

@@ -51,10 +51,12 @@ def test_returns_are_those_of_the_estimates_before_whitening() -> None:
 
 
 def test_verls_call_works() -> None:
-    columns = [torch.tensor(c, dtype=torch.float64) for c in (CASE.rewards, CASE.values, CASE.mask)]
-    for a, b in zip(
-        compute_gae_advantage_return(*columns, 0.5, 0.5), estimate("gae", CASE), strict=True
-    ):
+    rewards, values, mask = (
+        torch.tensor(column, dtype=torch.float64)
+        for column in (CASE.rewards, CASE.values, CASE.mask)
+    )
+    called = compute_gae_advantage_return(rewards, values, mask, 0.5, 0.5)
+    for a, b in zip(called, estimate("gae", CASE), strict=True):
         assert torch.equal(a, b)
 
 

@@ -28,7 +28,7 @@ def test_rows_are_drawn_by_weight_and_with_replacement() -> None:
     drawn = pf_ppo_indices(scores, PFPPOConfig(weight_pow=1.0), seed=0)
     kinds = torch.bincount(drawn % 4, minlength=4) / len(drawn)
     assert drawn.shape == (8000,)
-    assert len(drawn.unique()) < 4000
+    assert len(set(drawn.tolist())) < 4000
     assert kinds.tolist() == pytest.approx([0.25, 0.0, 0.75, 0.0], abs=0.02)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def test_results_are_float32_unless_rewards_are_float64(name: str) -> None:
 def test_results_carry_no_gradient(name: str) -> None:
     needs = {need.value for need in adv_needs(name)} & {"values", "old_log_probs", "ref_log_probs"}
     case = make_case(4)
-    leaves = {key: torch.tensor(getattr(case, key), requires_grad=True) for key in needs}
+    leaves: dict[str, Any] = {
+        key: torch.tensor(getattr(case, key), requires_grad=True) for key in needs
+    }
     assert not any(result.requires_grad for result in estimate(name, case, **leaves))
 
 
@@ -142,8 +145,9 @@ def test_a_score_that_is_not_finite_is_refused(name: str, bad: float) -> None:
     [(n, need) for n in NAMES for need in sorted(adv_needs(n)) if need != "rollout_is_weights"],
 )
 def test_a_missing_input_is_named_with_what_provides_it(name: str, need: AdvantageNeed) -> None:
+    missing: dict[str, Any] = {need.value: None}
     with pytest.raises(ValueError, match=f"'{name}' needs {need.value}, got None; .{{20,}}"):
-        estimate(name, make_case(5), **{need.value: None})
+        estimate(name, make_case(5), **missing)
 
 
 @pytest.mark.parametrize("name", NAMES)
