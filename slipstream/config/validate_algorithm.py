@@ -111,8 +111,8 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
         if not keys:
             yield (
                 "algorithm.adv_estimator=gdpo normalises parts of the reward, and none is named; "
-                "set algorithm.gdpo_reward_keys=[PART,...], names that the reward function gives "
-                "beside the score"
+                "name what the reward function gives beside the score, as in "
+                "algorithm.gdpo_reward_keys=[acc,format]"
             )
         elif weights is not None and len(weights) != len(keys):
             yield (

@@ -220,7 +220,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "algorithm.rollout_correction.preset=decoupled_token_is "
             "algorithm.rollout_correction.rollout_is=token",
             "sets all of them",
-            "algorithm.rollout_correction.rollout_is=null",
+            "algorithm.rollout_correction.preset=null",
         ),
         (
             f"algorithm.rollout_correction.bypass_mode=true {ACTOR}.policy_loss.loss_mode=gspo",
@@ -235,7 +235,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             "algorithm.adv_estimator=on_policy_distillation",
             "learns from a teacher",
-            "actor_rollout_ref.ref.path=teacher",
+            "actor_rollout_ref.ref.path=FOLDER",
         ),
         (
             f"algorithm.adv_estimator=remax {ROLLOUT}.do_sample=false",

@@ -15,7 +15,8 @@ from slipstream.config import Config, Hardware, load_config
 from slipstream.environment.tokenizer import build_tokenizer
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.loops import build
-from slipstream.loops.build_critic import critic_updates, make_critic, wants_critic
+from slipstream.loops.build_algorithm import critic_updates, wants_critic
+from slipstream.loops.build_critic import make_critic
 from slipstream.models import Decoder
 from slipstream.models.critic_io import save_critic
 from slipstream.models.value_model import ValueModel

@@ -1,0 +1,311 @@
+"""Every algorithm through the loop: what each needs gets there, and what it does to the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.algorithms import (
+    AdvantageConfig,
+    PFPPOConfig,
+    PolicyLossConfig,
+    PolicyLossModeConfig,
+    RolloutCorrectionConfig,
+    adv_estimator_names,
+    policy_loss_names,
+    policy_loss_selection,
+)
+from slipstream.errors import DataError, TrainingError
+from slipstream.loops.rl import run_rl_training
+from slipstream.loops.rl_batch import KLInReward
+from slipstream.models.value_model import ValueModel
+from slipstream.rewards.protocol import Score
+from slipstream.rollout.filters import check_spread
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.training.critic import Critic
+from slipstream.training.losses import policy_loss_fn
+from slipstream.training.optim import OptimSettings
+from slipstream.training.single import SingleProcessBackend
+from slipstream.types import Sample, SamplingParams, TrainBatch
+from tests.loops.test_rl import Log, buffer, config, engine
+from tests.training.helpers import tiny_backend, weights
+
+PARTS = AdvantageConfig(gdpo_reward_keys=["even", "short"])
+
+
+class Scorer:
+    """The share of even tokens, with two parts; odd groups all fail the same way on demand."""
+
+    def __init__(self, *, equal: bool = False) -> None:
+        self._equal = equal
+
+    async def score_sample(self, sample: Sample) -> Score:
+        ids = sample.response_ids
+        even = sum(1 for i in ids if i % 2 == 0) / len(ids)
+        if self._equal and sample.group_index is not None and sample.group_index % 2:
+            even = 0.5
+        return Score(even, parts={"even": even, "short": 1 / len(ids)})
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        return [await self.score_sample(sample) for sample in samples]
+
+
+def train(
+    backend: SingleProcessBackend,
+    *,
+    greedy: bool = False,
+    scorer: Scorer | None = None,
+    rollout: dict[str, Any] | None = None,
+    filtered: bool = False,
+    given: dict[str, Any] | None = None,
+    **changes: Any,
+) -> list[dict[str, float]]:
+    """Two steps; every metric is in the table."""
+    served, data = engine(), buffer()
+    settings = RolloutSettings(
+        batch_size=4,
+        n=3,
+        params=SamplingParams(max_tokens=12),
+        seed=1,
+        timeout_s=20.0,
+        greedy_baseline=greedy,
+        **(rollout or {}),
+    )
+    manager = AsyncRolloutManager(
+        [served],
+        data,
+        scorer or Scorer(),
+        settings,
+        group_filter=partial(check_spread, metric="even") if filtered else None,
+    )
+    chosen = config(num_steps=2, **changes)
+
+    async def work() -> list[dict[str, float]]:
+        return await run_rl_training(
+            backend,
+            data,
+            manager,
+            [served],
+            chosen,
+            Log(),
+            notify=lambda text: None,
+            **(given or {}),
+        )
+
+    try:
+        return anyio.run(work)
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("name", adv_estimator_names())
+def test_each_estimator_gets_what_it_needs_and_moves_the_weights(name: str) -> None:
+    backend, reference = tiny_backend(), tiny_backend(seed=5)
+    critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
+    before = weights(backend)
+    history = train(
+        backend,
+        greedy=name == "remax",
+        adv_estimator=name,
+        advantages=PARTS,
+        given={
+            "critic": critic if name == "gae" else None,
+            "reference": reference if name == "on_policy_distillation" else None,
+        },
+    )
+    for metrics in history:
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["critic/advantages/max"] > metrics["critic/advantages/min"]
+        assert ("critic/vf_loss" in metrics) is (name == "gae")
+    after = dict(backend.decoder.named_parameters())
+    assert any(not torch.equal(before[n], w) for n, w in after.items())
+    reference.close()
+    critic.close()
+
+
+def settings_of(name: str) -> PolicyLossConfig:
+    return PolicyLossConfig(
+        policy_loss=PolicyLossModeConfig(
+            loss_mode=name, dro_beta=0.1, clip_cov_lb=-9, clip_cov_ratio=0.2, kl_cov_ratio=0.2
+        )
+    )
+
+
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_each_loss_takes_two_steps_a_batch(name: str) -> None:
+    loss = settings_of(name)
+    select = policy_loss_selection(name)
+    history = train(
+        tiny_backend(),
+        loss=policy_loss_fn(loss_mode=name, config=loss),
+        select=None if select is None else partial(select, config=loss),
+        mini_batch_size=2,
+    )
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+
+
+def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() -> None:
+    loss = settings_of("kl_cov")
+    seen: list[list[list[float] | None]] = []
+    shares = []
+    for rows in (1, 12):
+        backend = tiny_backend(max_rows_per_micro_batch=rows)
+        original = backend.forward_backward
+
+        def observed(
+            batch: TrainBatch, *arguments: Any, original: Any = original, **more: Any
+        ) -> Any:
+            seen.append([row.selected for row in batch.rows])
+            return original(batch, *arguments, **more)
+
+        backend.forward_backward = observed  # type: ignore[method-assign]
+        select = policy_loss_selection("kl_cov")
+        assert select is not None
+        history = train(
+            backend,
+            loss=policy_loss_fn(loss_mode="kl_cov", config=loss),
+            select=partial(select, config=loss),
+            mini_batch_size=2,
+        )
+        shares.append([metrics["actor/pg_loss"] for metrics in history])
+    assert shares[0] == pytest.approx(shares[1], rel=1e-5)
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:]
+    for rows_of_mini in seen:
+        chosen = [value for row in rows_of_mini for value in row or []]
+        assert 0 < sum(chosen) < len(chosen)
+
+
+def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
+    backend = tiny_backend()
+    before = weights(backend)
+    critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
+    history = train(
+        backend, adv_estimator="gae", critic_warmup=2, critic_epochs=2, given={"critic": critic}
+    )
+    assert all("actor/grad_norm" not in metrics for metrics in history)
+    for n, w in backend.decoder.named_parameters():
+        assert torch.equal(before[n], w)
+    # Values begin at 0 and follow rewards of about a half.
+    assert history[0]["critic/values/max"] == 0.0
+    assert history[1]["critic/values/mean"] > 0.0
+    assert history[0]["critic/returns/mean"] == pytest.approx(history[0]["critic/score/mean"], 0.2)
+    assert history[1]["critic/vf_loss"] < history[0]["critic/vf_loss"]
+    critic.close()
+
+
+def test_the_greedy_response_is_the_baseline_and_nothing_trains_on_it() -> None:
+    backend = tiny_backend()
+    rows: list[int] = []
+    original = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        rows.append(len(batch.rows))
+        return original(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    history = train(backend, greedy=True, adv_estimator="remax")
+    assert rows == [12, 12]
+    assert history[0]["rollout/num_samples"] == 12
+    with pytest.raises(DataError, match="'remax' needs reward_baselines"):
+        train(tiny_backend(), adv_estimator="remax")
+
+
+def test_on_policy_correction_changes_nothing() -> None:
+    # Weights of equal policies are 1, and the decoupled objective is the plain one.
+    correction = RolloutCorrectionConfig(
+        rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=100.0
+    )
+    losses = []
+    for chosen in (None, correction):
+        backend = tiny_backend()
+        history = train(backend, correction=chosen)
+        losses.append([metrics["actor/grad_norm"] for metrics in history])
+    assert "rollout_corr/kl" in history[0]
+    # The scripted engine's log-probs are not the trainer's: the weights tell them apart.
+    assert history[0]["rollout_corr/rollout_is_mean"] != 1.0
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])
+def test_bypass_mode_has_no_forward_pass_for_old_log_probs(preset: str) -> None:
+    correction = RolloutCorrectionConfig.preset(preset)
+    if correction.rollout_rs is not None:
+        correction = replace(correction, rollout_rs_threshold=1e6)
+    loss = PolicyLossConfig(policy_loss=PolicyLossModeConfig(loss_type=correction.loss_type))
+    history = train(
+        tiny_backend(),
+        correction=correction,
+        loss=policy_loss_fn(loss_mode="bypass_mode", config=loss),
+        mini_batch_size=2,
+    )
+    assert all("timing_s/old_log_prob" not in metrics for metrics in history)
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+    assert ("rollout_corr/kl" in history[0]) is correction.enabled
+
+
+def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
+    correction = RolloutCorrectionConfig(rollout_rs="token_k3", rollout_rs_threshold=1e-12)
+    backend = tiny_backend()
+    history = train(backend, correction=correction)
+    assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
+    with pytest.raises(TrainingError, match="rejected every token"):
+        train(tiny_backend(), correction=correction, max_skipped_batches=1)
+
+
+def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
+    backend = tiny_backend()
+    seen: list[list[tuple[int, ...]]] = []
+    original = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        seen.append([tuple(row.tokens) for row in batch.rows])
+        return original(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"))
+    assert [len(rows) for rows in seen] == [12, 12]
+    assert all(len(set(rows)) < 12 for rows in seen)
+
+
+def test_groups_without_a_difference_are_replaced_and_counted() -> None:
+    history = train(
+        tiny_backend(), scorer=Scorer(equal=True), filtered=True, rollout={"max_rejected": 5.0}
+    )
+    for metrics in history:
+        assert metrics["rollout/num_prompts"] == 4
+        assert metrics["training/num_zero_variance_groups"] == 0
+        dropped = metrics["rollout/num_dropped_groups/same_even"]
+        assert dropped == metrics["rollout/num_dropped_groups"] > 0
+    with pytest.raises(DataError, match="max_num_gen_batches"):
+        train(
+            tiny_backend(), scorer=Scorer(equal=True), filtered=True, rollout={"max_rejected": 0.0}
+        )
+
+
+def test_kl_in_the_reward_reaches_single_tokens() -> None:
+    from slipstream.algorithms import FixedKLController
+
+    reference = tiny_backend(seed=5)
+    found: list[Tensor] = []
+    for coefficient in (0.0, 0.5):
+        backend = tiny_backend()
+        history = train(
+            backend,
+            adv_estimator="reinforce_plus_plus",
+            given={
+                "reference": reference,
+                "kl_in_reward": KLInReward(FixedKLController(coefficient), "k1"),
+            },
+        )
+        found.append(torch.tensor([m["critic/advantages/max"] for m in history]))
+    assert history[0]["actor/reward_kl_penalty"] != 0
+    assert not torch.equal(found[0], found[1])
+    reference.close()
