@@ -233,7 +233,8 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 def _pad_rows(hidden: Tensor) -> Tensor:
     """Zero rows up to a multiple of 4 and at least 12: from there on, the float32 and float64
-    matrix products on CPU compute each row independently of how many rows there are."""
+    matrix products on CPU compute each row independently of how many rows there are (where D is a
+    multiple of 4, as in models: others of small heads also depend on where the row lies)."""
     if hidden.dtype not in (torch.float32, torch.float64):
         return hidden
     n = len(hidden)

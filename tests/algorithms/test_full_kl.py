@@ -15,10 +15,12 @@ from slipstream.algorithms.full_kl import KLDirection
 DIRECTIONS: tuple[KLDirection, ...] = ("reverse", "forward")
 
 
-def inputs(n: int = 7, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def inputs(
+    n: int = 7, dtype: torch.dtype = torch.float64, *, d: int = 6, ref_d: int = 4
+) -> tuple[Tensor, ...]:
     """The reference is narrower than the policy."""
     generator = torch.Generator().manual_seed(n)
-    shapes = ((n, 6), (11, 6), (n, 4), (11, 4))
+    shapes = ((n, d), (11, d), (n, ref_d), (11, ref_d))
     hidden, weight, ref_hidden, ref_weight = (
         torch.randn(*shape, generator=generator).to(dtype) for shape in shapes
     )
@@ -107,7 +109,8 @@ def test_gradcheck(direction: KLDirection) -> None:
 
 
 def test_rows_do_not_depend_on_the_chunks_to_the_bit() -> None:
-    hidden, weight, ref_hidden, ref_weight = inputs(24, torch.float32)
+    # Widths as models have them: rows of 6 numbers are multiplied by where they lie in memory.
+    hidden, weight, ref_hidden, ref_weight = inputs(24, torch.float32, d=16, ref_d=8)
     whole = chunked_full_kl(hidden, weight, ref_hidden, ref_weight)
     squares = chunked_sum_pi_squared(hidden, weight)
     for chunk_size in (1, 5, 16):
