@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.algorithms import KLController, apply_kl_penalty
+from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
 from slipstream.rollout.train_rows import padded, targets_of
 from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
@@ -45,7 +46,12 @@ def usable_samples(
     lone = 0
     for group in groups:
         scored = [s for s in group.samples if s.status is not Status.FAILED]
-        without = greedy and (group.greedy is None or group.greedy.status is Status.FAILED)
+        if greedy and group.greedy is None:
+            raise DataError(
+                "the advantage estimator needs reward_baselines, the rewards of greedy responses, "
+                "and the rollout makes none; set RolloutSettings(greedy_baseline=True)"
+            )
+        without = greedy and group.greedy is not None and group.greedy.status is Status.FAILED
         if without or (compared and len(scored) == 1 and len(group.samples) > 1):
             lone += len(scored)
         elif scored:
