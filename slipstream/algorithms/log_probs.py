@@ -21,6 +21,10 @@ from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks
 DEFAULT_CHUNK_SIZE = 512
 """Rows whose logits exist at once: 512 rows of 150,000 words are 0.3 GB in float32."""
 
+DEFAULT_KEEP_BYTES = 600_000_000
+"""What trainers keep of logits for the backward pass: half of those of 8,192 tokens and 32,768
+words, where computing all of them again would make a pass slower than one that keeps them all."""
+
 _MIN_GEMM_ROWS = 12
 _GEMM_ROW_MULTIPLE = 4
 

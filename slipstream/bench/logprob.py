@@ -3,7 +3,7 @@
 Forward and backward pass, in turns: seconds, peak memory above what the inputs take, each in a
 process of its own, and the largest difference of the gradients. `plain` is what autograd makes of
 `F.linear`, `log_softmax` and `gather`; `chunked` is `chunked_token_log_probs` as it is by default,
-`kept` the same with some chunks of logits kept for its backward pass.
+`kept` the same with some chunks of logits kept for its backward pass, as trainers have it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.algorithms.log_probs import DEFAULT_CHUNK_SIZE, chunked_token_log_probs
+from slipstream.algorithms.log_probs import (
+    DEFAULT_CHUNK_SIZE,
+    DEFAULT_KEEP_BYTES,
+    chunked_token_log_probs,
+)
 from slipstream.bench.memory import forget_peak, peak_rss, resident_bytes
 from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
@@ -46,7 +50,7 @@ class LogprobBench:
     vocab: int = 32_768
     hidden: int = 512
     chunk_size: int = DEFAULT_CHUNK_SIZE
-    keep_megabytes: int = 384
+    keep_megabytes: int = DEFAULT_KEEP_BYTES // 10**6
     rounds: int = 5
 
     def __post_init__(self) -> None:

@@ -211,6 +211,9 @@ class ActorConfig:
     """Compute type of training; `auto` is bfloat16 where the device is fast in it."""
     log_prob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once when log-probabilities are computed; a multiple of 4."""
+    log_prob_keep_bytes: NonNegativeInt = 600_000_000
+    """Logits of a forward pass, in bytes, that are kept for the backward pass; those beyond are
+    computed again there, which is slower. 0: none is kept."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The policy's optimizer."""
 

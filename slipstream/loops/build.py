@@ -276,6 +276,7 @@ def make_backend(
         gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         max_nonfinite_steps=actor.max_nonfinite_steps,
         log_prob_chunk=actor.log_prob_chunk_tokens,
+        log_prob_keep_bytes=actor.log_prob_keep_bytes,
         metrics_prefix="sft" if sft else "actor",
         compute=compute,
     )

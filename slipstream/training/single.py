@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.full_kl import KLDirection
+from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
@@ -80,6 +81,7 @@ class SingleProcessBackend:
         gradient_checkpointing: bool = False,
         max_nonfinite_steps: int = 3,
         log_prob_chunk: int = 512,
+        log_prob_keep_bytes: int = DEFAULT_KEEP_BYTES,
         metrics_prefix: str = "actor",
         loss: LossFn | None = None,
         compute: ComputeThread | None = None,
@@ -91,6 +93,7 @@ class SingleProcessBackend:
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             max_rows_per_micro_batch=max_rows_per_micro_batch,
             log_prob_chunk=log_prob_chunk,
+            log_prob_keep_bytes=log_prob_keep_bytes,
             gradient_checkpointing=gradient_checkpointing,
         )
         self.decoder = decoder.to(torch.device(device))

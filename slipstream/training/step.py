@@ -17,7 +17,11 @@ from torch import Tensor
 
 from slipstream.algorithms.aggregation import Normalizers
 from slipstream.algorithms.full_kl import KLDirection, chunked_full_kl
-from slipstream.algorithms.log_probs import chunked_sum_pi_squared, chunked_token_log_probs
+from slipstream.algorithms.log_probs import (
+    DEFAULT_KEEP_BYTES,
+    chunked_sum_pi_squared,
+    chunked_token_log_probs,
+)
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import HiddenStates, PackedDecoder
 from slipstream.models.numerics import ROW_MULTIPLE
@@ -31,13 +35,15 @@ class ForwardSettings:
     """How forward passes are cut.
 
     `max_tokens_per_micro_batch` counts padding; with `max_rows_per_micro_batch` either may be None.
-    `log_prob_chunk` is the number of rows whose logits exist at once. `gradient_checkpointing`
+    `log_prob_chunk` is the number of rows whose logits exist at once, `log_prob_keep_bytes` what is
+    kept of them for the backward pass, which computes the others again. `gradient_checkpointing`
     computes each layer again in the backward pass, with bitwise the same gradients.
     """
 
     max_tokens_per_micro_batch: int | None
     max_rows_per_micro_batch: int | None = None
     log_prob_chunk: int = 512
+    log_prob_keep_bytes: int = DEFAULT_KEEP_BYTES
     gradient_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +56,8 @@ class ForwardSettings:
                 "max_tokens_per_micro_batch and max_rows_per_micro_batch are both null; one of "
                 "them has to bound the size of a forward pass"
             )
+        if self.log_prob_keep_bytes < 0:
+            raise ConfigError(f"log_prob_keep_bytes={self.log_prob_keep_bytes} is negative; set 0")
         if self.log_prob_chunk < 1 or self.log_prob_chunk % ROW_MULTIPLE:
             raise ConfigError(
                 f"log_prob_chunk={self.log_prob_chunk} must be a positive multiple of "
@@ -131,6 +139,7 @@ def forward(
         micro.labels,
         temperature,
         chunk_size=settings.log_prob_chunk,
+        keep_bytes=settings.log_prob_keep_bytes,
         product=packed.lm_head,
     )
     targets = len(micro.target_slots)
