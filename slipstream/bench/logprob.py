@@ -9,7 +9,7 @@ process of its own, and the largest difference of the gradients. `plain` is what
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -139,7 +139,7 @@ def run(bench: LogprobBench) -> list[Row]:
     ]
 
 
-def missed(rows: list[Row]) -> list[str]:
+def missed(rows: Sequence[Row]) -> list[str]:
     """What is not as promised, in words."""
     values = {row.contender: {k: median_of(v) for k, v in row.values.items()} for row in rows}
     wrong = []

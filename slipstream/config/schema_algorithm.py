@@ -83,6 +83,10 @@ class RolloutCorrectionConfig:
     correct inside the loss."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """The loss in `bypass_mode`: PPO's, whose ratio is then the importance weight, or REINFORCE."""
+    support_replay: bool = False
+    """Where `rollout.top_p`, `top_k` or `min_p` cut the policy's distribution: take all log-probs,
+    the rollout's, the old, the new and the reference's, over the tokens that were kept. Ratios are
+    else biased, for tokens are drawn from what is left."""
     preset: str | None = None
     """All of these at once, by name, such as `decoupled_token_is` or `bypass_ppo_clip`."""
 

@@ -66,6 +66,7 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     yield from _sampling_of_groups(config.algorithm)
     yield from _loss(config.actor_rollout_ref.actor)
     yield from _correction(config)
+    yield from _replay(config)
     yield from _reference(config)
 
 
@@ -175,7 +176,9 @@ def _correction(config: Config) -> Iterator[str]:
     key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.preset is not None:
-        usual = RolloutCorrectionConfig(preset=correction.preset)
+        usual = RolloutCorrectionConfig(
+            preset=correction.preset, support_replay=correction.support_replay
+        )
         for f in fields(correction):
             value = getattr(correction, f.name)
             if value != getattr(usual, f.name):
@@ -195,6 +198,33 @@ def _correction(config: Config) -> Iterator[str]:
         yield (
             f"{_ACTOR}.policy_loss.loss_mode={mode} is the loss of {key}.bypass_mode=true; set it, "
             f"or {_ACTOR}.policy_loss.loss_mode=vanilla"
+        )
+
+
+def _replay(config: Config) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "algorithm.rollout_correction.support_replay"
+    if not config.algorithm.rollout_correction.support_replay:
+        return
+    cuts = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    if not cuts or not rollout.do_sample:
+        yield (
+            f"{key}=true has no effect where the rollout samples from the whole vocabulary, or "
+            f"greedily; set {_ROLLOUT}.top_p=0.95 or {key}=false"
+        )
+    if rollout.name != "embedded":
+        yield (
+            f"{key}=true computes again what the sampler kept, which takes an engine with the "
+            f"trainer's bits; set {_ROLLOUT}.name=embedded or {key}=false"
+        )
+    if config.trainer.sync_every != 1:
+        yield (
+            f"{key}=true: with trainer.sync_every={config.trainer.sync_every} the weights "
+            f"of the trainer are not those that sampled; set trainer.sync_every=1 or {key}=false"
+        )
+    if rollout.partial_rollout:
+        yield (
+            f"{key}=true: responses that were begun with older weights cannot be replayed; set "
+            f"{_ROLLOUT}.partial_rollout=false or {key}=false"
         )
 
 

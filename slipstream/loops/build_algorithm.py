@@ -28,6 +28,7 @@ from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.rl_config import RLTrainingConfig
 from slipstream.rollout.filters import GroupFilter, check_spread
 from slipstream.training.losses import FULL_KL, policy_loss_fn
+from slipstream.types import SamplingParams
 
 if TYPE_CHECKING:
     pass
@@ -90,6 +91,9 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         advantages=advantages,
         correction=correction,
         pf_ppo=advantages.pf_ppo if advantages.use_pf_ppo else None,
+        replay=SamplingParams(max_tokens=1, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+        if algorithm.rollout_correction.support_replay
+        else None,
         compared=algorithm.adv_estimator in GROUP_RELATIVE,
         # The engine records the log-probs of greedy tokens at temperature 1.
         temperature=r.temperature if r.do_sample else 1.0,
@@ -172,7 +176,7 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
     return correction if correction.enabled or correction.bypass_mode else None
 
 
-_JOINED = frozenset(("preset", "rollout_rs", "rollout_rs_threshold"))
+_JOINED = frozenset(("preset", "support_replay", "rollout_rs", "rollout_rs_threshold"))
 
 
 def _joined(entries: tuple[str, ...] | str | float | None) -> str | None:

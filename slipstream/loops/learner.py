@@ -106,6 +106,7 @@ class Learner:
             self._skip(step, first_failure(groups), notify)
             return metrics
         batch = self._rows(usable)
+        metrics |= await self._replay(batch, timers)
         await self._fill_log_probs(batch, timers)
         with timers.span("adv"):
             metrics |= self._correct(batch)
@@ -145,11 +146,29 @@ class Learner:
 
     def _rows(self, usable: Usable) -> TrainBatch:
         config = self._config
-        batch = rows_of(usable.samples, temperature=config.temperature)
+        truncated = config.replay is not None
+        batch = rows_of(usable.samples, temperature=config.temperature, truncated=truncated)
         if config.noise_seed is not None:
             for row, sample in zip(batch.rows, usable.samples, strict=True):
                 row.key = sample.noise_key(config.noise_seed)
         return batch
+
+    async def _replay(self, batch: TrainBatch, timers: Timers) -> dict[str, float]:
+        """Find what a truncating sampler kept, under the weights that it sampled with."""
+        cuts, outside = self._config.replay, 0
+        if cuts is None:
+            return {}
+        with timers.span("old_log_prob"):
+            async with self._stages.stage("log-probs", "the policy's forward pass"):
+                kept = await self._backend.compute_kept_ids(batch, cuts)
+        for row, ids in zip(batch.rows, kept, strict=True):
+            for t, own in enumerate(ids):
+                if own and row.tokens[t] not in own:
+                    # Not of these weights, to the bit: the law has to give it some probability.
+                    own.append(row.tokens[t])
+                    outside += 1
+            row.kept_ids = ids
+        return {"rollout_corr/outside_support": float(outside)}
 
     async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
         """The old policy's log-probs, where the update is not its own old policy and the rollout's

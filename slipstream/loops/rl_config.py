@@ -10,6 +10,7 @@ from torch import Tensor
 from slipstream.algorithms import AdvantageConfig, PFPPOConfig, RolloutCorrectionConfig
 from slipstream.errors import check_at_least_one
 from slipstream.training.losses import LossFn, policy_loss_fn
+from slipstream.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,8 @@ class RLTrainingConfig:
     end, the loop calls `save`. `noise_seed` is that of rollouts whose engine takes keyed noise,
     `seed` that of other draws. `select` chooses tokens over a mini-batch for the loss
     (`algorithms.policy_loss_selection`, its config bound). `pf_ppo` resamples
-    the rows of each batch. `correction` None: the rollout's law is
+    the rows of each batch. `replay` has the cuts of a truncating sampler,
+    over whose support all log-probs are then taken. `correction` None: the rollout's law is
     taken for the policy's. In the first `critic_warmup` steps only the critic learns.
     With `compared`, a sample whose group has no other is left out.
     """
@@ -39,6 +41,7 @@ class RLTrainingConfig:
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: RolloutCorrectionConfig | None = None
     pf_ppo: PFPPOConfig | None = None
+    replay: SamplingParams | None = None
     compared: bool = True
     baseline: float | None = None
     temperature: float = 1.0

@@ -241,6 +241,11 @@ SECTIONS: tuple[Section, ...] = (
                 "the same of one rule",
             ),
             Metric("rollout_corr/rollout_rs_<rule>_{mean,min,max}", "", "statistic of that rule"),
+            Metric(
+                "rollout_corr/outside_support",
+                "tokens",
+                "sampled tokens that the trainer's replay of the sampler would not have kept",
+            ),
             Metric("rollout_corr/rollout_is_veto_fraction", "share", "responses vetoed"),
             Metric(
                 "rollout_corr/rollout_is_catastrophic_token_fraction",

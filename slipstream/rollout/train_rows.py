@@ -121,8 +121,11 @@ def prepare_grpo_batch(
     return batch
 
 
-def rows_of(samples: Sequence[Sample], *, temperature: float = 1.0) -> TrainBatch:
-    """Rows without advantages, one for each sample.
+def rows_of(
+    samples: Sequence[Sample], *, temperature: float = 1.0, truncated: bool = False
+) -> TrainBatch:
+    """Rows without advantages, one for each sample. With `truncated` the rollout's log-probs are
+    those of the law that top-k, top-p and min-p left, which tokens were drawn from.
 
     `temperature` is the one that the rollout sampled at. Rows carry `rollout_log_probs` if the
     policy sampled every target token of the batch; otherwise none does.
@@ -133,11 +136,15 @@ def rows_of(samples: Sequence[Sample], *, temperature: float = 1.0) -> TrainBatc
         for version, target in zip(sample.versions, targets_of(sample.loss_mask), strict=True)
         if target
     )
+
+    def recorded(sample: Sample) -> list[float]:
+        return sample.sampling_log_probs if truncated else sample.rollout_log_probs
+
     rows = [
         TrainRow(
             tokens=sample.tokens,
             loss_mask=sample.loss_mask,
-            rollout_log_probs=sample.rollout_log_probs if sampled else None,
+            rollout_log_probs=recorded(sample) if sampled else None,
             uid=sample.uid,
         )
         for sample in samples

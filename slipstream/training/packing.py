@@ -33,7 +33,11 @@ _PER_TOKEN = (
     "rollout_log_probs",
     "values",
     "returns",
+    "rollout_is_weights",
+    "selected",
+    "kept_ids",
 )
+_ALL_OR_NONE = tuple(n for n in _PER_TOKEN if n not in ("loss_mask", "old_log_probs"))
 MIN_HEAD_ROWS = 12
 """From 12 rows on, in fours, matrix products compute each row the same way (exact mode)."""
 
@@ -220,7 +224,7 @@ def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> No
         )
     for index, row in enumerate(batch.rows):
         _check_row(index, row, vocab_size, max_positions)
-    for name in ("advantages", "ref_log_probs", "rollout_log_probs", "values", "returns"):
+    for name in _ALL_OR_NONE:
         absent = [i for i, row in enumerate(batch.rows) if getattr(row, name) is None]
         if 0 < len(absent) < len(batch.rows):
             raise DataError(

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from slipstream.threads import arrival
 from slipstream.training.losses import LossFn
-from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
+from slipstream.types import (
+    FeatureSink,
+    KVPolicy,
+    PolicyVersion,
+    SamplingParams,
+    TrainBatch,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,6 +131,13 @@ class TrainingBackend(Protocol):
     def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
         """Of the distribution at each target token, the sum of its squared probabilities; aligned
         as `compute_log_probs`."""
+        ...
+
+    def compute_kept_ids(
+        self, batch: TrainBatch, cuts: SamplingParams
+    ) -> TrainFuture[list[list[list[int]]]]:
+        """The ids that a sampler with the cuts of `cuts` keeps at each target token, one list per
+        row; empty where no target token is."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:

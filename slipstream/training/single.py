@@ -45,11 +45,20 @@ from slipstream.training.step import (
     batch_normalizers,
     forward,
     hand_over,
+    kept_ids,
+    kept_of_sampler,
     loss_inputs,
     micro_batches,
     sum_pi_squared,
 )
-from slipstream.types import FeatureSink, KVPolicy, PolicyVersion, TrainBatch, WeightUpdate
+from slipstream.types import (
+    FeatureSink,
+    KVPolicy,
+    PolicyVersion,
+    SamplingParams,
+    TrainBatch,
+    WeightUpdate,
+)
 
 T = TypeVar("T")
 
@@ -164,6 +173,14 @@ class SingleProcessBackend:
         """The sum of squared probabilities of the distribution at each target token, at the batch's
         temperature; aligned as `compute_log_probs`."""
         return self._compute.submit(lambda: self._compute_sum_pi_squared(batch))
+
+    def compute_kept_ids(
+        self, batch: TrainBatch, cuts: SamplingParams
+    ) -> TrainFuture[list[list[list[int]]]]:
+        """The ids that a sampler with top-k, top-p and min-p of `cuts` keeps under the present
+        weights at each target token, one list per row; empty where no target token is. In exact
+        mode those that the engine with these weights draws from."""
+        return self._compute.submit(lambda: self._compute_kept_ids(batch, cuts))
 
     def use_full_kl(self, reference: Decoder | None, direction: KLDirection) -> None:
         """From now on losses get the KL to `reference` over the whole vocabulary (`full_kl`); None:
@@ -363,6 +380,7 @@ class SingleProcessBackend:
                 settings=self._settings,
                 taps=tap_layers if selected.intersection(micro.indices) else (),
                 full_kl=full_kl,
+                kept=kept_ids(batch, micro),
             )
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
@@ -386,6 +404,24 @@ class SingleProcessBackend:
                 return FullKL(reference=reference.pack(self._dtype), direction=direction)
             with base_weights_only(self.decoder):
                 return FullKL(reference=self.decoder.pack(self._dtype), direction=direction)
+
+    def _compute_kept_ids(self, batch: TrainBatch, cuts: SamplingParams) -> list[list[list[int]]]:
+        self._check(batch)
+        out: list[list[list[int]]] = [[[] for _ in row.tokens] for row in batch.rows]
+        with torch.no_grad():
+            packed = self.decoder.pack(self._dtype)
+            for micro in self._micro_batches(batch, set()):
+                kept = kept_of_sampler(
+                    packed,
+                    micro,
+                    temperature=batch.temperature,
+                    cuts=cuts,
+                    settings=self._settings,
+                )
+                width = micro.mask.shape[1]
+                for slot, ids in zip(micro.target_slots.tolist(), kept, strict=True):
+                    out[micro.indices[slot // width]][slot % width] = ids
+        return out
 
     def _compute_sum_pi_squared(self, batch: TrainBatch) -> list[list[float]]:
         self._check(batch)

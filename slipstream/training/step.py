@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.aggregation import Normalizers
+from slipstream.algorithms.correction import KeptIds, log_probs_on_support, support_log_mass
 from slipstream.algorithms.full_kl import KLDirection, chunked_full_kl
 from slipstream.algorithms.log_probs import (
     DEFAULT_KEEP_BYTES,
     chunked_sum_pi_squared,
     chunked_token_log_probs,
+    log_softmax_rows,
 )
 from slipstream.errors import ConfigError
 from slipstream.models.decoder import HiddenStates, PackedDecoder
 from slipstream.models.numerics import ROW_MULTIPLE
+from slipstream.sampling.truncate import truncate
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
-from slipstream.types import Features, FeatureSink, TrainBatch
+from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +125,11 @@ def forward(
     settings: ForwardSettings,
     taps: tuple[int, ...] = (),
     full_kl: FullKL | None = None,
+    kept: KeptIds | None = None,
 ) -> ForwardResult:
     """Log-probs and entropies of the target tokens, and their KL to a reference; differentiable
-    where `packed` is."""
+    where `packed` is. With `kept`, ids of each of `micro.head_rows`, log-probs are of the law over
+    these alone; entropies and KL are always of the whole vocabulary."""
     hidden = packed.forward(
         micro.ids,
         micro.positions,
@@ -142,6 +147,16 @@ def forward(
         keep_bytes=settings.log_prob_keep_bytes,
         product=packed.lm_head,
     )
+    if kept is not None:
+        mass = support_log_mass(
+            rows,
+            packed.lm_head.weight,
+            kept,
+            temperature,
+            chunk_size=settings.log_prob_chunk,
+            product=packed.lm_head,
+        )
+        log_probs = log_probs_on_support(log_probs, mass)
     targets = len(micro.target_slots)
     kl = None
     if full_kl is not None:
@@ -182,6 +197,42 @@ def sum_pi_squared(
         product=packed.lm_head,
     )
     return micro.scatter(sums[: len(micro.target_slots)])
+
+
+@torch.no_grad()
+def kept_of_sampler(
+    packed: PackedDecoder,
+    micro: MicroBatch,
+    *,
+    temperature: float,
+    cuts: SamplingParams,
+    settings: ForwardSettings,
+) -> list[list[int]]:
+    """The ids that top-k, top-p and min-p of `cuts` keep at each target token (`truncate`)."""
+    rows = _head_rows(packed.forward(micro.ids, micro.positions, lengths=micro.lengths), micro)
+    kept: list[list[int]] = []
+    for start in range(0, len(rows), settings.log_prob_chunk):
+        part = rows[start : start + settings.log_prob_chunk]
+        log_p = log_softmax_rows(part, packed.lm_head.weight, temperature, packed.lm_head)
+        count = len(log_p)
+        support = truncate(
+            log_p,
+            torch.full((count,), cuts.top_k, device=log_p.device),
+            torch.full((count,), cuts.top_p, dtype=torch.float64, device=log_p.device),
+            torch.full((count,), cuts.min_p, dtype=torch.float64, device=log_p.device),
+        )
+        kept += [own.nonzero().squeeze(-1).tolist() for own in support]
+    return kept[: len(micro.target_slots)]
+
+
+def kept_ids(batch: TrainBatch, micro: MicroBatch) -> KeptIds | None:
+    """Those of the rows of `micro`, for each of its `head_rows`; None where they have none."""
+    rows = [batch.rows[i].kept_ids for i in micro.indices]
+    if any(row is None for row in rows):
+        return None
+    width = micro.mask.shape[1]
+    kept = [(rows[slot // width] or [])[slot % width] for slot in micro.target_slots.tolist()]
+    return KeptIds.of([*kept, *[[] for _ in range(len(micro.head_rows) - len(kept))]])
 
 
 def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:

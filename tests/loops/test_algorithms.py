@@ -12,6 +12,7 @@ from slipstream.cli import main
 from slipstream.models.critic_io import load_critic
 from tests.loops.helpers import (
     ACTOR,
+    ROLLOUT,
     assert_same_result,
     metrics_of,
     result_of,
@@ -110,3 +111,26 @@ def test_a_teacher_is_learnt_from(run: Path, reward: Path, tmp_path: Path) -> No
     assert main(line) == 0
     metrics = metrics_of(tmp_path / "run")
     assert metrics[1]["critic/advantages/min"] < 0 < metrics[1]["critic/advantages/max"]
+
+
+def test_a_truncated_samplers_support_is_replayed(reward: Path, tmp_path: Path) -> None:
+    line = tiny(
+        tmp_path / "run",
+        f"{ROLLOUT}.top_k=5",
+        f"{ROLLOUT}.top_p=0.9",
+        f"{ACTOR}.optim.lr=0.01",
+        f"{ACTOR}.ppo_mini_batch_size=1",
+        "algorithm.rollout_correction.support_replay=true",
+        "algorithm.rollout_correction.rollout_is=token",
+        reward=reward,
+    )
+    assert main(line) == 0
+    for step, metrics in metrics_of(tmp_path / "run").items():
+        if step == 0:
+            continue
+        assert metrics["rollout_corr/outside_support"] == 0
+        # Of the old policy all ratios are 1; over the whole vocabulary they could not be compared.
+        assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
+        assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["rollout_corr/training_ppl"] < 5
+        assert metrics["actor/grad_norm"] > 0

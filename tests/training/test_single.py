@@ -15,6 +15,7 @@ from slipstream.algorithms import Normalizers
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
 from slipstream.models import Decoder
 from slipstream.models.hf_io import load_checkpoint
+from slipstream.sampling.truncate import truncate
 from slipstream.training import (
     LossFn,
     LossInputs,
@@ -25,7 +26,7 @@ from slipstream.training import (
     policy_loss_fn,
     sft_loss,
 )
-from slipstream.types import Features, TrainBatch, TrainRow
+from slipstream.types import Features, SamplingParams, TrainBatch, TrainRow
 from tests.training.helpers import (
     assert_same,
     gradients,
@@ -483,3 +484,34 @@ def test_the_schedule_moves_once_per_update_skipped_or_not() -> None:
         backend.forward_backward(make_batch(LENGTHS), loss).wait()
         rates.append(backend.optim_step().wait()["actor/lr"])
     assert rates == [0.25, 0.5, 0.75]
+
+
+@torch.no_grad()
+def test_log_probs_over_what_a_sampler_kept() -> None:
+    backend = tiny_backend(max_rows_per_micro_batch=2)
+    batch = make_batch([5, 9, 7], policy=False)
+    cuts = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
+    kept = backend.compute_kept_ids(batch, cuts).wait()
+    full = backend.compute_log_probs(batch).wait()
+    packed = backend.decoder.pack(torch.float32)
+    for row, ids, log_probs in zip(batch.rows, kept, full, strict=True):
+        tokens = torch.tensor([row.tokens])
+        hidden = packed.forward(tokens, torch.arange(len(row.tokens))[None]).final[0]
+        log_p = torch.log_softmax(packed.lm_head(hidden), dim=-1)
+        for t, own in enumerate(ids):
+            if not row.loss_mask[t]:
+                assert own == []
+                continue
+            one = torch.ones(1)
+            support = truncate(log_p[t - 1][None], 6 * one, 0.8 * one.double(), 0 * one.double())
+            assert own == support[0].nonzero().squeeze(-1).tolist()
+            assert 1 <= len(own) <= 6
+            if row.tokens[t] not in own:
+                own.append(row.tokens[t])
+            mass = float(log_p[t - 1][own].logsumexp(0))
+            log_probs[t] -= mass
+        row.kept_ids = ids
+    replayed = backend.compute_log_probs(batch).wait()
+    for found, expected in zip(replayed, full, strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    backend.close()
