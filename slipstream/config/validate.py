@@ -183,6 +183,8 @@ def _critic(config: Config) -> Iterator[str]:
             "critic.ppo_micro_batch_size_per_gpu=null"
         )
     rows = critic.ppo_micro_batch_size_per_gpu
+    mini = mini or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    yield from _micro_batch(config, "critic", rows, mini)
     if critic.use_dynamic_bsz is False and not (
         rows or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     ):
@@ -222,6 +224,22 @@ def _lengths(config: Config) -> Iterator[str]:
             yield f"{key}={limit} is below {total}; set {key}={needed} or lower the limits of data"
 
 
+def _micro_batch(config: Config, section: str, rows: int | None, mini: int | None) -> Iterator[str]:
+    """`rows` in a forward pass, `mini` prompts in an optimizer step (null: the whole batch)."""
+    sequences = _sequences(config, mini)
+    if rows is not None and rows > sequences:
+        yield (
+            f"{section}.ppo_micro_batch_size_per_gpu={rows} is above the {sequences} sequences of "
+            f"an optimizer step (ppo_mini_batch_size or data.train_batch_size, times {_ROLLOUT}.n);"
+            f" set {section}.ppo_micro_batch_size_per_gpu={sequences}"
+        )
+
+
+def _sequences(config: Config, mini: int | None) -> int:
+    """Of an optimizer step on `mini` prompts; null: on the whole batch."""
+    return (mini or config.data.train_batch_size) * config.actor_rollout_ref.rollout.n
+
+
 def _actor(config: Config) -> Iterator[str]:
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini = actor.ppo_mini_batch_size
@@ -245,8 +263,10 @@ def _actor(config: Config) -> Iterator[str]:
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         yield (
             f"{_ACTOR}.use_dynamic_bsz=false needs a micro-batch size; set "
-            f"{_ACTOR}.ppo_micro_batch_size_per_gpu=8 or {_ACTOR}.use_dynamic_bsz=true"
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu={min(8, _sequences(config, mini))} or "
+            f"{_ACTOR}.use_dynamic_bsz=true"
         )
+    yield from _micro_batch(config, _ACTOR, actor.ppo_micro_batch_size_per_gpu, mini)
     if actor.clip_ratio_c <= 1:
         yield (
             f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c:g} must be above 1, where dual clipping "

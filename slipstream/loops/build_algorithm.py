@@ -66,6 +66,10 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
     loss = _loss_config(config, correction)
     try:
         select = policy_loss_selection(mode)
+    except ValueError as error:
+        key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+        raise ConfigError(f"{key}: {error}") from error
+    try:
         advantages = _advantage_config(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -172,7 +176,8 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
             rollout_rs_threshold=_joined(given.rollout_rs_threshold),
         )
     except ValueError as error:
-        raise ConfigError(f"{_CORRECTION}: {error}") from error
+        named = str(error).startswith(_CORRECTION)
+        raise ConfigError(str(error) if named else f"{_CORRECTION}.preset: {error}") from error
     return correction if correction.enabled or correction.bypass_mode else None
 
 

@@ -127,7 +127,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             f"{ACTOR}.use_dynamic_bsz=false",
             "needs a micro-batch size",
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         ),
         (f"{ACTOR}.clip_ratio_c=1", "must be above 1", f"{ACTOR}.clip_ratio_c=3"),
         (f"{ACTOR}.clip_ratio=1.5", "turn negative", f"{ACTOR}.clip_ratio_low=0.2"),
@@ -241,6 +241,11 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             f"algorithm.adv_estimator=remax {ROLLOUT}.do_sample=false",
             "the same",
             f"{ROLLOUT}.do_sample=true",
+        ),
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=64 data.train_batch_size=4 {ROLLOUT}.n=2",
+            "is above the 8 sequences",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
         ),
         (f"{ROLLOUT}.n=1", "leaves none to compare with", f"{ROLLOUT}.n=8"),
         (
