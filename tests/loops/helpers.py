@@ -118,6 +118,15 @@ def _content(path: Path) -> Any:
     return json.loads(raw[8:end]), raw[end:]
 
 
+def without_validation(result: dict[str, Any], step: int) -> dict[str, Any]:
+    """`result_of` a run as if it had not validated after RL step `step`."""
+    metrics = result["rl metrics"][step]
+    kept = {name: value for name, value in metrics.items() if not name.startswith("val-")}
+    validation = {n: v for n, v in result["validation"].items() if n != f"{step}.jsonl"}
+    rl = {**result["rl metrics"], step: kept}
+    return {**result, "rl metrics": rl, "validation": validation}
+
+
 def assert_same_result(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left.keys() == right.keys()
     different = [name for name in left if left[name] != right[name]]
