@@ -63,7 +63,7 @@ def test_where_trees_are_allowed_chains_run_beside_them(
         step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name.rpartition("-")[0]]}
         return Outcome(steps=[step], responses="same", weights="same")
 
-    monkeypatch.setattr(ab, "_train", lambda line, say: None)
+    monkeypatch.setattr(ab, "run_line", lambda line, say: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
     monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
@@ -147,7 +147,7 @@ def test_rows_hold_one_run_against_the_other(
             step["spec/accept_length"] = {FROZEN: 2.0, COTRAINED: 2.5}[name]
         return Outcome(steps=[step], responses="same", weights=weights)
 
-    monkeypatch.setattr(ab, "_train", lambda line, say: None)
+    monkeypatch.setattr(ab, "run_line", lambda line, say: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
     monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)

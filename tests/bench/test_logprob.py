@@ -19,7 +19,7 @@ def test_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     file = tmp_path / "logprob.json"
     threads = torch.get_num_threads()
     line = "bench logprob --tokens 1100 --vocab 300 --hidden 16 --keep-megabytes 1 --rounds 1"
-    assert cli.main([*line.split(), "--threads", str(threads), "--json", str(file)]) == 0
+    status = cli.main([*line.split(), "--threads", str(threads), "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
     assert [row["contender"] for row in rows] == ["plain", "chunked", "kept"]
     for row in rows:
@@ -33,6 +33,8 @@ def test_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "log-probs, forward and backward: float32" in text
     assert "floor: no slower than plain" in text
+    # At this size how long a pass takes says nothing; the status is what is printed.
+    assert status == int("missed" in text)
 
 
 def row(contender: str, times_plain: float, share: float, apart: float) -> Row:
