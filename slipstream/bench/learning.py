@@ -29,6 +29,9 @@ _TWO = f"{_ACTOR}.ppo_mini_batch_size=8"
 """Two optimizer steps a batch: with one the ratio is 1 and no clip binds."""
 
 
+_LARGER = f"{_ACTOR}.optim.lr=0.001"
+
+
 def _loss(name: str, *more: str) -> list[str]:
     return [f"{_LOSS}={name}", _TWO, *more]
 
@@ -40,11 +43,12 @@ RUNS: dict[str, list[str]] = {
         f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         f"{_ACTOR}.loss_scale_factor=100",
     ],
-    "grpo_passk": [f"{_ADV}=grpo_passk"],
+    # One response of a group teaches, and nothing is scaled by a spread: larger steps.
+    "grpo_passk": [f"{_ADV}=grpo_passk", _LARGER],
     "rloo": [f"{_ADV}=rloo"],
     "opo": [f"{_ADV}=opo"],
     "gpg": [f"{_ADV}=gpg", f"{_LOSS}=gpg"],
-    "remax": [f"{_ADV}=remax"],
+    "remax": [f"{_ADV}=remax", _LARGER],
     "reinforce_plus_plus": [f"{_ADV}=reinforce_plus_plus"],
     "reinforce_plus_plus_baseline": [f"{_ADV}=reinforce_plus_plus_baseline"],
     "gae": [f"{_ADV}=gae", "critic.optim.lr=0.001", "trainer.critic_warmup=2"],
@@ -54,6 +58,7 @@ RUNS: dict[str, list[str]] = {
     "on_policy_distillation": [
         f"{_ADV}=on_policy_distillation",
         "actor_rollout_ref.ref.path={end}",
+        _LARGER,
     ],
     "vanilla": _loss("vanilla", f"{_ACTOR}.clip_ratio_high=0.28"),
     "gspo": _loss(
@@ -80,7 +85,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "pf_ppo": ["algorithm.use_pf_ppo=true"],
     "full_kl": [f"{_ACTOR}.use_kl_loss=true", f"{_ACTOR}.kl_loss_type=full"],
-    "lora": ["actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.optim.lr=0.003"],
+    "lora": ["actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.optim.lr=0.01"],
 }
 """Name -> what it sets. `{end}` is the last policy of the run folder, a teacher."""
 
