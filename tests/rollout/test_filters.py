@@ -18,10 +18,11 @@ from slipstream.rollout.filters import (
     check_reasonable_length,
     check_response_diversity,
     check_reward_nonzero_std,
+    check_spread,
     get_filter,
     run_filter,
 )
-from slipstream.types import Sample
+from slipstream.types import Sample, Status
 from tests.rollout.samples import make_sample
 
 
@@ -41,6 +42,20 @@ def test_reward_spread() -> None:
     assert check_reward_nonzero_std(group([0.0, 1.0])) == KEPT
     assert check_reward_nonzero_std(group([1.0, 1.0])) == rejected("zero_reward_std")
     assert check_reward_nonzero_std(group([0.0])) == KEPT
+
+
+def test_spread_of_the_reward_or_a_part() -> None:
+    samples = group([0.0, 1.0])
+    for sample, acc in zip(samples, (1.0, 1.0), strict=True):
+        sample.reward_parts = {"acc": acc, "score": sample.reward}
+    assert check_spread(samples) == check_spread(samples, "seq_reward") == KEPT
+    assert check_spread(samples, "acc") == rejected("same_acc")
+    with pytest.raises(DataError, match=r"gives no such part \(it gives: acc, score\)"):
+        check_spread(samples, "format")
+    # A failed sample has no reward to differ by.
+    samples[0].status = Status.FAILED
+    assert check_spread(samples) == KEPT
+    assert check_spread(group([1.0, 1.0, 1.0])) == rejected("same_score")
 
 
 def test_mean_reward() -> None:

@@ -467,6 +467,30 @@ def test_no_engine_and_impossible_settings_are_refused() -> None:
             RolloutSettings(params=params, seed=0, **values)
 
 
+def test_a_greedy_response_stands_beside_the_samples() -> None:
+    seen: list[GenerateRequest] = []
+
+    def script(request: GenerateRequest) -> list[int]:
+        seen.append(request)
+        return [4] * request.key.index + [EOS]
+
+    rollouts = manager(script, greedy_baseline=True)
+    groups = batch(rollouts)
+    for group in groups:
+        assert len(group.samples) == 2
+        assert group.greedy is not None
+        assert group.greedy.response_ids == [4, 4, EOS]
+        assert group.members == [*group.samples, group.greedy]
+    temperatures = sorted((r.key.index, r.params.temperature) for r in seen)
+    assert temperatures == [(0, 1.0)] * 3 + [(1, 1.0)] * 3 + [(2, 0.0)] * 3
+    # What is carried over takes it along.
+    rollouts._carried = groups[:1]
+    state = json.loads(json.dumps(rollouts.state_dict()))
+    again = manager(script, greedy_baseline=True)
+    again.load_state_dict(state)
+    assert again._carried == groups[:1]
+
+
 @pytest.mark.parametrize("state", [{}, {"next_group": 1, "carried": [{"index": 0}]}])
 def test_a_state_of_another_making_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(SlipstreamError, match="state of the rollouts"):
