@@ -69,7 +69,8 @@ RUNS: dict[str, list[str]] = {
     ),
     "sapo": _loss("sapo"),
     "clip_cov": _loss("clip_cov"),
-    "kl_cov": _loss("kl_cov"),
+    # Nothing is clipped there, so steps are smaller.
+    "kl_cov": _loss("kl_cov", f"{_ACTOR}.optim.lr=0.00015"),
     "geo_mean": _loss("geo_mean"),
     "cispo": _loss("cispo"),
     "dppo_tv": _loss("dppo_tv"),
@@ -85,7 +86,7 @@ RUNS: dict[str, list[str]] = {
     ],
     "pf_ppo": ["algorithm.use_pf_ppo=true"],
     "full_kl": [f"{_ACTOR}.use_kl_loss=true", f"{_ACTOR}.kl_loss_type=full"],
-    "lora": ["actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.optim.lr=0.01"],
+    "lora": ["actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.optim.lr=0.001"],
 }
 """Name -> what it sets. `{end}` is the last policy of the run folder, a teacher."""
 
