@@ -44,6 +44,11 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.optim.clip_grad": f"{_ACTOR}.grad_clip",
     f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.optim.beta1": "critic.optim.betas.0",
+    "critic.optim.beta2": "critic.optim.betas.1",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "critic.optim.clip_grad": "critic.grad_clip",
+    f"{_REF}.model.path": f"{_REF}.path",
     f"{_ROLLOUT}.max_response_length": "data.max_response_length",
     f"{_ROLLOUT}.response_length": "data.max_response_length",
     f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
@@ -74,6 +79,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 
 _MEMORY = "it sizes the memory of an external engine or of sharded training, and neither is used"
 _NO_RAY = "the run is one process, without Ray"
+_CRITIC = "the critic is trained in this process, beside the policy"
 _ENGINE = "it tunes an external serving engine, and the run uses its own"
 _LOG_PROB = "log-probabilities are computed in chunks (actor.log_prob_chunk_tokens)"
 _LOADING = "data is read in the training process"
@@ -133,7 +139,27 @@ WITHOUT_EFFECT: dict[str, str] = {
     "reward_model.enable_resource_pool": _NO_RAY,
     "reward_model.sandbox_fusion.max_concurrent": "no sandbox service is used",
     "reward_model.sandbox_fusion.memory_limit_mb": "no sandbox service is used",
-    "critic.*": "the critic is trained in this process, with the policy's settings for all else",
+    f"{_ACTOR}.calculate_sum_pi_squared": "it is computed for the estimators that need it",
+    f"{_ACTOR}.calculate_entropy": "the entropy is always computed",
+    "critic.strategy": _CRITIC,
+    "critic.rollout_n": "the critic sees the responses of the rollout",
+    "critic.load_weight": _CRITIC,
+    "critic.data_loader_seed": "order comes from trainer.seed",
+    "critic.nccl_timeout": _CRITIC,
+    "critic.forward_*": _CRITIC,
+    "critic.ppo_infer_*": _CRITIC,
+    "critic.ulysses_sequence_parallel_size": _CRITIC,
+    "critic.checkpoint.*": "critic and policy are in one checkpoint",
+    "critic.profiler.*": _CRITIC,
+    "critic.engine.*": _CRITIC,
+    "critic.model.fsdp_config.*": _CRITIC,
+    "critic.model.use_*": _CRITIC,
+    "critic.model.external_lib": f"{_MODEL}.external_lib is imported",
+    "critic.model.override_config.*": _CRITIC,
+    "critic.model.enable_activation_offload": _CRITIC,
+    "critic.model.trust_remote_code": "code from checkpoints is never run",
+    "critic.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
+    "critic.optim.optimizer_impl": "the optimizer is picked by name",
     "trainer.balance_batch": "micro-batches are always balanced by tokens",
     "trainer.ray_wait_register_center_timeout": _NO_RAY,
     "trainer.use_legacy_worker_impl": _NO_RAY,
@@ -142,8 +168,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "ray_init.*": _NO_RAY,
     "hydra.*": "the run folder is trainer.default_local_dir",
 }
-"""Key or pattern -> why it changes nothing. The schema's own keys come first: `critic.enable` does
-not come here although `critic.*` matches it."""
+"""Key or pattern -> why it changes nothing. The schema's own keys come first: one that a pattern
+matches, too, does not come here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +228,10 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     "data.datagen.path": _off("use a built-in task (data.task); set it to null"),
     "data.datagen.name": _off("use a built-in task (data.task); set it to null"),
     "data.gen_batch_size": _off("use actor_rollout_ref.rollout.over_sample_rate; set it to null"),
+    f"{_ACTOR}.tis_imp_ratio_cap": Neutral(
+        (-1, None),
+        "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold instead",
+    ),
     "speculative.train.buffer_max_samples": _BYTES,
     "speculative.train.data_buffer_max_size": _BYTES,
     "speculative.train.data_augment_std": Neutral(

@@ -181,7 +181,7 @@ class TrainerConfig:
     stage_timeout_s: PositiveFloat = 3600.0
     """Deadline of each stage of a step; past it the run ends and names the stage."""
     critic_warmup: NonNegativeInt = 0
-    """Steps at the beginning that train only the critic."""
+    """Step from which on the policy is updated; before it only the critic learns (VERL's count)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class PFPPOConfig:
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """Odds of a response: a power of its absolute score; 1 for the best and the worst and 0 for
-    all others; or 0.4 for these."""
+    all others; or 0.4 for the best and 0.1 for all others."""
     weight_pow: NonNegativeFloat = 2.0
     """Exponent of `pow`."""
 

@@ -41,8 +41,20 @@ NEEDS_CRITIC = frozenset({"gae"})
 TEACHES = "on_policy_distillation"
 """The advantage estimator whose reference is a teacher."""
 
-DISCOUNTS = {"gamma": "gae", "lam": "gae"}
-"""Settings of `gae`, the first one of `reinforce_plus_plus`, too: an estimator that takes them."""
+READ_BY = {
+    "gamma": ("gae", "reinforce_plus_plus"),
+    "lam": ("gae",),
+    "norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
+    "use_kl_in_reward": tuple(
+        sorted((GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus"}) - {"gdpo"})
+    ),
+}
+"""Settings of `algorithm` -> the estimators that ship and read them."""
+
+ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", TEACHES}
+"""Those that ship. Of others nobody knows here what they need."""
+
+TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,9 +82,15 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     yield from _reference(config)
 
 
+def canonical(name: str) -> str:
+    """An estimator's name in the registry's spelling."""
+    other = name.replace("++", "_plus_plus").replace("-", "_")
+    return other if other in ESTIMATORS else name
+
+
 def _estimator(config: Config) -> Iterator[str]:
     name, rollout, critic = (
-        config.algorithm.adv_estimator,
+        canonical(config.algorithm.adv_estimator),
         config.actor_rollout_ref.rollout,
         config.critic,
     )
@@ -81,7 +99,8 @@ def _estimator(config: Config) -> Iterator[str]:
             f"algorithm.adv_estimator={name} takes a critic's values and critic.enable=false; set "
             "critic.enable=null or algorithm.adv_estimator=grpo"
         )
-    if config.trainer.critic_warmup and name not in NEEDS_CRITIC and not critic.enable:
+    known = name in ESTIMATORS - NEEDS_CRITIC
+    if config.trainer.critic_warmup and known and not critic.enable:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; set "
             "algorithm.adv_estimator=gae or trainer.critic_warmup=0"
@@ -99,16 +118,16 @@ def _estimator(config: Config) -> Iterator[str]:
 
 
 def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
-    for name, users in DISCOUNTS.items():
-        value = getattr(algorithm, name)
-        if value != 1 and algorithm.adv_estimator in GROUP_RELATIVE | {"remax", TEACHES}:
+    name = canonical(algorithm.adv_estimator)
+    for key, users in READ_BY.items():
+        value, default = getattr(algorithm, key), getattr(AlgorithmConfig(), key)
+        if value != default and name in ESTIMATORS and name not in users:
             yield (
-                f"algorithm.{name}={value:g} has no effect with algorithm.adv_estimator="
-                f"{algorithm.adv_estimator}; set algorithm.{name}=1 or algorithm.adv_estimator="
-                f"{users}"
+                f"algorithm.{key}={show(value)} has no effect with algorithm.adv_estimator={name}; "
+                f"set algorithm.{key}={show(default)} or algorithm.adv_estimator={users[0]}"
             )
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
-    if algorithm.adv_estimator == "gdpo":
+    if name == "gdpo":
         if not keys:
             yield (
                 "algorithm.adv_estimator=gdpo normalises parts of the reward, and none is named; "
@@ -211,6 +230,19 @@ def _replay(config: Config) -> Iterator[str]:
             f"{key}=true has no effect where the rollout samples from the whole vocabulary, or "
             f"greedily; set {_ROLLOUT}.top_p=0.95 or {key}=false"
         )
+    actor = config.actor_rollout_ref.actor
+    if rollout.dtype not in ("auto", actor.dtype):
+        yield (
+            f"{key}=true computes again what the sampler kept, in {_ACTOR}.dtype={actor.dtype}, "
+            f"and it samples in {_ROLLOUT}.dtype={rollout.dtype}; set {_ROLLOUT}.dtype=auto or "
+            f"{key}=false"
+        )
+    if canonical(config.algorithm.adv_estimator) in TOKEN_BASELINES:
+        yield (
+            f"{key}=true: algorithm.adv_estimator={config.algorithm.adv_estimator} weighs tokens "
+            f"by probabilities over the whole vocabulary; set {key}=false or "
+            "algorithm.adv_estimator=grpo"
+        )
     if rollout.name != "embedded":
         yield (
             f"{key}=true computes again what the sampler kept, which takes an engine with the "
@@ -231,8 +263,10 @@ def _replay(config: Config) -> Iterator[str]:
 def _reference(config: Config) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     path = config.actor_rollout_ref.ref.path
-    teaches = algorithm.adv_estimator == TEACHES
-    if path is not None and not (actor.use_kl_loss or algorithm.use_kl_in_reward or teaches):
+    name = canonical(algorithm.adv_estimator)
+    teaches = name == TEACHES
+    known = name in ESTIMATORS - {TEACHES}
+    if path is not None and known and not (actor.use_kl_loss or algorithm.use_kl_in_reward):
         yield (
             f"{_REF}={path} has no effect without a KL term; set "
             f"{_ACTOR}.use_kl_loss=true or {_REF}=null"

@@ -103,6 +103,7 @@ __all__ = [
     "validation_prompts",
     "wants_critic",
     "wants_ref_log_probs",
+    "wants_reference",
 ]
 
 
@@ -247,9 +248,10 @@ def optim_settings(optim: OptimConfig, total_steps: int) -> OptimSettings:
 
 
 def optimizer_steps(config: Config, rl_steps: int) -> int:
-    """Optimizer steps in so many RL steps."""
+    """Optimizer steps of the policy in so many RL steps."""
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
-    return rl_steps * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
+    rl_steps -= max(0, config.trainer.critic_warmup - 1)
+    return max(0, rl_steps) * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
 
 
 def make_backend(
@@ -514,6 +516,12 @@ def make_reference(
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_decoder(config, tokenizer, folder)
+        own = backend.decoder.config.vocab_size
+        if decoder.config.vocab_size != own:
+            raise ConfigError(
+                f"actor_rollout_ref.ref.path={path} has {decoder.config.vocab_size} tokens and the "
+                f"policy {own}; name a reference, or a teacher, with the policy's tokenizer"
+            )
         reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
     if takes_full_kl(config):
         backend.use_full_kl(decoder, FULL_KL[kind])

@@ -22,7 +22,7 @@ from slipstream.algorithms import (
     policy_loss_selection,
 )
 from slipstream.config.schema import Config
-from slipstream.config.validate_algorithm import GROUP_RELATIVE
+from slipstream.config.validate_algorithm import GROUP_RELATIVE, canonical
 from slipstream.errors import ConfigError
 from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.rl_config import RLTrainingConfig
@@ -58,7 +58,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         config.algorithm,
     )
     mini, batch = a.ppo_mini_batch_size, config.data.train_batch_size
-    needs(config)
+    _check_needs(config)
     correction = rollout_correction(config)
     mode = a.policy_loss.loss_mode
     if correction is not None and correction.bypass_mode:
@@ -98,7 +98,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         replay=SamplingParams(max_tokens=1, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
         if algorithm.rollout_correction.support_replay
         else None,
-        compared=algorithm.adv_estimator in GROUP_RELATIVE,
+        compared=canonical(algorithm.adv_estimator) in GROUP_RELATIVE,
         # The engine records the log-probs of greedy tokens at temperature 1.
         temperature=r.temperature if r.do_sample else 1.0,
         mini_batch_size=None if mini in (None, batch) else mini,
@@ -113,6 +113,21 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         noise_seed=config.trainer.seed if r.name == "embedded" else None,
         seed=config.trainer.seed,
     )
+
+
+def _check_needs(config: Config) -> None:
+    """What cannot be told by an estimator's name alone."""
+    if config.trainer.critic_warmup and not wants_critic(config):
+        raise ConfigError(
+            f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; set "
+            "critic.enable=true or trainer.critic_warmup=0"
+        )
+    path = config.actor_rollout_ref.ref.path
+    if path is not None and not wants_reference(config):
+        raise ConfigError(
+            f"actor_rollout_ref.ref.path={path} has no effect without a KL term; set "
+            "actor_rollout_ref.actor.use_kl_loss=true or actor_rollout_ref.ref.path=null"
+        )
 
 
 def needs(config: Config) -> frozenset[AdvantageNeed]:

@@ -37,6 +37,7 @@ from slipstream.loops.rl_batch import (
 from slipstream.loops.rl_config import RLTrainingConfig
 from slipstream.loops.stages import Stages
 from slipstream.metrics.timers import Timers
+from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import (
     fill_advantages,
     fill_from_baseline,
@@ -46,9 +47,11 @@ from slipstream.rollout.train_rows import (
     targets_of,
 )
 from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
-from slipstream.types import FeatureSink, Group, TrainBatch, TrainRow
+from slipstream.types import FeatureSink, Group, Sample, TrainBatch, TrainRow
 
 Notify = Callable[[str], None]
+
+_ALL_REJECTED = "rollout correction rejected every token"
 
 
 class Critic(Protocol):
@@ -109,12 +112,12 @@ class Learner:
         metrics |= await self._replay(batch, timers)
         await self._fill_log_probs(batch, timers)
         with timers.span("adv"):
-            metrics |= self._correct(batch)
+            rewards, penalty = self._rewards(batch, usable)
+            metrics |= penalty | self._correct(batch)
         if not batch.num_target_tokens:
             metrics["training/skipped_batch"] = 1.0
-            self._skip(step, "rollout correction rejected every token", notify)
+            self._skip(step, _ALL_REJECTED, notify)
             return metrics
-        self._skipped_in_a_row = 0
         if self._critic is not None:
             with timers.span("values"):
                 async with self._stages.stage("values", "the critic's forward pass"):
@@ -122,16 +125,22 @@ class Learner:
             for row, own in zip(batch.rows, values, strict=True):
                 row.values = own
         with timers.span("adv"):
-            metrics |= await self._fill_advantages(batch, usable)
+            metrics |= await self._fill_advantages(batch, rewards, usable)
         sizes = [len(group) for group in usable.groups]
         if config.pf_ppo is not None:
             batch, sizes = self._resampled(step, batch, usable)
         if self._critic is not None:
             with timers.span("update_critic"):
                 metrics |= await self._update_critic(step, batch, sizes)
-        if step > config.critic_warmup:
+        if step >= config.critic_warmup:
             with timers.span("update_actor"):
-                metrics |= await self._update(step, batch, sizes)
+                updated = await self._update(step, batch, sizes)
+            metrics |= updated
+            if "actor/lr" not in updated:
+                metrics["training/skipped_batch"] = 1.0
+                self._skip(step, _ALL_REJECTED, notify)
+                return metrics
+        self._skipped_in_a_row = 0
         return metrics
 
     def _skip(self, step: int, reason: str, notify: Notify) -> None:
@@ -176,7 +185,7 @@ class Learner:
         config, correction = self._config, self._config.correction
         several = not config.on_policy and config.sync_every == 1
         needed = self._kl is not None or AdvantageNeed.OLD_LOG_PROBS in self._needs
-        decoupled = correction is not None and not correction.bypass_mode
+        decoupled = _decoupled(correction)
         bypass = correction is not None and correction.bypass_mode
         if (several and not bypass) or needed or decoupled:
             with timers.span("old_log_prob"):
@@ -202,12 +211,17 @@ class Learner:
             return {}
         return correct(batch.rows, [row.old_log_probs or [] for row in batch.rows], correction)
 
-    async def _fill_advantages(self, batch: TrainBatch, usable: Usable) -> dict[str, float]:
+    def _rewards(
+        self, batch: TrainBatch, usable: Usable
+    ) -> tuple[list[list[float]], dict[str, float]]:
+        """Token-level rewards less the KL penalty, of all tokens that were sampled, and metrics."""
+        rewards = placed_rewards(batch.rows, [sample.reward for sample in usable.samples])
+        return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch.rows)
+
+    async def _fill_advantages(
+        self, batch: TrainBatch, rewards: Sequence[Sequence[float]], usable: Usable
+    ) -> dict[str, float]:
         config, samples = self._config, usable.samples
-        rewards = placed_rewards(batch.rows, [sample.reward for sample in samples])
-        metrics: dict[str, float] = {}
-        if self._kl is not None:
-            rewards, metrics = self._kl.rewards(rewards, batch.rows)
         sums = [sum(row) for row in rewards]
         if config.baseline is not None:
             fill_from_baseline(batch.rows, sums, config.baseline)
@@ -221,12 +235,11 @@ class Learner:
                 extra=await self._extra(batch, usable),
             )
         # The policy that samples may be some updates behind: it is the old one, then.
-        decoupled = config.correction is not None and not config.correction.bypass_mode
-        behind = config.sync_every > 1 and not decoupled
+        behind = config.sync_every > 1 and not _decoupled(config.correction)
         if behind or (config.correction is not None and config.correction.bypass_mode):
             for row in batch.rows:
                 row.old_log_probs = row.rollout_log_probs
-        return metrics | batch_metrics(
+        return batch_metrics(
             batch, sums, usable, self._backend.weight_version, critic=self._critic is not None
         )
 
@@ -244,7 +257,7 @@ class Learner:
         if AdvantageNeed.REWARD_PARTS in self._needs:
             names = sorted({name for sample in usable.samples for name in sample.reward_parts})
             extra["reward_parts"] = {
-                name: torch.tensor([s.reward_parts.get(name, torch.nan) for s in usable.samples])
+                name: torch.tensor([_part(sample, name) for sample in usable.samples])
                 for name in names
             }
         if AdvantageNeed.SUM_PI_SQUARED in self._needs:
@@ -261,14 +274,9 @@ class Learner:
         scores = torch.tensor([sample.reward for sample in usable.samples])
         seed = config.seed * 1_000_003 + step
         indices = pf_ppo_indices(scores, config.pf_ppo, seed=seed)
-        # Rows of one group stay together where mini-batches are cut.
-        drawn = sorted(indices.tolist())
-        group_of = [i for i, group in enumerate(usable.groups) for _ in group]
-        sizes = [0] * len(usable.groups)
-        for index in drawn:
-            sizes[group_of[index]] += 1
-        rows = [replace(batch.rows[index]) for index in drawn]
-        return replace(batch, rows=rows), [size for size in sizes if size]
+        # Rows in the order of their groups, and cut where the groups were: as many optimizer steps.
+        rows = [replace(batch.rows[index]) for index in sorted(indices.tolist())]
+        return replace(batch, rows=rows), [len(group) for group in usable.groups]
 
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
         """All optimizer steps of one batch; metrics are means over them."""
@@ -276,7 +284,7 @@ class Learner:
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
             async with self._stages.stage("update", "the trainer's optimizer step"):
-                metrics = await self._present(step, mini)
+                metrics = await self._present(step, epoch, mini)
                 if mini.num_target_tokens:
                     sink = None if epoch else self._sink
                     metrics |= await self._backend.forward_backward(mini, config.loss, sink=sink)
@@ -285,13 +293,13 @@ class Learner:
                 totals.setdefault(name, []).append(value)
         return {name: _combined(name, values) for name, values in totals.items()}
 
-    async def _present(self, step: int, mini: TrainBatch) -> dict[str, float]:
+    async def _present(self, step: int, epoch: int, mini: TrainBatch) -> dict[str, float]:
         """What is decided over a whole mini-batch by the policy as it is now: in bypass mode
         weights and rejection, and the tokens that the loss treats in its own way."""
         config = self._config
         bypass = config.correction is not None and config.correction.bypass_mode
         corrects = bypass and config.correction is not None and config.correction.enabled
-        if not corrects and config.select is None:
+        if (not corrects and config.select is None) or not mini.num_target_tokens:
             return {}
         now = await self._backend.compute_log_probs(mini)
         metrics: dict[str, float] = {}
@@ -307,7 +315,9 @@ class Learner:
                 padded(now),
                 padded([row.advantages or [] for row in mini.rows]),
                 padded([targets_of(row.loss_mask) for row in mini.rows]),
-                lots=token_lots(ids, config.seed * 1_000_003 + step, _row_keys(mini.rows)),
+                lots=token_lots(
+                    ids, (config.seed * 1_000_003 + step) * 1009 + epoch, _row_keys(mini.rows)
+                ),
             )
             for row, chosen in zip(mini.rows, selected.float().tolist(), strict=True):
                 row.selected = chosen[: len(row.tokens)]
@@ -345,6 +355,11 @@ def _minis(
     return out
 
 
+def _part(sample: Sample, name: str) -> float:
+    """A part of the reward; where scoring failed and counts as zero, so does each part."""
+    return sample.reward_parts.get(name, 0.0 if REWARD_FAILURE in sample.metadata else torch.nan)
+
+
 def correct(
     rows: Sequence[TrainRow],
     log_probs: Sequence[Sequence[float]],
@@ -367,6 +382,12 @@ def correct(
     return metrics
 
 
+def _decoupled(correction: RolloutCorrectionConfig | None) -> bool:
+    """Whether the policy that starts the update is a third one between the rollout's and the one
+    that is trained."""
+    return correction is not None and correction.enabled and not correction.bypass_mode
+
+
 def _row_keys(rows: Sequence[TrainRow]) -> Tensor:
     """What tells apart responses that begin alike, wherever they stand."""
     return torch.tensor([zlib.crc32(f"{row.uid}/{row.key}".encode()) for row in rows])
@@ -384,4 +405,6 @@ def _check_recorded(batch: TrainBatch) -> None:
 def _combined(name: str, values: Sequence[float]) -> float:
     if name.endswith(("_max", "/skipped_steps")):
         return max(values)
+    if name.endswith("_min"):
+        return min(values)
     return sum(values) / len(values)

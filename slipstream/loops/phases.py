@@ -373,7 +373,7 @@ def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
             "back, or start a new run from the merged weights with trainer.mode=rl and "
             f"actor_rollout_ref.model.path={huggingface_folder(rl_checkpoint)}"
         )
-    needs = actor.actor.use_kl_loss or run.config.algorithm.use_kl_in_reward
+    needs = build.wants_reference(run.config)
     if start is None and needs and actor.ref.path is None:
         raise CheckpointError(
             f"the KL term compares with the policy that RL started from, the result of SFT, and "

@@ -236,7 +236,7 @@ def speed_metrics(
     """Where the time of a step went, and tokens per second."""
     timings = step_split(timers.collect())
     seconds, tokens = timings["timing_s/step"], int(metrics["perf/total_num_tokens"])
-    generated = sum(s.response_length for group in groups for s in group.samples)
+    generated = sum(s.response_length for group in groups for s in group.members)
     return {
         **timings,
         **timing_per_token(timings, {"gen": generated, "update_actor": tokens}),

@@ -14,11 +14,9 @@ from typing import Any
 from slipstream.algorithms import KLController, apply_kl_penalty
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
+from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import padded, targets_of
 from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
-
-REWARD_FAILURE = "reward_failure"
-"""Where a sample's metadata keeps why its scoring failed and counts as zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class RLTrainingConfig:
     (`algorithms.policy_loss_selection`, its config bound). `pf_ppo` resamples
     the rows of each batch. `replay` has the cuts of a truncating sampler,
     over whose support all log-probs are then taken. `correction` None: the rollout's law is
-    taken for the policy's. In the first `critic_warmup` steps only the critic learns.
+    taken for the policy's. Before step `critic_warmup` only the critic learns.
     With `compared`, a sample whose group has no other is left out.
     """
 

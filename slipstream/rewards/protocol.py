@@ -52,6 +52,9 @@ class RewardManager(Protocol):
 
 SCORE_PART = "score"
 
+REWARD_FAILURE = "reward_failure"
+"""Where a sample's metadata keeps why its scoring failed and counts as zero."""
+
 
 def apply_score(sample: Sample, score: Score) -> None:
     """Write a score into its sample.
@@ -65,4 +68,4 @@ def apply_score(sample: Sample, score: Score) -> None:
         sample.status = Status.FAILED
         sample.failure = score.failure
     elif score.failure is not None:
-        sample.metadata["reward_failure"] = score.failure
+        sample.metadata[REWARD_FAILURE] = score.failure

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError, DataError
+from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.types import Sample, Status
 
 
@@ -65,6 +66,8 @@ def check_spread(samples: Sequence[Sample], metric: str = "score") -> FilterResu
             values.add(sample.reward)
         elif metric in sample.reward_parts:
             values.add(sample.reward_parts[metric])
+        elif REWARD_FAILURE in sample.metadata:
+            values.add(0.0)  # its scoring failed, which counts as zero
         else:
             raise DataError(
                 f"algorithm.filter_groups.metric={metric}: the reward function gives no such part "

@@ -232,7 +232,8 @@ def kept_ids(batch: TrainBatch, micro: MicroBatch) -> KeptIds | None:
         return None
     width = micro.mask.shape[1]
     kept = [(rows[slot // width] or [])[slot % width] for slot in micro.target_slots.tolist()]
-    return KeptIds.of([*kept, *[[] for _ in range(len(micro.head_rows) - len(kept))]])
+    filled = [*kept, *[[] for _ in range(len(micro.head_rows) - len(kept))]]
+    return KeptIds.of(filled, micro.ids.device)
 
 
 def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:

@@ -203,6 +203,33 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "has no effect",
             "algorithm.gdpo_reward_keys=null",
         ),
+        (
+            f"algorithm.adv_estimator=grpo-passk {ROLLOUT}.n=1",
+            "leaves none to compare with",
+            f"{ROLLOUT}.n=8",
+        ),
+        (
+            "algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=false",
+            "has no effect",
+            "algorithm.norm_adv_by_std_in_grpo=true",
+        ),
+        (
+            f"algorithm.rollout_correction.support_replay=true {ROLLOUT}.top_p=0.9 "
+            "trainer.sync_every=2",
+            "not those that sampled",
+            "trainer.sync_every=1",
+        ),
+        (
+            "algorithm.rollout_correction.support_replay=true",
+            "has no effect",
+            f"{ROLLOUT}.top_p=0.95",
+        ),
+        (
+            "algorithm.rollout_correction.support_replay=true "
+            f"{ROLLOUT}.top_p=0.9 algorithm.adv_estimator=optimal_token_baseline",
+            "over the whole vocabulary",
+            "algorithm.adv_estimator=grpo",
+        ),
         ("algorithm.lam=0.9", "has no effect", "algorithm.lam=1"),
         ("algorithm.pf_ppo.weight_pow=3", "has no effect", "algorithm.use_pf_ppo=true"),
         (

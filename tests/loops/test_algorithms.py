@@ -25,7 +25,7 @@ GAE = (
     "algorithm.adv_estimator=gae",
     "critic.optim.lr=0.01",
     f"{ACTOR}.optim.lr=0.01",
-    "trainer.critic_warmup=1",
+    "trainer.critic_warmup=2",
     "trainer.save_freq=1",
     "trainer.total_training_steps=3",
 )

@@ -32,6 +32,7 @@ from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.critic import Critic
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
+from slipstream.training.protocol import ImmediateTrainFuture
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import Sample, SamplingParams, TrainBatch
 from tests.loops.test_rl import Log, buffer, config, engine
@@ -188,7 +189,7 @@ def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
     before = weights(backend)
     critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
     history = train(
-        backend, adv_estimator="gae", critic_warmup=2, critic_epochs=2, given={"critic": critic}
+        backend, adv_estimator="gae", critic_warmup=3, critic_epochs=2, given={"critic": critic}
     )
     assert all("actor/grad_norm" not in metrics for metrics in history)
     for n, w in backend.decoder.named_parameters():
@@ -257,6 +258,61 @@ def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
     with pytest.raises(TrainingError, match="rejected every token"):
         train(tiny_backend(), correction=correction, max_skipped_batches=1)
+    # Mini-batch by mini-batch, too.
+    bypass = replace(correction, bypass_mode=True)
+    history = train(tiny_backend(), correction=bypass, mini_batch_size=2)
+    assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
+    assert not any("actor/lr" in metrics for metrics in history)
+    with pytest.raises(TrainingError, match="rejected every token"):
+        train(tiny_backend(), correction=bypass, max_skipped_batches=1)
+
+
+def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selected() -> None:
+    class FirstTwo(SingleProcessBackend):
+        """Whose log-probs are those of the rollout for the first two groups alone."""
+
+        def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
+            values = [list(row.rollout_log_probs or []) for row in batch.rows]
+            if len(batch.rows) == 12:
+                for row in values[6:]:
+                    row[:] = [value - 5.0 for value in row]
+            return ImmediateTrainFuture(values)
+
+    backend = tiny_backend()
+    backend.__class__ = FirstTwo
+    steps: list[int] = []
+    original = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        steps.append(len(batch.rows))
+        return original(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    loss = settings_of("clip_cov")
+    select = policy_loss_selection("clip_cov")
+    assert select is not None
+    train(
+        backend,
+        correction=RolloutCorrectionConfig.preset("decoupled_geo_rs"),
+        loss=policy_loss_fn(loss_mode="clip_cov", config=loss),
+        select=partial(select, config=loss),
+        mini_batch_size=2,
+    )
+    assert steps == [6, 6]
+
+
+def test_a_failed_score_that_counts_as_zero_has_parts_of_zero() -> None:
+    class Failing(Scorer):
+        async def score_sample(self, sample: Sample) -> Score:
+            if sample.index == 1:
+                return Score(0.0, failure="too late")
+            return await super().score_sample(sample)
+
+    history = train(
+        tiny_backend(), scorer=Failing(), adv_estimator="gdpo", advantages=PARTS, filtered=True
+    )
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+    assert history[0]["training/num_failed_rewards"] == 4
 
 
 def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
@@ -272,6 +328,20 @@ def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"))
     assert [len(rows) for rows in seen] == [12, 12]
     assert all(len(set(rows)) < 12 for rows in seen)
+
+
+def test_pf_ppo_makes_as_many_steps_as_without() -> None:
+    backend = tiny_backend()
+    rows: list[int] = []
+    original = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        rows.append(len(batch.rows))
+        return original(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"), mini_batch_size=1)
+    assert rows == [3] * 8
 
 
 def test_groups_without_a_difference_are_replaced_and_counted() -> None:

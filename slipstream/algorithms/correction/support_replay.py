@@ -55,10 +55,10 @@ class KeptIds:
             )
 
     @classmethod
-    def of(cls, kept: Sequence[Sequence[int]]) -> KeptIds:
+    def of(cls, kept: Sequence[Sequence[int]], device: torch.device | str | None = None) -> KeptIds:
         """From one list of ids per position."""
-        counts = torch.tensor([0, *map(len, kept)])
-        ids = torch.tensor([i for row in kept for i in row], dtype=torch.int64)
+        counts = torch.tensor([0, *map(len, kept)], device=device)
+        ids = torch.tensor([i for row in kept for i in row], dtype=torch.int64, device=device)
         return cls(ids, counts.cumsum(0))
 
     def rows(self, rows: slice) -> tuple[Tensor, Tensor]:
