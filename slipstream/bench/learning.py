@@ -29,7 +29,7 @@ _TWO = f"{_ACTOR}.ppo_mini_batch_size=8"
 """Two optimizer steps a batch: with one the ratio is 1 and no clip binds."""
 
 
-_LARGER = f"{_ACTOR}.optim.lr=0.001"
+_SMALLER = f"{_ACTOR}.optim.lr=0.00015"
 
 
 def _loss(name: str, *more: str) -> list[str]:
@@ -43,12 +43,12 @@ RUNS: dict[str, list[str]] = {
         f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         f"{_ACTOR}.loss_scale_factor=100",
     ],
-    # One response of a group teaches, and nothing is scaled by a spread: larger steps.
-    "grpo_passk": [f"{_ADV}=grpo_passk", _LARGER],
+    # One response of a group teaches: little signal, so that steps are smaller.
+    "grpo_passk": [f"{_ADV}=grpo_passk", _SMALLER],
     "rloo": [f"{_ADV}=rloo"],
     "opo": [f"{_ADV}=opo"],
     "gpg": [f"{_ADV}=gpg", f"{_LOSS}=gpg"],
-    "remax": [f"{_ADV}=remax", _LARGER],
+    "remax": [f"{_ADV}=remax", _SMALLER],
     "reinforce_plus_plus": [f"{_ADV}=reinforce_plus_plus"],
     "reinforce_plus_plus_baseline": [f"{_ADV}=reinforce_plus_plus_baseline"],
     "gae": [f"{_ADV}=gae", "critic.optim.lr=0.001", "trainer.critic_warmup=2"],
@@ -58,7 +58,6 @@ RUNS: dict[str, list[str]] = {
     "on_policy_distillation": [
         f"{_ADV}=on_policy_distillation",
         "actor_rollout_ref.ref.path={end}",
-        _LARGER,
     ],
     "vanilla": _loss("vanilla", f"{_ACTOR}.clip_ratio_high=0.28"),
     "gspo": _loss(
@@ -70,12 +69,12 @@ RUNS: dict[str, list[str]] = {
     "sapo": _loss("sapo"),
     "clip_cov": _loss("clip_cov"),
     # Nothing is clipped there, so steps are smaller.
-    "kl_cov": _loss("kl_cov", f"{_ACTOR}.optim.lr=0.00015"),
+    "kl_cov": _loss("kl_cov", _SMALLER),
     "geo_mean": _loss("geo_mean"),
     "cispo": _loss("cispo"),
     "dppo_tv": _loss("dppo_tv"),
     "dppo_kl": _loss("dppo_kl"),
-    "dro": _loss("dro", f"{_ACTOR}.policy_loss.dro_beta=0.1"),
+    "dro": _loss("dro", f"{_ACTOR}.policy_loss.dro_beta=0.1", _SMALLER),
     "bypass_mode": [_TWO, "algorithm.rollout_correction.bypass_mode=true"],
     "token_is": [_TWO, "algorithm.rollout_correction.preset=decoupled_token_is"],
     "dapo": [
