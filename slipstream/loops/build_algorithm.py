@@ -116,7 +116,8 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
 
 
 def _check_needs(config: Config) -> None:
-    """What cannot be told by an estimator's name alone."""
+    """An estimator that is known, and what cannot be told by its name alone."""
+    needs(config)
     if config.trainer.critic_warmup and not wants_critic(config):
         raise ConfigError(
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; set "
