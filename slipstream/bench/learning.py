@@ -231,7 +231,7 @@ def plot(rows: Sequence[Row], out: Path) -> Path:
     height = -(-len(rows) // width)
     figure = Figure(figsize=(2.2 * width, 1.5 * height), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(height, width, sharex=True, sharey=True, squeeze=False).flat
+    all_axes = list(figure.subplots(height, width, sharex=True, sharey=True, squeeze=False).flat)
     for axes in all_axes:
         axes.axis("off")
     for axes, one in zip(all_axes, rows, strict=False):

@@ -58,7 +58,8 @@ def test_what_its_metrics_come_to(bench: LearningBench, tmp_path: Path) -> None:
     assert rows[0].seconds.median == 8.0
     assert not_learned(rows) == ["gae"]
     assert "0.600" in table(rows)
-    assert plot(rows, tmp_path / "sub" / "curves.png").stat().st_size > 1000
+    # Two curves, not an empty sheet.
+    assert plot(rows, tmp_path / "sub" / "curves.png").stat().st_size > 20_000
 
 
 def test_unknown_names_and_folders_are_refused(bench: LearningBench, tmp_path: Path) -> None:
