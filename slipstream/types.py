@@ -8,6 +8,7 @@ that configuration, command line and data tools stay light.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -317,9 +318,9 @@ class TrainRow:
     """What each token's loss is multiplied by (rollout correction)."""
     selected: list[float] | None = None
     """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
-    kept_ids: list[list[int]] | None = None
+    kept_ids: list[array[int]] | None = None
     """The ids that a truncating sampler kept at each target token: log-probs are then those of the
-    law over them. An empty list stands for the whole vocabulary."""
+    law over them. An empty array stands for the whole vocabulary."""
     uid: str = ""
     key: NoiseKey | None = None
     """The noise that the policy's tokens were sampled with, where the engine takes keyed noise."""

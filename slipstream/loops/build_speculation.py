@@ -190,12 +190,14 @@ def _trace(config: Config) -> Callable[[str], object] | None:
     return write
 
 
-def check_speculation(config: Config, policy: ModelConfig) -> None:
+def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -> None:
     """Refuse a draft head that cannot be read, or is not one of `policy`, and shapes of drafts that
-    cannot be. Raises CheckpointError, and ConfigError where its folder is not there."""
+    cannot be, or not in a context of `max_model_len`. Raises CheckpointError, and ConfigError where
+    its folder is not there."""
     speculative = config.speculative
     if speculative.enable:
         make_selector(config)
+        _check_depths(speculative.eagle, max_model_len)
         topk = speculative.eagle.spec_topk
         if topk > policy.vocab_size:
             raise ConfigError(
@@ -210,6 +212,26 @@ def check_speculation(config: Config, policy: ModelConfig) -> None:
                 "with `slipstream draft`, or set speculative.enable=false"
             )
         head_to_be(config, policy)
+
+
+def _check_depths(eagle: EagleConfig, max_model_len: int) -> None:
+    """Drafts follow a prompt of one token and one that was sampled, at the least. Near the end of a
+    context they are cut; what is deeper than any context is a mistake."""
+    most, key = max_model_len - 2, "speculative.eagle"
+    if eagle.spec_steps > most:
+        raise ConfigError(
+            f"{key}.spec_steps={eagle.spec_steps}: a context of {max_model_len} tokens (data."
+            f"max_prompt_length + data.max_response_length, or actor_rollout_ref.rollout."
+            f"max_model_len) never has room for so many drafts in a row; set {key}.spec_steps=7 "
+            "or so"
+        )
+    if eagle.tune_algorithm not in ("COST", "PREDEFINED"):
+        deep = [plan for plan in eagle.mab_configs if DraftPlan.parse(plan).steps > most]
+        if deep:
+            raise ConfigError(
+                f"{key}.mab_configs: {', '.join(deep)}: a context of {max_model_len} tokens never "
+                "has room for so many drafts in a row; take them out"
+            )
 
 
 def make_selector(config: Config) -> StrategySelector:

@@ -339,7 +339,7 @@ def check_rl(run: Run, start: Path | None) -> None:
     read, an engine that cannot serve the model, a buffer of co-training that is too small, a
     reference that is not there."""
     config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
-    build.check_speculation(config, policy)
+    build.check_speculation(config, policy, build.max_model_len(config))
     data = build.make_data_buffer(config, run.tokenizer, run.task)
     steps = build.rl_steps(config, data)
     build.rl_config(config, steps, 0)

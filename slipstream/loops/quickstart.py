@@ -439,15 +439,15 @@ def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
 
 
 def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """What became of the draft head during RL, as JSON values: tokens per verification in the first
-    tenth of the steps and in the last one, versions, what its training took, from which step on it
-    made most of the drafts (on average over a tenth of the steps), and its share in the last
-    tenth."""
+    """What became of the draft head during RL, as JSON values: how many steps drafted, tokens per
+    verification in the first of these and in the last ones (a tenth of the steps each), versions,
+    what its training took, from which step on it made most of the drafts (on average over a tenth
+    of the steps), and its share in the last tenth."""
     steps = [(step, m) for step, m in history if "spec/on_fraction" in m]
     if not steps:
         return {}
     few = max(1, len(steps) // 10)
-    lengths = [m.get("spec/accept_length", 1.0) for _, m in steps]
+    lengths = [m["spec/accept_length"] for _, m in steps if "spec/accept_length" in m] or [1.0]
     # Steps without any draft say nothing of who makes them. Of several, for history has lucky ones.
     drafting = [(step, m["spec/head_fraction"]) for step, m in steps if "spec/head_fraction" in m]
     windows = [drafting[max(0, i - few + 1) : i + 1] for i in range(len(drafting))]
@@ -455,6 +455,7 @@ def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
     last = steps[-1][1]
     return {
         "drafts": {
+            "steps": float(len(drafting)),
             "accept_length_first": float(np.mean(lengths[:few])),
             "accept_length_last": float(np.mean(lengths[-few:])),
             "head_from_step": max(after, default=0) + 1,
@@ -544,9 +545,17 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
 def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
     """A line of what the head did during RL."""
     began = drafts["head_from_step"]
+    drafted = drafts["steps"]
+    if not drafted:
+        return (
+            f"drafts in RL: none in {steps} steps; the head learned for {drafts['seconds']:.1f} s"
+        )
     who = f"the head made {drafts['head_share_last']:.0%} of the last drafts"
     if began > 1:
         who += f", most of them from step {began} on" if began <= steps else ", history the others"
+    rested = steps - drafted
+    if rested:
+        who += f"; {rested:.0f} of {steps} steps had none, for they gained too little"
     return (
         f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification at first, "
         f"{drafts['accept_length_last']:.2f} at last; {who}; it learned for "

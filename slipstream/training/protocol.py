@@ -8,6 +8,7 @@ Tinker's style), so that work can be submitted first and awaited later.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -135,7 +136,7 @@ class TrainingBackend(Protocol):
 
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
-    ) -> TrainFuture[list[list[list[int]]]]:
+    ) -> TrainFuture[list[list[array[int]]]]:
         """The ids that a sampler with the cuts of `cuts` keeps at each target token, one list per
         row; empty where no target token is."""
         ...

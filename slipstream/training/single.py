@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -176,7 +177,7 @@ class SingleProcessBackend:
 
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
-    ) -> TrainFuture[list[list[list[int]]]]:
+    ) -> TrainFuture[list[list[array[int]]]]:
         """The ids that a sampler with top-k, top-p and min-p of `cuts` keeps under the present
         weights at each target token, one list per row; empty where no target token is. In exact
         mode those that the engine with these weights draws from."""
@@ -405,9 +406,9 @@ class SingleProcessBackend:
             with base_weights_only(self.decoder):
                 return FullKL(reference=self.decoder.pack(self._dtype), direction=direction)
 
-    def _compute_kept_ids(self, batch: TrainBatch, cuts: SamplingParams) -> list[list[list[int]]]:
+    def _compute_kept_ids(self, batch: TrainBatch, cuts: SamplingParams) -> list[list[array[int]]]:
         self._check(batch)
-        out: list[list[list[int]]] = [[[] for _ in row.tokens] for row in batch.rows]
+        out: list[list[array[int]]] = [[array("i") for _ in row.tokens] for row in batch.rows]
         with torch.no_grad():
             packed = self.decoder.pack(self._dtype)
             for micro in self._micro_batches(batch, set()):

@@ -9,9 +9,12 @@ Shapes: B rows, T padded length, N target tokens of a micro-batch, D hidden widt
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,10 +210,10 @@ def kept_of_sampler(
     temperature: float,
     cuts: SamplingParams,
     settings: ForwardSettings,
-) -> list[list[int]]:
+) -> list[array[int]]:
     """The ids that top-k, top-p and min-p of `cuts` keep at each target token (`truncate`)."""
     rows = _head_rows(packed.forward(micro.ids, micro.positions, lengths=micro.lengths), micro)
-    kept: list[list[int]] = []
+    kept: list[array[int]] = []
     for start in range(0, len(rows), settings.log_prob_chunk):
         part = rows[start : start + settings.log_prob_chunk]
         log_p = log_softmax_rows(part, packed.lm_head.weight, temperature, packed.lm_head)
@@ -221,7 +224,9 @@ def kept_of_sampler(
             torch.full((count,), cuts.top_p, dtype=torch.float64, device=log_p.device),
             torch.full((count,), cuts.min_p, dtype=torch.float64, device=log_p.device),
         )
-        kept += [own.nonzero().squeeze(-1).tolist() for own in support]
+        ids = support.nonzero()[:, 1].cpu().numpy().astype(np.int32)
+        ends = support.sum(dim=-1).cumsum(0).tolist()
+        kept += [array("i", ids[a:b].tobytes()) for a, b in itertools.pairwise([0, *ends])]
     return kept[: len(micro.target_slots)]
 
 
@@ -231,8 +236,8 @@ def kept_ids(batch: TrainBatch, micro: MicroBatch) -> KeptIds | None:
     if any(row is None for row in rows):
         return None
     width = micro.mask.shape[1]
-    kept = [(rows[slot // width] or [])[slot % width] for slot in micro.target_slots.tolist()]
-    filled = [*kept, *[[] for _ in range(len(micro.head_rows) - len(kept))]]
+    kept = [(rows[slot // width] or ())[slot % width] for slot in micro.target_slots.tolist()]
+    filled = [*kept, *[()] * (len(micro.head_rows) - len(kept))]
     return KeptIds.of(filled, micro.ids.device)
 
 

@@ -31,7 +31,12 @@ from slipstream.inference.speculation.selector import (
 )
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.loops.build_cotrain import make_cotraining
-from slipstream.loops.build_speculation import Speculation, make_selector, make_speculation
+from slipstream.loops.build_speculation import (
+    Speculation,
+    check_speculation,
+    make_selector,
+    make_speculation,
+)
 from slipstream.loops.cotrain import IntervalTraining
 from slipstream.loops.opportunistic import OpportunisticTraining
 from slipstream.loops.stages import Stages
@@ -444,6 +449,23 @@ def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None
     config = load(given)
     with pytest.raises(ConfigError, match=f"speculative.eagle.{message}"):
         make_selector(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused", "allowed"),
+    [
+        ("eagle.spec_steps=15", 16, 17),
+        ("eagle.spec_steps=8 eagle.spec_topk=2 eagle.spec_verify_tokens=12", 9, 10),
+        ("eagle.tune_algorithm=UCB1 eagle.mab_configs=['12_2_8'] eagle.spec_steps=2", 13, 14),
+    ],
+)
+def test_drafts_deeper_than_any_context(given: str, refused: int, allowed: int) -> None:
+    """A prompt of one token and one that was sampled come before the first draft."""
+    config, policy = load(f"{given} eagle.spec_model_path=null"), shared_decoder().config
+    key = "mab_configs: 12_2_8" if "mab" in given else f"{given.split()[0].split('.')[1]}"
+    with pytest.raises(ConfigError, match=f"{key}: a context of {refused} tokens .*never has room"):
+        check_speculation(config, policy, refused)
+    check_speculation(config, policy, allowed)
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,16 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
     found = quickstart.drafts_summary(history)["drafts"]
     assert (found["accept_length_first"], found["accept_length_last"]) == (1.0, 3.0)
     # A step without drafts says nothing.
+    assert found["steps"] == 4
     assert (found["head_from_step"], found["head_share_last"]) == (3, 0.8)
     assert (found["versions"], found["seconds"]) == (2, 3.0)
     assert quickstart.drafts_summary(history[-1:]) == {}
+    rested = [*history[:2], *((n, {"spec/on_fraction": 0.0}) for n in range(3, 40))]
+    found = quickstart.drafts_summary(rested)["drafts"]
+    assert (found["steps"], found["accept_length_last"]) == (2, 1.25)
+    assert "; 37 of 39 steps had none, for they" in quickstart._of_drafts(found, 39)
+    none = quickstart.drafts_summary(rested[2:])["drafts"]
+    assert quickstart._of_drafts(none, 37).startswith("drafts in RL: none in 37 steps;")
     # One step in which history is lucky, among twenty, two of which are looked at together.
     lucky = [(n, step(2.0, 0.4 if n == 12 else 0.9)) for n in range(1, 21)]
     assert quickstart.drafts_summary(lucky)["drafts"]["head_from_step"] == 1

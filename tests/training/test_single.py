@@ -500,15 +500,15 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
         log_p = torch.log_softmax(packed.lm_head(hidden), dim=-1)
         for t, own in enumerate(ids):
             if not row.loss_mask[t]:
-                assert own == []
+                assert len(own) == 0
                 continue
             one = torch.ones(1)
             support = truncate(log_p[t - 1][None], 6 * one, 0.8 * one.double(), 0 * one.double())
-            assert own == support[0].nonzero().squeeze(-1).tolist()
+            assert list(own) == support[0].nonzero().squeeze(-1).tolist()
             assert 1 <= len(own) <= 6
             if row.tokens[t] not in own:
                 own.append(row.tokens[t])
-            mass = float(log_p[t - 1][own].logsumexp(0))
+            mass = float(log_p[t - 1][list(own)].logsumexp(0))
             log_probs[t] -= mass
         row.kept_ids = ids
     replayed = backend.compute_log_probs(batch).wait()

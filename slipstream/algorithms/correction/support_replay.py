@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -58,8 +59,8 @@ class KeptIds:
     def of(cls, kept: Sequence[Sequence[int]], device: torch.device | str | None = None) -> KeptIds:
         """From one list of ids per position."""
         counts = torch.tensor([0, *map(len, kept)], device=device)
-        ids = torch.tensor([i for row in kept for i in row], dtype=torch.int64, device=device)
-        return cls(ids, counts.cumsum(0))
+        ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(row, np.int64) for row in kept)])
+        return cls(torch.from_numpy(ids).to(device), counts.cumsum(0))
 
     def rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(row, id) of each kept id in a slice of positions, rows counted from its start."""
