@@ -178,6 +178,13 @@ _ELSEWHERE = 4.0
 _ENOUGH = 12.0
 """Steps after which a plan is known well."""
 
+_MOST = 24.0
+"""Steps up to which another plan is looked at: of two that are nearly as good it takes as many to
+tell which is better, and to look at the worse one costs little."""
+
+_FORGOTTEN = 3.0
+"""Steps without drafts, which all plans are held against: with fewer, they are looked at first."""
+
 _CHEAP = 0.1
 """Share of its time that a look is held to lose at least."""
 
@@ -506,7 +513,7 @@ class CostModelSelector:
         bucket.spent += seconds
         self._recess.stepped(seconds, gained, len(self._unseen))
         left = len(self._unseen)
-        while left and bucket.seen.evidence(plan) < _ENOUGH:
+        while left and bucket.seen.evidence(plan) < _MOST:
             bucket.seen.record(plan)
             self._seen.record(plan)
             left -= 1
@@ -693,7 +700,7 @@ class CostModelSelector:
         """A plan other than the current one that, as little as is known of it, might yield more
         than `least`: the most for what a look is believed to lose."""
         bucket = self._bucket(running)
-        found, most = None, 0.0
+        found, most = None, (False, 0.0)
         for plan, rate in rates.items():
             if plan == bucket.current:
                 continue
@@ -704,11 +711,12 @@ class CostModelSelector:
                 # anything, as far as a fit to the others goes.
                 known += min(0.5 * self._seen.evidence(plan), _ELSEWHERE)
             gain = rate * (1 + 0.5 / (1 + known) ** 0.5) - least
-            if gain <= 0 or known >= _ENOUGH:
+            if gain <= 0 or known >= (_ENOUGH if plan == OFF else _MOST):
                 continue
             lost = self._seconds(running, plan) * max(1 - rate / least, _CHEAP)
-            if gain / lost > most:
-                found, most = plan, gain / lost
+            mine = plan == OFF and known < _FORGOTTEN, gain / lost
+            if mine > most:
+                found, most = plan, mine
         return found
 
 

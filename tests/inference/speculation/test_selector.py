@@ -187,6 +187,23 @@ def test_what_disturbs_a_look_does_not_end_looking() -> None:
     assert poor <= 8
 
 
+def test_of_plans_that_are_nearly_as_good_the_better_one_is_found() -> None:
+    """Chains of three yield 4 % more than those of one and five, and steps differ by 15 %."""
+    made = {0: 1.0, 1: 1.9, 3: 3.439, 5: 4.68559}
+
+    def cost(running: int, drafts: int) -> float:
+        speed = {0: 0.8, 1: 0.96, 3: 1.0, 5: 0.96}[drafts]
+        return 1e-3 * made[drafts] / speed
+
+    share = []
+    for seed in range(20):
+        selector = CostModelSelector([DraftPlan.chain(drafts) for drafts in (1, 3, 5)])
+        kwargs = {"acceptance": lambda _: 0.9, "cost": cost, "noise": 0.15, "seed": seed}
+        _, _, plans = simulate(selector, [4] * 1500, **kwargs)
+        share.append(mean(plan.steps == 3 for plan in plans[-700:]))
+    assert mean(share) > 0.5, share
+
+
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
     selector = CostModelSelector(PLANS)
     _, _, plans = simulate(selector, [16] * 30, acceptance=lambda _: 0.3)
@@ -457,15 +474,24 @@ def test_what_drafts_gained_is_added_up_when_nobody_is_left(
             return super().begins(requests)
 
     monkeypatch.setattr(selector_module, "Recess", Told)
+    sizes, shares = [4] * 700 + [2] * 333, []
+    # Plain decoding is looked at seldom, so what is believed of it is some per cent off.
+    for seed in range(1, 9):
+        told.clear()
+        selector = CostModelSelector(PLANS)
+        seconds, plain, _ = simulate(selector, sizes, seed=seed)
+        selector.begins(4)
+        shares.append(sum(gained for _, gained, _ in told) / (plain - 1.015 * seconds))
+    assert mean(shares) == pytest.approx(1, abs=0.1)
+    told.clear()
+    begun.clear()
     selector = CostModelSelector(PLANS)
-    sizes = [4] * 700 + [2] * 333
     seconds, plain, plans = simulate(selector, sizes)
     assert sum(steps for _, _, steps in told) < len(sizes)  # the last went by without a thought
     assert selector.begins(4) == 0
     assert begun == [len(sizes)]
     # One step in a hundred is disturbed and takes five times as long; of that, half counts.
     assert sum(took for took, _, _ in told) == pytest.approx(1.04 * seconds, rel=0.03)
-    assert sum(gained for _, gained, _ in told) == pytest.approx(plain - 1.015 * seconds, rel=0.05)
     assert plain / seconds > 1.3
     drafting = iter([plan != OFF for plan in plans])
     for _, gained, steps in told:
