@@ -555,7 +555,7 @@ def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
         who += f", most of them from step {began} on" if began <= steps else ", history the others"
     rested = steps - drafted
     if rested:
-        who += f"; {rested:.0f} of {steps} steps had none, for they gained too little"
+        who += f"; {rested:.0f} of {steps} steps had none"
     return (
         f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification at first, "
         f"{drafts['accept_length_last']:.2f} at last; {who}; it learned for "

@@ -36,7 +36,7 @@ from slipstream.training.protocol import ImmediateTrainFuture
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import Sample, SamplingParams, TrainBatch
 from tests.loops.test_rl import Log, buffer, config, engine
-from tests.training.helpers import tiny_backend, tiny_decoder, weights
+from tests.training.helpers import observe, rows_of, tiny_backend, tiny_decoder, weights
 
 PARTS = AdvantageConfig(gdpo_reward_keys=["even", "short"])
 
@@ -158,15 +158,7 @@ def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() ->
     shares = []
     for rows in (1, 12):
         backend = tiny_backend(max_rows_per_micro_batch=rows)
-        original = backend.forward_backward
-
-        def observed(
-            batch: TrainBatch, *arguments: Any, original: Any = original, **more: Any
-        ) -> Any:
-            seen.append([row.selected for row in batch.rows])
-            return original(batch, *arguments, **more)
-
-        backend.forward_backward = observed  # type: ignore[method-assign]
+        found = observe(backend, lambda batch: [row.selected for row in batch.rows])
         select = policy_loss_selection("kl_cov")
         assert select is not None
         history = train(
@@ -176,6 +168,7 @@ def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() ->
             mini_batch_size=2,
         )
         shares.append([metrics["actor/pg_loss"] for metrics in history])
+        seen += found
     assert shares[0] == pytest.approx(shares[1], rel=1e-5)
     half = len(seen) // 2
     assert seen[:half] == seen[half:]
@@ -204,14 +197,7 @@ def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
 
 def test_the_greedy_response_is_the_baseline_and_nothing_trains_on_it() -> None:
     backend = tiny_backend()
-    rows: list[int] = []
-    original = backend.forward_backward
-
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        rows.append(len(batch.rows))
-        return original(batch, *arguments, **more)
-
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    rows = observe(backend, rows_of)
     history = train(backend, greedy=True, adv_estimator="remax")
     assert rows == [12, 12]
     assert history[0]["rollout/num_samples"] == 12
@@ -280,14 +266,7 @@ def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selec
 
     backend = tiny_backend()
     backend.__class__ = FirstTwo
-    steps: list[int] = []
-    original = backend.forward_backward
-
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        steps.append(len(batch.rows))
-        return original(batch, *arguments, **more)
-
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    steps = observe(backend, rows_of)
     loss = settings_of("clip_cov")
     select = policy_loss_selection("clip_cov")
     assert select is not None
@@ -317,14 +296,7 @@ def test_a_failed_score_that_counts_as_zero_has_parts_of_zero() -> None:
 
 def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
     backend = tiny_backend()
-    seen: list[list[tuple[int, ...]]] = []
-    original = backend.forward_backward
-
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        seen.append([tuple(row.tokens) for row in batch.rows])
-        return original(batch, *arguments, **more)
-
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    seen = observe(backend, lambda batch: [tuple(row.tokens) for row in batch.rows])
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"))
     assert [len(rows) for rows in seen] == [12, 12]
     assert all(len(set(rows)) < 12 for rows in seen)
@@ -332,14 +304,7 @@ def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
 
 def test_pf_ppo_makes_as_many_steps_as_without() -> None:
     backend = tiny_backend()
-    rows: list[int] = []
-    original = backend.forward_backward
-
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        rows.append(len(batch.rows))
-        return original(batch, *arguments, **more)
-
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    rows = observe(backend, rows_of)
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"), mini_batch_size=1)
     assert rows == [3] * 8
 

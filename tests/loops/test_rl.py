@@ -33,7 +33,7 @@ from slipstream.types import (
     TrainBatch,
     WeightUpdate,
 )
-from tests.training.helpers import VOCAB, tiny_backend, weights
+from tests.training.helpers import VOCAB, observe, rows_of, tiny_backend, weights
 
 EOS = 63
 
@@ -170,17 +170,14 @@ def test_a_baseline_stands_in_for_the_estimator_and_saving_may_be_rare() -> None
 
 def test_mini_batches_epochs_and_rare_publishing() -> None:
     backend = tiny_backend()
-    steps: list[list[str]] = []
-    forward_backward = backend.forward_backward
 
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        steps.append([row.uid for row in batch.rows])
+    def uids(batch: TrainBatch) -> list[str]:
         # Rare publishing: the policy that sampled is some updates behind, and the old one.
         assert all(row.old_log_probs == row.rollout_log_probs for row in batch.rows)
         assert all(row.old_log_probs is not None for row in batch.rows)
-        return forward_backward(batch, *arguments, **more)
+        return [row.uid for row in batch.rows]
 
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    steps = observe(backend, uids)
     settings = config(mini_batch_size=2, ppo_epochs=2, sync_every=2, shuffle="seed")
     history, _, served = train(backend, settings)
     assert len(steps) == 3 * 2 * 2
@@ -245,14 +242,7 @@ def test_a_sample_left_alone_by_failures_is_not_trained_on() -> None:
         return fail("x") if alone and sample.index else Score(float(sample.index))
 
     backend = tiny_backend()
-    rows: list[int] = []
-    forward_backward = backend.forward_backward
-
-    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
-        rows.append(len(batch.rows))
-        return forward_backward(batch, *arguments, **more)
-
-    backend.forward_backward = observed  # type: ignore[method-assign]
+    rows = observe(backend, rows_of)
     history, _, _ = train(backend, config(num_steps=1), Scorer(only_one))
     assert rows == [9]
     assert history[0]["training/num_lone_samples"] == 1.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,8 @@ from slipstream.training import OptimSettings, SingleProcessBackend
 from slipstream.types import TrainBatch, TrainRow
 
 VOCAB = 64
+
+T = TypeVar("T")
 
 
 def tiny_decoder(*, seed: int = 0, layers: int = 2, max_positions: int = 512) -> Decoder:
@@ -39,6 +42,23 @@ def tiny_backend(decoder: Decoder | None = None, **settings: Any) -> SingleProce
     settings.setdefault("optim", OptimSettings(lr=1e-3))
     settings.setdefault("max_tokens_per_micro_batch", 256)
     return SingleProcessBackend(decoder or tiny_decoder(), **settings)
+
+
+def observe(backend: SingleProcessBackend, look: Callable[[TrainBatch], T]) -> list[T]:
+    """What `look` finds in each batch that `backend` gets from now on, in a list that grows."""
+    found: list[T] = []
+    original = backend.forward_backward
+
+    def observed(batch: TrainBatch, *arguments: Any, **more: Any) -> Any:
+        found.append(look(batch))
+        return original(batch, *arguments, **more)
+
+    backend.forward_backward = observed  # type: ignore[method-assign]
+    return found
+
+
+def rows_of(batch: TrainBatch) -> int:
+    return len(batch.rows)
 
 
 def make_row(rng: random.Random, length: int, *, prompt: int = 3, policy: bool = True) -> TrainRow:
