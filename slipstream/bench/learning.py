@@ -59,7 +59,7 @@ RUNS: dict[str, list[str]] = {
     "on_policy_distillation": [
         f"{_ADV}=on_policy_distillation",
         "actor_rollout_ref.ref.path={end}",
-        _SMALLER,
+        _TWO,
     ],
     "vanilla": _loss("vanilla", f"{_ACTOR}.clip_ratio_high=0.28"),
     "gspo": _loss(

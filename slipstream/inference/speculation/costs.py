@@ -73,7 +73,8 @@ _LASTING = 0.5
 """Seconds after which a mood is e times weaker."""
 
 _UNKNOWN = 0.1**2
-"""Of how a batch size and plan that was never measured differs from the fit."""
+"""Of how a batch size and plan that was never measured differs from the fit, before any was: counts
+as one that is known."""
 
 _REMEMBERED = 0.999
 """How much of that difference is left a measurement later."""
@@ -87,10 +88,13 @@ _Cell = tuple[int, DraftPlan]
 class _Beliefs:
     """Logarithms that are 0 on average, of which any measurement shows a sum of two: the first one,
     the mood, and one of the others, the cells. What is believed of one depends on the others: a
-    plan's steps after another's tell how the two differ, whatever the mood."""
+    plan's steps after another's tell how the two differ, whatever the mood. How far cells are apart
+    is learned, too."""
 
     def __init__(self) -> None:
         self._places: dict[_Cell, int] = {}
+        # How far cells are apart, as a variance.
+        self._apart = _UNKNOWN
         self._values = np.zeros(1)
         self._unknown = np.array([_MOODY])
         self._covariance = np.diag(self._unknown)
@@ -112,6 +116,7 @@ class _Beliefs:
         self._values *= kept
         self._covariance *= kept[:, None] * kept
         self._covariance.flat[:: len(kept) + 1] += (1 - kept**2) * self._unknown
+        self._learn_apart()
 
     def variance(self, cell: _Cell) -> float:
         """Of mood and cell together."""
@@ -126,14 +131,24 @@ class _Beliefs:
         self._values += gain * surprise
         self._covariance -= gain[:, None] * row
 
+    def _learn_apart(self) -> None:
+        """From the cells that are known, each by as much as it is (empirical Bayes, Morris 1983):
+        were they held to be farther apart than they are, the noise of few steps would pass for such
+        a difference; were they held to be nearer, a true one would."""
+        left = self._covariance.diagonal()[1:]
+        told = np.maximum(1 - left / self._apart, 0.0) ** 2
+        found = float(told @ (self._values[1:] ** 2 + left))
+        self._apart = (_UNKNOWN + found) / (1 + float(told.sum()))
+        self._unknown[1:] = self._apart
+
     def _with_mood(self, cell: _Cell) -> _Floats:
         if cell not in self._places:
             count = self._places[cell] = len(self._values)
             self._values = np.append(self._values, 0.0)
-            self._unknown = np.append(self._unknown, _UNKNOWN)
+            self._unknown = np.append(self._unknown, self._apart)
             wider = np.zeros((count + 1, count + 1))
             wider[:count, :count] = self._covariance
-            wider[count, count] = _UNKNOWN
+            wider[count, count] = self._apart
             self._covariance = wider
         row: _Floats = self._covariance[0] + self._covariance[self._places[cell]]
         return row

@@ -50,6 +50,22 @@ def test_weights_below_zero_are_left_out_of_the_fit() -> None:
     assert left_out > 300
 
 
+@pytest.mark.parametrize(("apart", "least", "most"), [(0.02, 0.02, 0.06), (0.2, 0.15, 0.25)])
+def test_how_far_plans_are_apart_is_learned(apart: float, least: float, most: float) -> None:
+    beliefs, rng = _Beliefs(), random.Random(0)
+    mood = beliefs.variance((8, OFF)) - 0.1**2
+    true = {(8, DraftPlan.chain(depth)): rng.gauss(0, apart) for depth in range(1, 41)}
+    for _ in range(40):
+        for cell, difference in true.items():
+            beliefs.pass_time(mood_kept=0.5)
+            off = difference + rng.gauss(0, 0.01) - beliefs.of(cell)
+            beliefs.learn(cell, off, beliefs.variance(cell) + 0.01**2)
+    # Of the one plan that has not been measured, once the mood is forgotten.
+    beliefs.pass_time(mood_kept=0.0)
+    deviation = (beliefs.variance((9, OFF)) - mood) ** 0.5
+    assert least < deviation < most
+
+
 def test_one_mood_does_not_tell_two_plans_apart() -> None:
     # Both were measured in it, one before the other: what is mood and what is the plan's own is not
     # known, but that they are alike is.

@@ -184,7 +184,7 @@ def test_what_disturbs_a_look_does_not_end_looking() -> None:
         simulate(selector, [32] * 60, acceptance=lambda _: 0.9, seed=2 * seed)
         _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.9, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 8
+    assert poor <= 12
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
