@@ -96,8 +96,7 @@ class _Beliefs:
         # How far cells are apart, as a variance.
         self._apart = _UNKNOWN
         self._values = np.zeros(1)
-        self._unknown = np.array([_MOODY])
-        self._covariance = np.diag(self._unknown)
+        self._covariance = np.full((1, 1), _MOODY)
 
     @property
     def mood(self) -> float:
@@ -112,10 +111,11 @@ class _Beliefs:
     def pass_time(self, mood_kept: float) -> None:
         """All fade, the mood to `mood_kept` of itself."""
         kept = np.full(len(self._values), _REMEMBERED)
-        kept[0] = mood_kept
+        unknown = np.full(len(kept), self._apart)
+        kept[0], unknown[0] = mood_kept, _MOODY
         self._values *= kept
         self._covariance *= kept[:, None] * kept
-        self._covariance.flat[:: len(kept) + 1] += (1 - kept**2) * self._unknown
+        self._covariance.flat[:: len(kept) + 1] += (1 - kept**2) * unknown
         self._learn_apart()
 
     def variance(self, cell: _Cell) -> float:
@@ -139,13 +139,11 @@ class _Beliefs:
         told = np.maximum(1 - left / self._apart, 0.0) ** 2
         found = float(told @ (self._values[1:] ** 2 + left))
         self._apart = (_UNKNOWN + found) / (1 + float(told.sum()))
-        self._unknown[1:] = self._apart
 
     def _with_mood(self, cell: _Cell) -> _Floats:
         if cell not in self._places:
             count = self._places[cell] = len(self._values)
             self._values = np.append(self._values, 0.0)
-            self._unknown = np.append(self._unknown, self._apart)
             wider = np.zeros((count + 1, count + 1))
             wider[:count, :count] = self._covariance
             wider[count, count] = self._apart
