@@ -86,8 +86,8 @@ def test_many_plans_that_differ_little_are_told_apart_in_noise() -> None:
         selector = CostModelSelector(world.plans)
         play(world, selector, seed)
         regrets.append(play(world, selector, seed + 9).hindsight)
-    # Where looks at a plan end with what is known well, after 12 steps of it, it is 0.0295.
-    assert fmean(regrets) < 0.028
+    # Where moods are held to last half a second, and be as large as 17 %, it is 0.0257.
+    assert fmean(regrets) < 0.0235
 
 
 def test_trees_that_are_cut_are_charged_for_what_is_left() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, log, sqrt
+from operator import mul
 from statistics import median
 
 import numpy as np
@@ -52,6 +53,9 @@ FARTHEST = 2.5
 """A step that took more than so many times what was expected (or less by it) counts as that: what
 else runs on the machine disturbs single steps by any factor."""
 
+_ALONE = 1.5
+"""The same, against the median of those that were measured with it."""
+
 _SURPRISE = 2.5
 """Standard deviations: more than this a single step is not believed to say."""
 
@@ -66,10 +70,10 @@ _LEAST_NOISE = 0.02**2
 _NOISE_STEPS = 50
 """Measurements that what is known of the noise is about."""
 
-_MOODY = 0.17**2
-"""Of the machine's mood."""
+_MOODY = 0.1**2
+"""Of the machine's mood: on a shared one, which neighbours slow down for tens of seconds."""
 
-_LASTING = 0.5
+_LASTING = 10.0
 """Seconds after which a mood is e times weaker."""
 
 _UNKNOWN = 0.1**2
@@ -212,10 +216,14 @@ class StepCosts:
             self._scales.append(seconds / _guess(running, plan))
         factor, count = self._factor(plan, bucket), len(steps)
         expected = [factor * self._shape(running, plan, drafts) for running, _ in steps]
-        taken = 0.0
-        for (_, seconds), guess in zip(steps, expected, strict=True):
-            taken += min(max(seconds, guess / FARTHEST), guess * FARTHEST)
-        off = taken / sum(expected)
+        ratios = [
+            min(max(seconds / guess, 1 / FARTHEST), FARTHEST)
+            for (_, seconds), guess in zip(steps, expected, strict=True)
+        ]
+        if count > 2:
+            typical = median(ratios)
+            ratios = [min(max(x, typical / _ALONE), typical * _ALONE) for x in ratios]
+        off = sum(map(mul, ratios, expected)) / sum(expected)
         size = sum(running for running, _ in steps) / count
         shape = sum(expected) / count / factor
         target = off * factor / self._beliefs.mood

@@ -66,6 +66,14 @@ def test_how_far_plans_are_apart_is_learned(apart: float, least: float, most: fl
     assert least < deviation < most
 
 
+def test_one_step_that_is_disturbed_says_little_beside_others() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.record(8, OFF, [(8, 0.01)] * 3)
+    costs.record(8, TWO, [(8, 0.013), (8, 0.065), (8, 0.013)])
+    assert costs.seconds(8, TWO, 8) < 1.15 * 0.013
+
+
 def test_one_mood_does_not_tell_two_plans_apart() -> None:
     # Both were measured in it, one before the other: what is mood and what is the plan's own is not
     # known, but that they are alike is.

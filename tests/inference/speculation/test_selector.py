@@ -184,7 +184,7 @@ def test_what_disturbs_a_look_does_not_end_looking() -> None:
         simulate(selector, [32] * 60, acceptance=lambda _: 0.9, seed=2 * seed)
         _, _, plans = simulate(selector, [32] * 400, acceptance=lambda _: 0.9, seed=2 * seed + 1)
         poor += sum(plan != OFF for plan in plans[-200:]) <= 150
-    assert poor <= 12
+    assert poor <= 8
 
 
 def test_where_drafters_must_catch_up_first_a_look_is_longer() -> None:
@@ -381,7 +381,7 @@ def test_steps_slept_through_are_learned_from_together() -> None:
         plain(1.5e-3)
     assert selector._costs.seconds(4, DraftPlan.chain(0), 4) == before
     selector.select(4)
-    assert selector._costs.seconds(4, DraftPlan.chain(0), 4) > 1.1 * before
+    assert selector._costs.seconds(4, DraftPlan.chain(0), 4) > 1.02 * before
 
 
 def test_drafting_begins_again_only_where_it_pays_for_what_was_missed() -> None:
@@ -577,7 +577,7 @@ def test_a_look_is_charged_what_it_is_believed_to_lose(acceptance: float) -> Non
 
 def test_what_a_look_has_to_take_in_is_counted_as_lost() -> None:
     selector = CostModelSelector(PLANS)
-    simulate(selector, [4] * 300, acceptance=lambda _: 0.9, cost=_even)
+    simulate(selector, [4] * 300, acceptance=lambda _: 0.9, cost=_even, seed=1)
     bucket = selector._buckets[4]
     assert bucket.current == OFF
     bucket.seen.forget(0.0)
