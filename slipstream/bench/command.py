@@ -253,7 +253,12 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         help="batch sizes (default: 1 2 4 8 16 32 64)",
     )
     speculation.add_argument(
-        "--new-tokens", metavar="N", type=positive, default=64, help="default: 64"
+        "--new-tokens",
+        metavar="N",
+        type=positive,
+        default=64,
+        help="length of a response (default: 64); without --heads those of small batches are up to "
+        "four times as long",
     )
     speculation.add_argument(
         "--heads",

@@ -55,6 +55,11 @@ TURN = 8
 SETTLED = 3
 """Of these so many are not counted: drafters catch up, and caches hold what was there before."""
 
+BATCH_TOKENS, LONGEST = 1024, 4
+"""A batch of few requests makes so many tokens, but no response is more than so many times as long
+as it usually is. Requests that begin together end some steps apart, the more so the deeper drafts
+are: of ten steps that is much, and it says more about smaller batches than about this one."""
+
 _Tokens = list[list[int]]
 _Batches = Sequence[tuple[Responses, _Tokens]]
 """With the tokens that plain decoding writes."""
@@ -66,26 +71,34 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     them the mean, each of which has decoded `LEARNED` steps of that size before."""
     trained = load_trained(bench.policy)
     natural = natural_responses(trained, bench.temperature, bench.dtype)
-    most = max(2 * max(bench.batches), bench.least_responses)
-    pool = cut_to(natural, most, bench.new_tokens)
     rows = []
     for size in bench.batches:
-        say(f"batch {size}")
+        count = max(2 * size, bench.least_responses // size * size)
+        length = _length(bench, natural, size, count)
+        pool = cut_to(natural, count, length)
+        say(f"batch {size}, responses of {length}")
         plain = make_engine(trained, bench.dtype)
         turns = _Turns()
         drafting = make_engine(
             trained, bench.dtype, proposer=make_eagle(trained, bench.dtype), selector=turns
         )
-        count = max(2 * size, bench.least_responses // size * size)
         batches = []
         for i in range(0, count, size):
             batch = Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
             batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
         fixed = _fixed_plans(bench, size, drafting, turns, batches)
-        found = _beside_the_best(bench, size, fixed, plain, drafting, turns, batches)
+        found = _beside_the_best(bench, size, length, fixed, plain, drafting, turns, batches)
         say(_summary(found))
         rows += found
     return rows
+
+
+def _length(bench: SpeculationBench, natural: Responses, size: int, count: int) -> int:
+    """Tokens of a response in batches of `size`: as many as `count` of them have, where that is
+    less."""
+    wanted = min(LONGEST * bench.new_tokens, BATCH_TOKENS // size)
+    least = sorted(natural.lengths, reverse=True)[:count][-1]
+    return max(bench.new_tokens, min(wanted, least))
 
 
 def _summary(rows: Sequence[Row]) -> str:
@@ -229,6 +242,7 @@ def _fixed_plans(
 def _beside_the_best(
     bench: SpeculationBench,
     size: int,
+    length: int,
     fixed: Sequence[_Fixed],
     plain: Engine,
     drafting: Engine,
@@ -259,7 +273,7 @@ def _beside_the_best(
     off_over_plain = exp(longer[PLAIN] - longer[_name(OFF)])
 
     def row(name: str, seconds: Spread, **values: float | Spread) -> Row:
-        return row_of(bench, f"batch {size}", name, seconds, values, new_tokens=bench.new_tokens)
+        return row_of(bench, f"batch {size}", name, seconds, values, new_tokens=length)
 
     mine = [batch for name in learners for batch in done[name]]
     return [

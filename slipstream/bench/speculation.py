@@ -76,8 +76,8 @@ FLOORS = {"whole": 1.7, "tail": 1.8}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
     """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
-    responses of `new_tokens` in the grid, at least two different batches and `least_responses` of
-    each size. Raises ConfigError for impossible values."""
+    responses of `new_tokens` or more in the grid, at least two different batches and
+    `least_responses` of each size. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0

@@ -138,7 +138,7 @@ def cut_to(responses: Responses, count: int, length: int) -> Responses:
     if len(fitting) < count:
         raise ConfigError(
             f"only {len(fitting)} of {len(responses.requests)} responses have {length} tokens, and "
-            f"{count} are needed; lower --new-tokens"
+            f"{count} are needed; lower --new-tokens or --batch"
         )
     cut = [replace(r, params=replace(r.params, max_tokens=length)) for r in fitting[:count]]
     return Responses(cut, [length] * count)

@@ -15,7 +15,7 @@ import torch
 from slipstream.bench import grid, trained
 from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, run_grid
 from slipstream.bench.speculation import PLAIN, TREES, SpeculationBench, plans
-from slipstream.bench.trained import Trained
+from slipstream.bench.trained import Responses, Trained
 from slipstream.inference.speculation.plan import OFF
 from slipstream.inference.speculation.selector import StepRecord
 from slipstream.models.draft_head import DraftHead
@@ -50,6 +50,14 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     # Natural responses end by themselves or at the limit.
     natural = trained.natural_responses(toy, 1.0, torch.float32)
     assert natural.lengths == [37] * 8
+
+
+def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
+    bench, long = SpeculationBench(policy=Path("toy")), Responses([], [613] * 20 + [200] * 30)
+    lengths = [grid._length(bench, long, size, 20) for size in (1, 4, 8, 16, 64)]
+    assert lengths == [256, 256, 128, 64, 64]
+    assert grid._length(bench, long, 4, 24) == 200
+    assert grid._length(bench, Responses([], [50] * 24), 4, 24) == 64  # which are refused then
 
 
 def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
