@@ -258,11 +258,12 @@ def _largest_plan(eagle: EagleConfig) -> DraftPlan:
 
 
 def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
-    """Chains up to its depth, and where it is a tree, trees of fewer rows that are as deep or half
-    as deep."""
-    chains = [DraftPlan.chain(depth) for depth in DEPTHS if depth <= largest.steps]
+    """Chains up to its depth, and where it is a tree, one as deep, and trees of fewer rows that are
+    as deep or half as deep."""
+    chains = [DraftPlan.chain(depth) for depth in DEPTHS if depth < largest.steps]
     if largest.topk == 1:
-        return [plan for plan in chains if plan != largest]
+        return chains
+    chains.append(DraftPlan.chain(largest.steps))
     trees = []
     for steps in dict.fromkeys([(largest.steps + 1) // 2, largest.steps]):
         for topk in dict.fromkeys([min(2, largest.topk), largest.topk]):

@@ -517,7 +517,7 @@ def test_trees_are_among_what_is_chosen_from() -> None:
     by_cost = make_selector(load(tree))
     assert isinstance(by_cost, CostModelSelector)
     assert {str(plan) for plan in by_cost.plans} == {
-        *("0_0_1", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6"),
+        *("0_0_1", "1_1_2", "2_1_3", "3_1_4", "4_1_5", "5_1_6", "6_1_7"),
         *("3_2_8", "3_3_8", "3_3_12", "6_2_8", "6_2_12", "6_3_8", "6_3_12", "6_3_16"),
     }
     bandit = make_selector(load("eagle.tune_algorithm=EG"))
