@@ -76,7 +76,9 @@ class LoraLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W', whether the adapter is on or off."""
-        return torch.addmm(self.base_weight, self.lora_B, self.lora_A, alpha=self.config.scale)
+        # Not by `addmm`: whether MKL rounds between product and sum depends on where threads divide
+        # the matrix.
+        return self.base_weight + self.config.scale * (self.lora_B @ self.lora_A)
 
 
 def add_lora(decoder: Decoder, config: LoraConfig, *, seed: int = 0) -> Decoder:
