@@ -76,8 +76,7 @@ class LoraLinear(nn.Module):
 
     def merged(self) -> Tensor:
         """W', whether the adapter is on or off."""
-        # Not by `addmm`: whether MKL rounds between product and sum depends on where threads divide
-        # the matrix.
+        # Not by `addmm`, whose last bits depend, for some shapes, on the number of threads.
         return self.base_weight + self.config.scale * (self.lora_B @ self.lora_A)
 
 
