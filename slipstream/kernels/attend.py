@@ -45,6 +45,29 @@ def turn(x, norm, tiny, cos, sin, times, out, K):
 
 
 @kernel
+def by_heads(H, parts):
+    """Whether each thread has key-value heads of its own, from placing to mixing: then none waits
+    in between, and no two write to one line of memory."""
+    return H % parts == 0
+
+
+@kernel
+def heads_of(H, part, parts):
+    """The first of the key-value heads that a part places, and the one after its last."""
+    if by_heads(H, parts):
+        return H // parts * part, H // parts * (part + 1)
+    return 0, H
+
+
+@kernel
+def rows_of(M, H, part, parts):
+    """The first of the rows whose keys a part places, and the one after its last."""
+    if by_heads(H, parts):
+        return 0, M
+    return M * part // parts, M * (part + 1) // parts
+
+
+@kernel
 def place_part(
     qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
 ):
@@ -52,26 +75,25 @@ def place_part(
     place = carray(ints_at(own), (M,))
     tiny = carray(floats_at(eps), (1,))[0]
     root = ONE / np.sqrt(F(K))
-    for m in range(M * part // parts, M * (part + 1) // parts):
+    own_h, end_h = heads_of(H, part, parts)
+    begin, end = rows_of(M, H, part, parts)
+    G = Q // H
+    for m in range(begin, end):
         c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
-        kept = place[m] >= 0
-        for h in range(Q + H):
-            times = root
-            target = q + (m * Q + h) * K * 4
-            if h >= Q:
-                if not kept:
-                    break
-                times = ONE
-                target = keys + (place[m] + (h - Q) * head_stride) * 4
-            norm = norms + h * K * 4 if norms else 0
-            turn(row + h * K * 4, norm, tiny, c, s, times, target, K)
-        if kept:
-            for h in range(H):
-                x = carray(floats_at(row + (Q + H + h) * K * 4), (K,))
-                out = carray(floats_at(values + (place[m] + h * head_stride) * 4), (K,))
-                for i in range(K):
-                    out[i] = x[i]
+        for h in range(own_h, end_h):
+            for g in range(h * G, (h + 1) * G):
+                norm = norms + g * K * 4 if norms else 0
+                turn(row + g * K * 4, norm, tiny, c, s, root, q + (m * Q + g) * K * 4, K)
+            if place[m] < 0:
+                continue
+            norm = norms + (Q + h) * K * 4 if norms else 0
+            spot = (place[m] + h * head_stride) * 4
+            turn(row + (Q + h) * K * 4, norm, tiny, c, s, ONE, keys + spot, K)
+            x = carray(floats_at(row + (Q + H + h) * K * 4), (K,))
+            out = carray(floats_at(values + spot), (K,))
+            for i in range(K):
+                out[i] = x[i]
 
 
 @for_team
@@ -277,10 +299,14 @@ def attend_part(
     start = scores.ctypes.data
     nothing = np.zeros(2 * PANEL, np.float32)
     zeros = nothing.ctypes.data
-    # Every task is one key-value head of one row; neighbours go to different threads, for later
-    # rows see more keys.
-    for task in range(part, M * H, parts):
-        m, h = task // H, task % H
+    # Every task is one key-value head of one row. Where threads have no heads of their own,
+    # neighbours go to different ones, for later rows see more keys.
+    own_h, end_h = heads_of(H, part, parts)
+    heads, begin, step = end_h - own_h, part, parts
+    if by_heads(H, parts):
+        begin, step = 0, 1
+    for task in range(begin, M * heads, step):
+        m, h = task // heads, own_h + task % heads
         sees = count[m]
         # Slots that are where their positions are, and those after them.
         bent = bends(paths, path_step, m, sees)
@@ -301,8 +327,8 @@ def attend_part(
                 carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = mass
         o = out + (m * Q + h * G) * K * 4
         # The keys of this thread's next task.
-        after = min(task + parts, M * H - 1)
-        ask = keys + (row[after // H] + after % H * head_stride) * 4
+        after = min(task + step, M * heads - 1)
+        ask = keys + (row[after // heads] + (own_h + after % heads) * head_stride) * 4
         _mix(start, sees * 4, v_start, n, K, G, zeros, o, ask)
         if bent:
             path = path_of(paths, path_step, m)

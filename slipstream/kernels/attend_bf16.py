@@ -22,7 +22,7 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend import turn
+from slipstream.kernels.attend import by_heads, heads_of, rows_of, turn
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
@@ -78,19 +78,23 @@ def place_bf16_part(
     turned, narrow = np.empty(K, np.float32), np.empty(K, np.uint16)
     wide_at, narrow_at = turned.ctypes.data, narrow.ctypes.data
     halves, words = carray(halves_at(narrow_at), (K,)), carray(words_at(narrow_at), (K // 2,))
-    for m in range(M * part // parts, M * (part + 1) // parts):
+    own_h, end_h = heads_of(H, part, parts)
+    begin, end = rows_of(M, H, part, parts)
+    for m in range(begin, end):
         c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
-        for h in range(Q):
-            norm = norms + h * K * 4 if norms else 0
-            out = q + 2 * K * ((h // G * M + m) * G + h % G)
-            _turn(row + h * K * 4, norm, eps, c, s, root, wide_at, out, K)
-        if place[m] < 0:
-            continue
-        slot = place[m] % head_stride // K
-        begin = place[m] - slot * K
-        for h in range(H):
-            head = begin + h * head_stride
+        kept = place[m] >= 0
+        slot = place[m] % head_stride // K if kept else 0
+        start = place[m] - slot * K
+        for h in range(own_h, end_h):
+            for g in range(G):
+                i = h * G + g
+                norm = norms + i * K * 4 if norms else 0
+                out = q + 2 * K * ((h * M + m) * G + g)
+                _turn(row + i * K * 4, norm, eps, c, s, root, wide_at, out, K)
+            if not kept:
+                continue
+            head = start + h * head_stride
             norm = norms + (Q + h) * K * 4 if norms else 0
             _turn(row + (Q + h) * K * 4, norm, eps, c, s, ONE, wide_at, narrow_at, K)
             block = keys + 2 * (head + slot // PANEL * PANEL * K) + 4 * (slot % PANEL)
@@ -337,6 +341,7 @@ def attend_bf16_part(
     zeros = nothing.ctypes.data
     if BY_MATRIX_UNIT:
         configure(K // 2)
+    own_h, end_h = heads_of(H, part, parts)
     task = -1
     m = 0
     while m < M:
@@ -349,9 +354,9 @@ def attend_bf16_part(
             r0 = m + together * share // shares
             some = m + together * (share + 1) // shares - r0
             n, bent = _reach(paths, path_step, count, r0, some)
-            for h in range(H):
+            for h in range(own_h, end_h):
                 task += 1
-                if task % parts != part:
+                if not by_heads(H, parts) and task % parts != part:
                     continue
                 slots = (n + BLOCK - 1) // BLOCK * BLOCK
                 spot = 2 * (begin[r0] + h * head_stride)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend import attend_part, place_part
+from slipstream.kernels.attend import attend_part, by_heads, place_part
 from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, ints_at
-from slipstream.kernels.product import BF16, product_part
+from slipstream.kernels.product import BF16, product_part, some_outputs
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT, gated_product_part, narrow_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
@@ -25,6 +25,14 @@ WEIGHTS = 10
 """Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
 begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
 packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
+
+_OWN_ROWS = 3
+"""Times as many numbers as rows have that a thread but the first needs for itself, to add and norm
+rows in."""
+
+_NORMED_ALONE = 1 << 14
+"""Up to so many numbers of all rows it does: to wait for each other, and to bring rows from one
+core to another, takes longer than the others' share."""
 
 _ROWS_FROM = 16
 """Threads take sequences of their own from one row each to so many numbers of a row on: what moves
@@ -50,6 +58,14 @@ def _attend_sized(size, arguments, part, parts):
 
 
 @kernel
+def _copy(x, out, count):
+    """Numbers from one place to another."""
+    a, o = carray(floats_at(x), (count,)), carray(floats_at(out), (count,))
+    for i in range(count):
+        o[i] = a[i]
+
+
+@kernel
 def _tap_part(x, taps, stride, M, D, part, parts):
     """Rows of `x` to places `stride` bytes apart. Nobody waits: `x` is written over only after the
     layer's products."""
@@ -61,37 +77,60 @@ def _tap_part(x, taps, stride, M, D, part, parts):
 
 
 @kernel
+def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
+    """Queries, keys and values of rows (M, width), ready to be placed."""
+    heads = H // parts
+    if parts == 1 or not by_heads(H, parts) or heads * K % PANEL:
+        product_part(x, panels, start, qkv, M, (Q + 2 * H) * K, width, size, part, parts)
+        wait(parts)
+        return
+    # Of a thread's own heads, so that it need not wait for others.
+    own = heads * K // PANEL
+    N = (Q + 2 * H) * K
+    for first, count in ((0, Q // H * own), (Q * K // PANEL, own), ((Q + H) * K // PANEL, own)):
+        begin = first + part * count
+        some_outputs(x, panels, start, qkv, M, N, width, size, begin, begin + count)
+
+
+@kernel
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, taps, columns, tapped, given, E, M, D, Q, H, K, W, size, part, parts,
+    layer_step, taps, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     table = carray(ints_at(weights), (layers * WEIGHTS,))
     places = carray(ints_at(columns), (layers if taps else 0,))
     now, other, added = x, spare, 0
+    # Few rows are added up and normed by every thread for itself.
+    alone = parts == 1 or M * D <= _NORMED_ALONE
+    of, shares, result = (0, 1, normed) if alone else (part, parts, normed)
+    if alone and part:
+        now = own_rows + (part - 1) * _OWN_ROWS * 4 * M * D
+        other, result = now + 4 * M * D, now + 8 * M * D
+        _copy(x, now, M * D)
     for layer in range(layers):
         t = layer * WEIGHTS
         rows, width = now, D
         if given and layer == 0:
             rows, width = given, E
         elif table[t]:
-            rows = normed
-            add_norm_part(now, added, table[t], eps, other, normed, M, D, part, parts)
+            rows = result
+            add_norm_part(now, added, table[t], eps, other, result, M, D, of, shares)
             if added:
                 now, other = other, now
-            wait(parts)
+            wait(1 if alone else parts)
         if taps and places[layer] >= 0:
             _tap_part(now, taps + places[layer] * D * 4, tapped * D * 4, M, D, part, parts)
-        product_part(
-            rows, table[t + 1], table[t + 2], qkv, M, (Q + 2 * H) * K, width, size, part, parts
-        )
-        wait(parts)
+        _project(
+            rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, part, parts
+        )  # fmt: skip
         k, v = keys + layer * layer_step, values + layer * layer_step
         placed = (
             qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
         )  # fmt: skip
         place_sized(size, placed, part, parts)
-        wait(parts)
+        if not by_heads(H, parts):
+            wait(parts)
         looked = (
             q, k, v, first, seen, paths, path_step, head_stride, longest, mixed, 0, M, Q, H, K
         )  # fmt: skip
@@ -99,15 +138,15 @@ def layers_part(
         wait(parts)
         product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
         wait(parts)
-        add_norm_part(now, delta, table[t + 6], eps, other, normed, M, D, part, parts)
+        add_norm_part(now, delta, table[t + 6], eps, other, result, M, D, of, shares)
         now, other = other, now
-        wait(parts)
+        wait(1 if alone else parts)
         if size == BF16 and BY_MATRIX_UNIT and W % PANEL == 0:
-            gated_product_part(normed, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
+            gated_product_part(result, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
             wait(parts)
             narrow_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
         else:
-            product_part(normed, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
+            product_part(result, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
             wait(parts)
             gate_part(gates, gated, M, W, part, parts)
             wait(parts)
@@ -162,7 +201,7 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, taps, columns, tapped, given, E, M, D, Q, H, K, W, size, part, parts,
+    layer_step, taps, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     m, rows = 0, M
     if _by_sequences(first, M, D, size, parts):
@@ -180,14 +219,20 @@ def _layers(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
-        keys, values, layer_step, taps, columns, tapped, given, E,
+        keys, values, layer_step, taps, columns, tapped, given, E, own_rows,
         rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (38,)), 38), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (39,)), 39), part_number(), part_count())
+
+
+def own_numbers(rows: int, width: int) -> int:
+    """What `own_rows` of `layers` has room for, for each thread but the first, where there are at
+    most so many rows."""
+    return _OWN_ROWS * min(rows * width, _NORMED_ALONE)
 
 
 def layers(*arguments: int, work: int) -> None:
@@ -203,6 +248,7 @@ def layers(*arguments: int, work: int) -> None:
     columns: int64, for each layer its place among these, or -1; tapped;
     given (M, E): what the products of the first layer take in place of its input and norm, as
     packed for E inputs (0: none); E;
+    own_rows: room for `own_numbers` numbers for each thread but the first;
     M, D, Q, H, K, W; size: bytes of a packed weight, and
     of a key's and a value's numbers (2: they lie as in `attend_bf16`).
     """

@@ -16,7 +16,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, halves_at, hold
 from slipstream.kernels.numeric import ZERO, round_to_bf16, widen
-from slipstream.kernels.product_amx import BY_MATRIX_UNIT, product_amx_part
+from slipstream.kernels.product_amx import BY_MATRIX_UNIT, part_of, product_amx
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
@@ -35,19 +35,27 @@ FP32, BF16 = 4, 2
 @kernel
 def product_part(x, panels, bias, out, M, N, K, size, part, parts):
     """See `product`; one of `parts` parts."""
-    if size == BF16 and BY_MATRIX_UNIT:
-        product_amx_part(x, panels, bias, out, M, N, K, part, parts)
-    elif size == BF16:
-        _bf16_part(x, panels, bias, out, M, N, K, part, parts)
-    else:
-        _fp32_part(x, panels, bias, out, M, N, K, part, parts)
+    begin, end = part_of(N // PANEL, part, parts)
+    some_outputs(x, panels, bias, out, M, N, K, size, begin, end)
 
 
 @kernel
-def _fp32_part(x, panels, bias, out, M, N, K, part, parts):
+def some_outputs(x, panels, bias, out, M, N, K, size, begin, end):
+    """Of a product the outputs of panels `begin` to `end`; one beside them may be written, too."""
+    if begin == end:
+        return
+    if size == BF16 and BY_MATRIX_UNIT:
+        product_amx(x, panels, bias, out, M, N, K, begin, end)
+    elif size == BF16:
+        _bf16(x, panels, bias, out, M, N, K, begin, end)
+    else:
+        _fp32(x, panels, bias, out, M, N, K, begin, end)
+
+
+@kernel
+def _fp32(x, panels, bias, out, M, N, K, begin, end):
     x_step, panel_step, out_step = 4 * K, 4 * PANEL * K, 4 * N
     total = N // PANEL
-    begin, end = total * part // parts, total * (part + 1) // parts
     if 1 <= M <= 2:
         p = begin
         while p + 2 <= end:
@@ -80,13 +88,10 @@ def _round_in_fp32(x, out, count):
 
 
 @kernel
-def _bf16_part(x, panels, bias, out, M, N, K, part, parts):
+def _bf16(x, panels, bias, out, M, N, K, begin, end):
     panel_step, out_step, line = 2 * PANEL * K, 4 * N, 4 * PANEL
     pairs = K // 2
     total = N // PANEL
-    begin, end = total * part // parts, total * (part + 1) // parts
-    if begin == end:
-        return
     wide = WIDE_FROM <= M and total > 1
     size = 4 if wide else 2
     x_step = size * K

@@ -44,11 +44,8 @@ def part_of(total, part, parts):
 
 
 @kernel
-def product_amx_part(x, panels, bias, out, M, N, K, part, parts):
-    """See `product.product`; one of `parts` parts."""
-    begin, end = part_of(N // PANEL, part, parts)
-    if begin == end:
-        return
+def product_amx(x, panels, bias, out, M, N, K, begin, end):
+    """See `product.product`: some panels of it."""
     rounded = np.empty(LINE + (min(M, _BLOCK) + MOST_ROWS) * 2 * K, np.uint8)
     xs = aligned(rounded.ctypes.data)
     block = 0

@@ -207,7 +207,8 @@ def _tree(
     given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
     norm, last_norm, known, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk, judged,
     gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K, W, size, part, parts,
+    own_rows, cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K, W, size, part,
+    parts,
 ):  # fmt: skip
     if part == 0:
         lay_out(given, spots, E, limit, head_stride, N, H, K)
@@ -261,7 +262,7 @@ def _tree(
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
             place, own, opens, seen, path, path_step, head_stride, longest, keys, values, 0,
-            0, 0, 0, products_take, 2 * D, M, D, Q, H, K, W, size, part, parts,
+            0, 0, 0, products_take, 2 * D, own_rows, M, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         _predict(
@@ -302,7 +303,7 @@ def _tree(
 
 @for_team
 def _tree_shared(p):
-    _tree(*to_fixed_tuple(carray(p, (53,)), 53), part_number(), part_count())
+    _tree(*to_fixed_tuple(carray(p, (54,)), 54), part_number(), part_count())
 
 
 def tree(*arguments: int, work: int) -> None:

@@ -65,17 +65,20 @@ class CpuLayers:
         return self._weights
 
     def room(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
-        """Buffers for `rows` rows: spare, delta, qkv, q, mixed, gates, gated. Their memory, to be
-        held, and their addresses."""
+        """Buffers for `rows` rows: spare, delta, qkv, q, mixed, gates, gated, own rows. Their
+        memory, to be held, and their addresses."""
         c = self._config
         D, W, inner = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
         widths = (D, D, inner + 2 * c.num_kv_heads * c.head_dim, inner, inner, 2 * W, W)
-        # After the last buffer, what a product may read beyond its rows in bf16.
-        memory = like.new_empty(rows * sum(widths) + ROWS_BEYOND // 2 * W)
+        # After the gates, what a product may read beyond its rows in bf16.
+        sizes = [rows * width for width in widths]
+        sizes[-1] += ROWS_BEYOND // 2 * W
+        others = torch.get_num_threads() - 1
+        memory = like.new_empty(sum(sizes) + others * kernels.own_numbers(rows, D))
         found, start = [], memory.data_ptr()
-        for width in widths:
+        for size in [*sizes, 0]:
             found.append(start)
-            start += 4 * rows * width
+            start += 4 * size
         return memory, found
 
     def __call__(
@@ -103,7 +106,7 @@ class CpuLayers:
         normed = x_MD.new_empty(M, D)
         tapped = x_MD.new_empty(M, len(taps) * D) if taps else None
         columns = self._columns(tuple(taps)) if taps else None
-        memory, (spare, delta, *others) = self.room(x_MD, M)
+        memory, (spare, delta, *others, own_rows) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
             self._table.data_ptr(),
@@ -132,6 +135,7 @@ class CpuLayers:
             len(taps),
             0 if given_ME is None else given_ME.data_ptr(),
             0 if given_ME is None else given_ME.shape[1],
+            own_rows,
             M,
             D,
             Q,

@@ -22,7 +22,8 @@ class SamplingRows:
     """Per-row sampling settings as tensors of length N, built once per batch, not per step.
 
     `keys_N2` int32; `temperature_N` float32 with 0 for greedy; `top_k_N` int64; `top_p_N` and
-    `min_p_N` float64, lest rounding a limit adds a token; `cuts` whether any row truncates.
+    `min_p_N` float64, lest rounding a limit adds a token; `cuts` whether any row truncates: where
+    none does, nobody reads these three.
     """
 
     keys_N2: Tensor
@@ -78,16 +79,17 @@ class SamplingRows:
             # By index_select rather than by brackets: half the time, in every step with trees.
             return settings[rows] if isinstance(rows, slice) else settings.index_select(0, rows)
 
+        cuts = self.cuts
         return SamplingRows(
             keys_N2=of(self.keys_N2),
             temperature_N=of(self.temperature_N),
-            top_k_N=of(self.top_k_N),
-            top_p_N=of(self.top_p_N),
-            min_p_N=of(self.min_p_N),
+            top_k_N=of(self.top_k_N) if cuts else self.top_k_N,
+            top_p_N=of(self.top_p_N) if cuts else self.top_p_N,
+            min_p_N=of(self.min_p_N) if cuts else self.min_p_N,
             any_sampled=self.any_sampled,
             any_greedy=self.any_greedy,
             any_tempered=self.any_tempered,
-            cuts=self.cuts,
+            cuts=cuts,
         )
 
 

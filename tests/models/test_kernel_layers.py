@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.team import SHARED_FROM
 from slipstream.models import decoder as decoder_module
 from slipstream.models import functional
 from slipstream.models.attention import TorchAttention
@@ -70,6 +71,33 @@ def test_taps_of_all_layers_in_one_call_are_those_one_by_one(
         assert other.taps is not None
         assert not other.taps.requires_grad
         assert torch.equal(at_once.taps, other.taps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [4, 131])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 32), (6, 3, 32), (4, 2, 8)])
+def test_threads_with_heads_and_rows_of_their_own_give_the_same_bits(
+    dtype: torch.dtype, length: int, heads: int, kv_heads: int, width: int
+) -> None:
+    # Of few rows each thread norms all, of many its share. Three heads are not for two threads, and
+    # a head of 8 fills no panel.
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width}
+    decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, **shape)
+    packed = decoder.pack(dtype)
+    assert packed.together is None or packed.together.size > SHARED_FROM
+    ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with torch.no_grad():
+                states = packed.forward(ids, positions, taps=(0, 2))
+            assert states.taps is not None
+            found.append(torch.cat([states.final, states.taps], -1))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_taps_have_to_be_layers_in_order() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,11 +63,12 @@ class Verification:
         if self.rows_M is None and self.paths is None:
             return hidden_MD[: starts[-1]].view(len(paths), -1, hidden_MD.shape[-1])
         width = max(map(len, paths))
-        rows = [
-            [first + node for node in path] + [first] * (width - len(path))
-            for first, path in zip(starts, paths, strict=False)
-        ]
-        return hidden_MD[torch.tensor(rows, device=hidden_MD.device)]
+        rows = list[int]()
+        for first, path in zip(starts, paths, strict=False):
+            rows += [first + node for node in path]
+            rows += [first] * (width - len(path))
+        found = hidden_MD.index_select(0, torch.from_numpy(np.array(rows)).to(hidden_MD.device))
+        return found.view(len(paths), width, -1)
 
 
 def verification(
@@ -127,14 +129,17 @@ class _Placed:
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int]) -> _Placed:
-        parents = torch.tensor([parent for tree in trees for parent in tree.parents])
-        shape = torch.tensor([[len(tree) for tree in trees], lengths])
-        rows, slots, positions = torch.empty(3, len(parents), dtype=torch.int64).unbind()
-        given = (parents.data_ptr(), *(line.data_ptr() for line in shape), len(trees))
-        deepest = place_nodes(*given, rows.data_ptr(), slots.data_ptr(), positions.data_ptr())
-        paths = torch.empty(len(parents), 2 + deepest, dtype=torch.int64)
-        trace_paths(*given, paths.data_ptr(), 2 + deepest)
-        return cls(rows, slots, positions, paths)
+        # By numpy: what is as small takes torch twice as long, in every step with trees.
+        parents = np.array([parent for tree in trees for parent in tree.parents])
+        counts, known = np.array(list(map(len, trees))), np.array(lengths)
+        found = np.empty((3, len(parents)), np.int64)
+        given = (*(array.ctypes.data for array in (parents, counts, known)), len(trees))
+        start, size = found.ctypes.data, found.strides[0]
+        deepest = place_nodes(*given, start, start + size, start + 2 * size)
+        paths = np.empty((len(parents), 2 + deepest), np.int64)
+        trace_paths(*given, paths.ctypes.data, 2 + deepest)
+        rows, slots, positions = torch.from_numpy(found).unbind()
+        return cls(rows, slots, positions, torch.from_numpy(paths))
 
 
 def _row_by_row(
