@@ -7,8 +7,8 @@ the same attributes may stand in. The loop's wiring fills these from the run's c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,21 @@ class AdvantageConfig(_Readable):
     gdpo_reward_weights: Sequence[float] | None = None
     use_pf_ppo: bool = False
     pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+
+    @classmethod
+    def of(cls, given: object) -> AdvantageConfig:
+        """The settings of another object with attributes or, as VERL has them, a mapping of
+        names; those that it lacks, and all of None, are the defaults.
+
+        Raises:
+            ValueError: impossible values.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        names = [f.name for f in fields(cls) if f.name != "pf_ppo"]
+        if isinstance(given, Mapping):
+            return cls(**{name: given[name] for name in names if name in given})
+        return cls(**{name: getattr(given, name) for name in names if hasattr(given, name)})
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):

@@ -39,6 +39,7 @@ from slipstream.loops.stages import Stages
 from slipstream.metrics.timers import Timers
 from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import (
+    carried_rewards,
     fill_advantages,
     fill_from_baseline,
     padded,
@@ -51,7 +52,7 @@ from slipstream.types import FeatureSink, Group, Sample, TrainBatch, TrainRow
 
 Notify = Callable[[str], None]
 
-_ALL_REJECTED = "rollout correction rejected every token"
+_ALL_REJECTED = "rollout correction rejected every token, or all but one"
 
 
 class Critic(Protocol):
@@ -114,7 +115,9 @@ class Learner:
         with timers.span("adv"):
             rewards, penalty = self._rewards(batch, usable)
             metrics |= penalty | self._correct(batch)
-        if not batch.num_target_tokens:
+            rewards = carried_rewards(batch.rows, rewards)
+        # One token has nothing to be whitened by.
+        if batch.num_target_tokens < (1 if config.correction is None else 2):
             metrics["training/skipped_batch"] = 1.0
             self._skip(step, _ALL_REJECTED, notify)
             return metrics

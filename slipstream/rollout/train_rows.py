@@ -168,6 +168,27 @@ def placed_rewards(rows: Sequence[TrainRow], rewards: Sequence[float]) -> list[l
     return placed
 
 
+def carried_rewards(
+    rows: Sequence[TrainRow], rewards: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Token-level rewards after tokens were rejected: what stood on one that is no target now goes
+    to the last target before it, so that returns of the others are what they were.
+
+    Estimators that sum up what is to come skip masked places; a response whose end is rejected
+    would else have earned nothing (in VERL it does). Where no target comes before it, it stays.
+    """
+    carried = []
+    for row, own in zip(rows, rewards, strict=True):
+        out, last = list(own), None
+        for t, target in enumerate(targets_of(row.loss_mask)):
+            if target:
+                last = t
+            elif last is not None and out[t]:
+                out[last], out[t] = out[last] + out[t], 0.0
+        carried.append(out)
+    return carried
+
+
 def fill_from_baseline(rows: Sequence[TrainRow], rewards: Sequence[float], baseline: float) -> None:
     """Advantages reward - `baseline` on all target tokens. Raises DataError as `placed_rewards`."""
     _check_rewards(rewards, len(rows))

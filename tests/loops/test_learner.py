@@ -253,6 +253,66 @@ def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
         train(tiny_backend(), correction=bypass, max_skipped_batches=1)
 
 
+class UnlikelyEnds(SingleProcessBackend):
+    """Whose log-probs are those of the rollout, but for the last token of each response."""
+
+    kept = 0
+    """Tokens of the batch for which they are not that far off; 0: all but the last."""
+
+    def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
+        values = [list(row.rollout_log_probs or []) for row in batch.rows]
+        for row in values:
+            row[-1] -= 5.0
+        left = self.kept
+        if left:
+            for row, own in zip(batch.rows, values, strict=True):
+                for t in range(1, len(own)):
+                    if row.loss_mask[t] and left:
+                        own[t], left = (row.rollout_log_probs or [])[t], left - 1
+                    else:
+                        own[t] -= 5.0
+        return ImmediateTrainFuture(values)
+
+
+REJECTED_ENDS = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0")
+
+
+@pytest.mark.parametrize("name", ["remax", "optimal_token_baseline", "grpo"])
+def test_a_response_whose_end_is_rejected_has_its_reward(name: str) -> None:
+    found = []
+    for correction in (None, REJECTED_ENDS):
+        backend = tiny_backend()
+        backend.__class__ = UnlikelyEnds
+        seen = observe(
+            backend,
+            lambda batch: [
+                list(zip(r.loss_mask, r.advantages or [], strict=True)) for r in batch.rows
+            ],
+        )
+        train(backend, adv_estimator=name, greedy=name == "remax", correction=correction)
+        # Of the first step: the second one has other weights.
+        found.append(seen[0])
+    for plain, corrected in zip(*found, strict=True):
+        own = [advantage for mask, advantage in corrected if mask]
+        assert len(own) == sum(mask for mask, _ in plain) - 1
+        if name == "optimal_token_baseline":
+            # Its baselines weigh tokens, of which there are fewer.
+            continue
+        there = [advantage for mask, advantage in plain if mask]
+        assert own == pytest.approx(there[:-1], rel=1e-6)
+    assert any(advantage for row in found[1] for _, advantage in row)
+
+
+def test_a_batch_of_which_one_token_is_left_is_no_update() -> None:
+    class One(UnlikelyEnds):
+        kept = 1
+
+    backend = tiny_backend()
+    backend.__class__ = One
+    history = train(backend, adv_estimator="reinforce_plus_plus", correction=REJECTED_ENDS)
+    assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
+
+
 def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selected() -> None:
     class FirstTwo(SingleProcessBackend):
         """Whose log-probs are those of the rollout for the first two groups alone."""

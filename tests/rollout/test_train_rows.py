@@ -20,6 +20,7 @@ from slipstream.rollout.functional import (
     prepare_grpo_batch,
 )
 from slipstream.types import Sample, Segment, Status
+from slipstream.rollout.train_rows import carried_rewards
 from tests.rollout.samples import make_prompt, make_sample, respond
 
 
@@ -129,6 +130,19 @@ def test_reward_placement_is_the_last_target_token(monkeypatch: pytest.MonkeyPat
     assert seen["response_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
     assert seen["index"] == [0, 1]
     assert [row.advantages for row in batch.rows] == [[0, 0, 3, 0], [0, 0, 0, 2]]
+
+
+def test_rewards_of_rejected_tokens_go_to_the_last_target_before_them() -> None:
+    batch = prepare_grpo_batch([make_sample(0, 3.0, [7, 8, 9]), make_sample(1, 2.0, [7, 8, 9])])
+    given = [[0.0, 0.0, -1.0, -2.0, 4.0], [0.0, 0.0, -1.0, -2.0, 4.0]]
+    assert [row.loss_mask for row in batch.rows] == [[0, 0, 1, 1, 1]] * 2
+    assert carried_rewards(batch.rows, given) == given
+    batch.rows[0].loss_mask = [0, 0, 1, 0, 0]
+    batch.rows[1].loss_mask = [0, 0, 0, 1, 0]
+    # The first one's end says what its beginning earned; before the second one's there is nobody.
+    assert carried_rewards(batch.rows, given) == [[0, 0, 1, 0, 0], [0, 0, -1, 2, 0]]
+    batch.rows[1].loss_mask = [0] * 5
+    assert carried_rewards(batch.rows, given)[1] == given[1]
 
 
 def test_an_estimator_of_wrong_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

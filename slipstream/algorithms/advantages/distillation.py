@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.algorithms.advantages.groups import check_finite, check_shapes, finish, required
+from slipstream.algorithms.advantages.groups import (
+    check_finite,
+    check_keywords,
+    check_shapes,
+    finish,
+    required,
+)
 from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, register_adv_est
 
 
@@ -22,7 +28,7 @@ def on_policy_distillation(
     response_mask: Tensor,
     old_log_probs: Tensor | None = None,
     ref_log_probs: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_t = log pi_ref(y_t) - log pi_old(y_t), in nats: minus the sampled reverse KL of each token
     to the reference model, which is the teacher. The returns equal A.
@@ -36,6 +42,7 @@ def on_policy_distillation(
     Raises:
         ValueError: log-probs are missing or not finite, or shapes differ.
     """
+    check_keywords("on_policy_distillation", more)
     name = "on_policy_distillation"
     columns = {
         "old_log_probs": required(name, AdvantageNeed.OLD_LOG_PROBS, old_log_probs),

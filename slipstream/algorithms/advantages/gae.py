@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages.groups import check_finite, check_shapes, finish, required
+from slipstream.algorithms.advantages.groups import (
+    check_finite,
+    check_keywords,
+    check_shapes,
+    finish,
+    given_mask,
+    required,
+)
 from slipstream.algorithms.advantages.whiten import masked_whiten
 from slipstream.algorithms.aggregation import zero_masked
 from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, register_adv_est
@@ -21,23 +28,28 @@ from slipstream.algorithms.settings import AdvantageConfig
 @register_adv_est(AdvantageEstimator.GAE, needs=[AdvantageNeed.VALUES])
 def gae(
     token_level_rewards: Tensor,
-    response_mask: Tensor,
     values: Tensor | None = None,
+    response_mask: Tensor | None = None,
+    gamma: float | None = None,
+    lam: float | None = None,
     config: AdvantageConfig | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`compute_gae_advantage_return` with `config.gamma` and `config.lam`.
+    """`compute_gae_advantage_return` with `gamma` and `lam`, or those of `config`.
 
-    `values` (B, T) are the critic's. Other shapes as in `AdvantageFn`.
+    `values` (B, T) are the critic's. Other shapes as in `AdvantageFn`; the order is VERL's.
 
     Raises:
+        TypeError: no mask.
         ValueError: no values, or as there.
     """
-    config = config or AdvantageConfig()
+    check_keywords("gae", more)
     values = required("gae", AdvantageNeed.VALUES, values)
-    return compute_gae_advantage_return(
-        token_level_rewards, values, response_mask, config.gamma, config.lam
-    )
+    mask = given_mask("gae", response_mask)
+    settings = AdvantageConfig.of(config)
+    gamma = settings.gamma if gamma is None else gamma
+    lam = settings.lam if lam is None else lam
+    return compute_gae_advantage_return(token_level_rewards, values, mask, gamma, lam)
 
 
 def compute_gae_advantage_return(

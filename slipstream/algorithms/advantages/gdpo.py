@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages.groups import check_shapes, finish, required
+from slipstream.algorithms.advantages.groups import check_keywords, check_shapes, finish, required
 from slipstream.algorithms.advantages.grpo import relative_scores
 from slipstream.algorithms.advantages.whiten import masked_whiten
 from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, register_adv_est
@@ -28,7 +28,7 @@ def gdpo(
     config: AdvantageConfig | None = None,
     reward_parts: RewardParts | None = None,
     non_tensor_batch: RewardParts | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = whiten(sum_k w_k A_k), A_k the advantages of `grpo` for the k-th component alone.
 
@@ -43,7 +43,8 @@ def gdpo(
         ValueError: no names or components, fewer than two target tokens, shapes differ, or a
             component is not finite.
     """
-    config = config or AdvantageConfig()
+    check_keywords("gdpo", more)
+    config = AdvantageConfig.of(config)
     given = non_tensor_batch if reward_parts is None else reward_parts
     parts = required("gdpo", AdvantageNeed.REWARD_PARTS, given)
     check_shapes(token_level_rewards=token_level_rewards, response_mask=response_mask)
@@ -59,7 +60,7 @@ def gdpo(
     for key, weight in zip(keys, [1.0] * len(keys) if weights is None else weights, strict=True):
         scores = _component(parts, key).to(combined)
         try:
-            combined += weight * relative_scores(scores, index, config)
+            combined += weight * relative_scores(scores, index, config.norm_adv_by_std_in_grpo)
         except ValueError as error:
             raise ValueError(f"reward component {key!r}: {error}") from error
     tokens = combined.unsqueeze(-1).expand(response_mask.shape)

@@ -8,25 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages.groups import group_scores, sequence_scores, to_tokens
+from slipstream.algorithms.advantages.groups import (
+    check_keywords,
+    group_scores,
+    sequence_scores,
+    to_tokens,
+)
 from slipstream.algorithms.registry import AdvantageEstimator, register_adv_est
 
 
 @register_adv_est(AdvantageEstimator.GPG)
 def gpg(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **_: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    f_norm: float = 1.0,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_i = alpha (s_i - mean_g), alpha = B / max(number of non-zero scores, 1); a group of one
-    keeps alpha times its raw score.
+    """A_i = alpha (s_i - mean_g) / f_norm, alpha = B / max(number of non-zero scores, 1); a group
+    of one keeps alpha / f_norm times its raw score.
 
     alpha counts over the rows given: call it with the whole batch. Shapes as in `AdvantageFn`.
 
-    Source: GPG, https://arxiv.org/abs/2504.02546, as VERL computes it (f_norm = 1).
+    Source: GPG, https://arxiv.org/abs/2504.02546, as VERL computes it.
 
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
+    check_keywords("gpg", more, unread=["epsilon"])
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     alpha = len(group.score) / max(int((group.score != 0).sum()), 1)
     relative = torch.where(group.count > 1, group.centered, group.score)
-    return to_tokens(alpha * relative, response_mask, token_level_rewards)
+    return to_tokens(alpha * relative / f_norm, response_mask, token_level_rewards)

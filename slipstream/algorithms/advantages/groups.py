@@ -5,7 +5,7 @@ Called by the estimators of this package. Knows nothing about any of their formu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -108,6 +108,28 @@ def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
         running = torch.where(target[:, t], rewards[:, t] + gamma * running, running)
         columns.append(running)
     return torch.stack(columns[::-1], dim=-1) if columns else rewards
+
+
+_PASSED = frozenset(AdvantageNeed) | {"index", "config", "non_tensor_batch", "batch"}
+
+
+def check_keywords(name: str, more: Mapping[str, object], *, unread: Sequence[str] = ()) -> None:
+    """That the keywords which an estimator has no use for are such as callers give to all alike, or
+    `unread`: those that VERL's has and does not read.
+
+    Raises:
+        TypeError: another one, which would be lost without a word.
+    """
+    for key in more:
+        if key not in _PASSED and key not in unread:
+            raise TypeError(f"advantage estimator {name!r} has no parameter {key!r}")
+
+
+def given_mask(name: str, response_mask: Tensor | None) -> Tensor:
+    """The mask, where VERL's order has it after what may be missing. Raises TypeError for None."""
+    if response_mask is None:
+        raise TypeError(f"advantage estimator {name!r} needs a response_mask")
+    return response_mask
 
 
 def check_shapes(**columns: Tensor) -> None:

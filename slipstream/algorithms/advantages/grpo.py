@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.advantages.groups import group_scores, sequence_scores, to_tokens
+from slipstream.algorithms.advantages.groups import (
+    check_keywords,
+    group_scores,
+    sequence_scores,
+    to_tokens,
+)
 from slipstream.algorithms.registry import AdvantageEstimator, register_adv_est
 from slipstream.algorithms.settings import AdvantageConfig
 
@@ -25,12 +30,15 @@ def grpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Iterable[Hashable],
+    epsilon: float = GRPO_EPS,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: AdvantageConfig | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_i = (s_i - mean_g) / (std_g + 1e-6), std with n - 1; a group of one keeps its raw score.
+    """A_i = (s_i - mean_g) / (std_g + epsilon), std with n - 1; a group of one keeps its raw score.
 
-    Without `config.norm_adv_by_std_in_grpo`: A_i = s_i - mean_g. Shapes as in `AdvantageFn`.
+    Without `norm_adv_by_std_in_grpo`, of the call or else of `config`: A_i = s_i - mean_g. Shapes
+    as in `AdvantageFn`.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 4; without std: Dr. GRPO,
     https://arxiv.org/abs/2503.20783. The rule for a group of one is VERL's: mean 0 and std 1.
@@ -38,8 +46,10 @@ def grpo(
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
+    check_keywords("grpo", more)
     scores = sequence_scores(token_level_rewards, response_mask)
-    relative = relative_scores(scores, index, config or AdvantageConfig())
+    by_std = _by_std(norm_adv_by_std_in_grpo, config)
+    relative = relative_scores(scores, index, by_std, epsilon)
     return to_tokens(relative, response_mask, token_level_rewards)
 
 
@@ -48,19 +58,22 @@ def grpo_passk(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Iterable[Hashable],
+    epsilon: float = GRPO_EPS,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: AdvantageConfig | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The best response of a group gets A = (s_max - s_second) / (std_g + 1e-6), all others 0.
+    """The best response of a group gets A = (s_max - s_second) / (std_g + epsilon), all others 0.
 
-    Without `config.norm_adv_by_std_in_grpo` there is no division. Where several are best, all get
-    0. Shapes as in `AdvantageFn`.
+    Without `norm_adv_by_std_in_grpo`, as in `grpo`, there is no division. Where several are best,
+    all get 0. Shapes as in `AdvantageFn`.
 
     Source: https://arxiv.org/abs/2503.19595, as VERL computes it.
 
     Raises:
         ValueError: a group of one, shapes differ, or a score is not finite.
     """
+    check_keywords("grpo_passk", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     if bool((group.count < 2).any()):
         row = int((group.count < 2).nonzero()[0])
@@ -74,14 +87,19 @@ def grpo_passk(
         rows = (group.slot == slot).nonzero().squeeze(-1)
         top, place = group.score[rows].topk(2)
         gap[rows[place[0]]] = top[0] - top[1]
-    if (config or AdvantageConfig()).norm_adv_by_std_in_grpo:
-        gap = gap / (group.std + GRPO_EPS)
+    if _by_std(norm_adv_by_std_in_grpo, config):
+        gap = gap / (group.std + epsilon)
     return to_tokens(gap, response_mask, token_level_rewards)
 
 
-def relative_scores(scores: Tensor, index: Iterable[Hashable], config: AdvantageConfig) -> Tensor:
+def relative_scores(
+    scores: Tensor, index: Iterable[Hashable], by_std: bool, epsilon: float = GRPO_EPS
+) -> Tensor:
     """(B,) float64: the advantages of `grpo` for (B,) scores."""
     group = group_scores(scores, index)
-    by_std = config.norm_adv_by_std_in_grpo
-    relative = group.centered / (group.std + GRPO_EPS) if by_std else group.centered
+    relative = group.centered / (group.std + epsilon) if by_std else group.centered
     return torch.where(group.count > 1, relative, group.score)
+
+
+def _by_std(given: bool | None, config: AdvantageConfig | None) -> bool:
+    return AdvantageConfig.of(config).norm_adv_by_std_in_grpo if given is None else given

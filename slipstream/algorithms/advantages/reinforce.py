@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.algorithms.advantages.groups import (
     check_finite,
+    check_keywords,
     check_shapes,
     finish,
     group_scores,
@@ -29,7 +30,7 @@ def reinforce_plus_plus(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     config: AdvantageConfig | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """returns_t = R_t + gamma returns_t', t' the next target token; A = the returns, whitened.
 
@@ -41,9 +42,10 @@ def reinforce_plus_plus(
     Raises:
         ValueError: fewer than two target tokens, shapes differ, or a reward is not finite.
     """
+    check_keywords("reinforce_plus_plus", more)
     check_shapes(token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_finite(response_mask, token_level_rewards=token_level_rewards)
-    gamma = (config or AdvantageConfig()).gamma
+    gamma = AdvantageConfig.of(config).gamma
     returns = return_to_go(token_level_rewards, response_mask, gamma)
     advantages = masked_whiten(returns, response_mask)
     return (
@@ -54,7 +56,7 @@ def reinforce_plus_plus(
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 def reinforce_plus_plus_baseline(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **_: Any
+    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **more: Any
 ) -> tuple[Tensor, Tensor]:
     """A = s_i - mean_g on each target token, whitened over them all; the returns equal A.
 
@@ -66,6 +68,7 @@ def reinforce_plus_plus_baseline(
     Raises:
         ValueError: fewer than two target tokens, shapes differ, or a score is not finite.
     """
+    check_keywords("reinforce_plus_plus_baseline", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     relative = torch.where(group.count > 1, group.centered, group.score)
     whitened = masked_whiten(relative.unsqueeze(-1).expand(response_mask.shape), response_mask)

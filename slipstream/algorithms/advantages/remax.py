@@ -9,8 +9,10 @@ from torch import Tensor
 from slipstream.algorithms.advantages.groups import (
     check_finite,
     check_finite_scores,
+    check_keywords,
     check_shapes,
     finish,
+    given_mask,
     required,
     return_to_go,
 )
@@ -20,21 +22,24 @@ from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, re
 @register_adv_est(AdvantageEstimator.REMAX, needs=[AdvantageNeed.REWARD_BASELINES])
 def remax(
     token_level_rewards: Tensor,
-    response_mask: Tensor,
     reward_baselines: Tensor | None = None,
-    **_: Any,
+    response_mask: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """returns_t = sum of R over the target tokens from t on; A_t = returns_t - b_i.
 
     `reward_baselines` b (B,) are the scores of the prompts' greedy responses. Other shapes as in
-    `AdvantageFn`.
+    `AdvantageFn`; the order is VERL's.
 
     Source: ReMax, https://arxiv.org/abs/2310.10505.
 
     Raises:
+        TypeError: no mask.
         ValueError: no baselines, shapes differ, or a value is not finite.
     """
+    check_keywords("remax", more)
     baselines = required("remax", AdvantageNeed.REWARD_BASELINES, reward_baselines)
+    response_mask = given_mask("remax", response_mask)
     check_shapes(token_level_rewards=token_level_rewards, response_mask=response_mask)
     check_finite(response_mask, token_level_rewards=token_level_rewards)
     if baselines.shape != token_level_rewards.shape[:1]:

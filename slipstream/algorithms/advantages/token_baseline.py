@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.algorithms.advantages.groups import (
     check_finite,
+    check_keywords,
     check_shapes,
     finish,
     group_scores,
@@ -40,7 +41,7 @@ def optimal_token_baseline(
     old_log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_it = G_it - B_t, B_t = sum_i G_it W_it / (sum_i W_it + 1e-8) over the group's responses
     that have a target token at t; returns = G, the sum of rewards over target tokens from t on.
@@ -56,6 +57,7 @@ def optimal_token_baseline(
     Raises:
         ValueError: no log-probs or squares, shapes differ, or a value is not finite.
     """
+    check_keywords("optimal_token_baseline", more)
     return _token_baseline(
         "optimal_token_baseline",
         token_level_rewards,
@@ -76,7 +78,7 @@ def tir_optimal_token_baseline(
     old_log_probs: Tensor | None = None,
     sum_pi_squared: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `optimal_token_baseline`, but t counts target tokens: the n-th of one response is compared
     with the n-th of the others, however long the tools' answers between them are.
@@ -86,6 +88,7 @@ def tir_optimal_token_baseline(
     Raises:
         ValueError: as `optimal_token_baseline`.
     """
+    check_keywords("tir_optimal_token_baseline", more)
     return _token_baseline(
         "tir_optimal_token_baseline",
         token_level_rewards,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.algorithms import AdvantageConfig, AdvantageNeed, adv_needs, get_adv_estimator_fn
+from slipstream.algorithms.advantages.gae import compute_gae_advantage_return
 from tests.algorithms.advantages.helpers import (
     NAMES,
     WHITENED,
@@ -168,3 +170,44 @@ def test_calls_in_verls_order_work() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
     advantages, _ = get_adv_estimator_fn("rloo")(rewards, mask, ["a", "a"])
     assert advantages.tolist() == [[-2.0, -2.0], [2.0, 2.0]]
+
+
+def test_verls_calls_by_name_mean_what_they_mean_there() -> None:
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
+    values = torch.tensor([[0.5, 0.25], [0.0, 0.5]])
+    expected = compute_gae_advantage_return(rewards, values, mask, 0.5, 0.25)
+    gae = get_adv_estimator_fn("gae")
+    for got in (
+        gae(rewards, values, mask, 0.5, 0.25),
+        gae(token_level_rewards=rewards, values=values, response_mask=mask, gamma=0.5, lam=0.25),
+        gae(rewards, values, mask, config={"gamma": 0.5, "lam": 0.25}),
+        gae(rewards, values, mask, 0.5, config=AdvantageConfig(gamma=0.9, lam=0.25)),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    grpo = get_adv_estimator_fn("grpo")
+    more: dict[str, Any]
+    for more in (
+        {"norm_adv_by_std_in_grpo": False},
+        {"config": {"norm_adv_by_std_in_grpo": False}},
+        {"config": SimpleNamespace(norm_adv_by_std_in_grpo=False)},
+    ):
+        advantages, _ = grpo(rewards, mask, ["a", "a"], **more)
+        assert advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    by_one, _ = grpo(rewards, mask, ["a", "a"], epsilon=1 - 0.5**0.5)
+    assert by_one.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    remax, _ = get_adv_estimator_fn("remax")(rewards, torch.tensor([0.5, 0.25]), mask)
+    assert remax.tolist() == [[0.5, 0.5], [-0.25, -0.25]]
+    gpg, _ = get_adv_estimator_fn("gpg")(rewards, mask, ["a", "a"], f_norm=2.0, epsilon=1e-6)
+    assert gpg.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_keyword_that_nobody_reads_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match="has no parameter 'gama'"):
+        estimate(name, make_case(6), gama=0.5)
+
+
+@pytest.mark.parametrize("name", ["gae", "remax"])
+def test_a_mask_is_needed(name: str) -> None:
+    with pytest.raises(TypeError, match="needs a response_mask"):
+        estimate(name, make_case(6), response_mask=None)
