@@ -8,7 +8,9 @@ cut. Called by the policy losses and by training steps. Knows nothing about what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -142,6 +144,20 @@ def sum_loss(loss_mat: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Norm
             return (masked_sum(loss_mat, mask, dim=-1) / divisor).sum() / norm.num_sequences
 
 
+_COUNTS: ContextVar[Normalizers | None] = ContextVar("_COUNTS", default=None)
+
+
+@contextmanager
+def counted(norm: Normalizers) -> Iterator[None]:
+    """In the body, what `agg_loss` is not told it takes from here: a loss written for a VERL that
+    passes no counts (up to 0.6) does not depend on micro-batches either."""
+    token = _COUNTS.set(norm)
+    try:
+        yield
+    finally:
+        _COUNTS.reset(token)
+
+
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,
@@ -154,20 +170,23 @@ def agg_loss(
     """`sum_loss` in VERL's spelling: (B, T) loss and mask to a scalar.
 
     `batch_num_tokens`: target tokens of the whole mini-batch; `global_batch_size`: its non-empty
-    rows; `loss_scale_factor`: the horizon. What is None is counted on `loss_mask`, which is right
-    only where these rows are the whole mini-batch. `dp_size` multiplies the result, for frameworks
-    that average gradients over so many ranks.
+    rows; `loss_scale_factor`: the horizon. What is None is that of the mini-batch in a policy loss
+    that a trainer calls (`counted`), and elsewhere counted on `loss_mask`. `dp_size` multiplies the
+    result, for frameworks that average gradients over so many ranks.
 
     Raises:
         ValueError: unknown mode, a count that is not positive, or several ranks without the counts.
     """
+    counts = _COUNTS.get()
+    if loss_scale_factor is None and counts is not None:
+        loss_scale_factor = counts.horizon
     if batch_num_tokens is None or global_batch_size is None:
         if dp_size > 1:
             raise ValueError(
                 f"with dp_size={dp_size} the rows of one rank are not the mini-batch: give its "
                 f"batch_num_tokens and global_batch_size"
             )
-        own = Normalizers.from_mask(loss_mask, horizon=loss_scale_factor)
+        own = counts or Normalizers.from_mask(loss_mask, horizon=loss_scale_factor)
         batch_num_tokens = own.num_tokens if batch_num_tokens is None else batch_num_tokens
         global_batch_size = own.num_sequences if global_batch_size is None else global_batch_size
     norm = Normalizers(

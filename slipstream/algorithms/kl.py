@@ -32,8 +32,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         ValueError: unknown kind, or `full` or `full_forward`, which cannot be computed from sampled
             tokens; see `full_kl`.
     """
-    if kind.endswith("+"):
-        value = kl_penalty(logprob, ref_logprob, kind.removesuffix("+"))
+    named = kind.removesuffix("+")
+    if named != kind and not named.endswith("+"):
+        value = kl_penalty(logprob, ref_logprob, named)
         surrogate = kl_penalty(logprob, ref_logprob, "k2")
         return value.detach() + (surrogate - surrogate.detach())
     match kind:
@@ -85,7 +86,7 @@ class AdaptiveKLController:
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
-        if target_kl <= 0 or horizon <= 0:
+        if not (target_kl > 0 and horizon > 0):
             raise ValueError(
                 f"an adaptive KL controller needs target_kl > 0 and horizon > 0, "
                 f"got target_kl={target_kl}, horizon={horizon}"
@@ -95,7 +96,16 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move `value` towards what makes the KL equal its target."""
+        """Move `value` towards what makes the KL equal its target.
+
+        Raises:
+            ValueError: so many sequences in one step that the weight could turn negative.
+        """
+        if n_steps >= 5 * self.horizon:
+            raise ValueError(
+                f"{n_steps} sequences in one step could turn the KL's weight negative with "
+                f"horizon={self.horizon:g}; it must be more than a fifth of them (10000 is usual)"
+            )
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

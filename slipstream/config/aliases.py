@@ -38,6 +38,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
     f"{_ACTOR}.optim.beta1": f"{_ACTOR}.optim.betas.0",
     f"{_ACTOR}.optim.beta2": f"{_ACTOR}.optim.betas.1",
     f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
@@ -72,6 +73,8 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
         "reinforce++_baseline": "reinforce_plus_plus_baseline",
         "reinforce_plus_plus-baseline": "reinforce_plus_plus_baseline",
     },
+    # The first one's values: VERL 0.6.1's use_policy_gradient.
+    "algorithm.rollout_correction.loss_type": {True: "reinforce", False: "ppo_clip"},
     "data.reward_fn_key": {"reward": "data_source"},
     "trainer.logger": {"jsonl": "file"},
 }

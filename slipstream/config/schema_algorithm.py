@@ -25,7 +25,7 @@ class KLCtrlConfig:
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """Keep the coefficient, or steer it towards `target_kl`."""
-    kl_coef: float = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     """Coefficient, or its first value."""
     horizon: PositiveInt = 10000
     """Samples over which `adaptive` corrects."""

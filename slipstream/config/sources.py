@@ -8,6 +8,7 @@ that `slipstream --help` does not pay for them.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 RECIPES = Path(__file__).parent / "recipes"
+
+_JOINED = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:_\d+(?:\.\d*)?)+(?![\w.])")
+"""Numbers joined by underscores, as an interval is: YAML and Hydra take 0.5_5 for 0.55."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
                 f"{text!r} is not an override; write key=value, such as trainer.seed=2"
             )
         try:
-            parsed.append(parser.parse_override(text))
+            parsed.append(parser.parse_override(_quoted(text)))
         except HydraException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
@@ -83,6 +87,19 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
                 """in quotes inside quotes, for example "key='a=b, c'" """.rstrip()
             ) from error
     return parsed
+
+
+def _quoted(text: str) -> str:
+    """An override whose option takes text, with joined numbers in quotes."""
+    key, _, value = text.partition("=")
+    if not _takes_text(key.lstrip("+").replace("/", ".")) or {"'", '"'} & set(value):
+        return text
+    return f"{key}=" + _JOINED.sub(r"'\g<0>'", value)
+
+
+def _takes_text(key: str) -> bool:
+    option = options().get(key)
+    return option is not None and option.takes_text
 
 
 def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
@@ -141,6 +158,7 @@ def file_assignments(
         raise ConfigError(f"config file {path} must hold a mapping of options, not a list")
     if "defaults" in content or groups:
         content = _compose(path, groups)
+    _check_joined(path)
     plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
     plain.pop("hydra", None)
@@ -152,6 +170,26 @@ def _yaml_error() -> type[Exception]:
 
     error: type[Exception] = yaml.YAMLError
     return error
+
+
+def _check_joined(path: Path) -> None:
+    """Refuse joined numbers without quotes where text is taken: they have been read as one."""
+    import yaml
+
+    def look(node: Any, key: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                look(value, f"{key}.{name.value}" if key else str(name.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for value in node.value:
+                look(value, key)
+        elif _takes_text(key) and node.style is None and _JOINED.fullmatch(node.value):
+            raise ConfigError(
+                f"config file {path}: {key}: {node.value} is read as one number without the "
+                f'underscore; write "{node.value}", in quotes'
+            )
+
+    look(yaml.compose(path.read_text(encoding="utf-8")), "")
 
 
 def _compose(path: Path, groups: Sequence[Override]) -> Any:

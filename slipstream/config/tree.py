@@ -46,6 +46,14 @@ class Option:
     def free_form(self) -> bool:
         return get_origin(self.annotation) is Mapping
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether a string, or a list of strings, is among what it takes."""
+        members = _members(self.annotation)
+        return str in members or any(
+            get_origin(member) is tuple and str in get_args(member) for member in members
+        )
+
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the annotation itself."""

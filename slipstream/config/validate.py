@@ -23,6 +23,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _WIDTH_MULTIPLE = 16
 """`models.numerics.WIDTH_MULTIPLE`, which would import torch."""
+_UNBOUNDED_BELOW = frozenset({"cispo", "geo_mean", "dppo_tv", "dppo_kl"})
+"""Policy losses whose lower distance may be above 1: CISPO's paper sets no lower bound, and the
+others' are not of the ratio."""
+
 _CHUNK_MULTIPLE = 4
 """`models.numerics.ROW_MULTIPLE`, likewise."""
 
@@ -273,7 +277,7 @@ def _actor(config: Config) -> Iterator[str]:
             f"starts; set {_ACTOR}.clip_ratio_c=3"
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if low > 1:
+    if low > 1 and actor.policy_loss.loss_mode not in _UNBOUNDED_BELOW:
         yield (
             f"a clipping range of {low:g} below 1 lets the ratio turn negative; "
             f"set {_ACTOR}.clip_ratio_low=0.2"

@@ -80,6 +80,7 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     yield from _correction(config)
     yield from _replay(config)
     yield from _reference(config)
+    yield from _kl_controller(config)
 
 
 def canonical(name: str) -> str:
@@ -275,4 +276,15 @@ def _reference(config: Config) -> Iterator[str]:
         yield (
             f"algorithm.adv_estimator={TEACHES} learns from a teacher and none is named; set "
             f"{_REF}=FOLDER of its checkpoint"
+        )
+
+
+def _kl_controller(config: Config) -> Iterator[str]:
+    control = config.algorithm.kl_ctrl
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if control.type == "adaptive" and 5 * control.horizon <= samples:
+        yield (
+            f"algorithm.kl_ctrl.horizon={control.horizon} is not more than a fifth of a step's "
+            f"{samples} samples: one step could turn the coefficient negative; set "
+            f"algorithm.kl_ctrl.horizon={10 * samples}"
         )

@@ -119,3 +119,12 @@ def load_tokenizer(
             "tokenizer of an instruction-tuned model"
         )
     return tokenizer
+
+
+def vocabulary_in(folder: Path, *, needed: bool = False) -> dict[str, int] | None:
+    """Tokens and ids of the tokenizer in a model's folder; None where there is none and none is
+    `needed`. Raises DataError where it cannot be loaded."""
+    if not needed and not (folder / "tokenizer_config.json").exists():
+        return None
+    found: dict[str, int] = load_tokenizer(folder).get_vocab()
+    return found

@@ -20,6 +20,7 @@ import torch
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import OptimConfig
 from slipstream.environment.data_buffer import DataBuffer
+from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
@@ -55,6 +56,7 @@ from slipstream.models.hf_io import load_checkpoint, load_config
 from slipstream.models.lora import LoraConfig, add_lora, copy_weights, lora_layers, merged_weights
 from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, check_widths, dtype_from_name, round_up
+from slipstream.models.vocabulary import check_vocabulary
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
@@ -516,11 +518,18 @@ def make_reference(
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_decoder(config, tokenizer, folder)
-        own = backend.decoder.config.vocab_size
-        if decoder.config.vocab_size != own:
-            raise ConfigError(
-                f"actor_rollout_ref.ref.path={path} has {decoder.config.vocab_size} tokens and the "
-                f"policy {own}; name a reference, or a teacher, with the policy's tokenizer"
+        if path is not None and folder is not None:
+            own, theirs = backend.decoder.config, decoder.config
+            # Over the whole vocabulary policies are compared output by output.
+            alike = own.vocab_size == theirs.vocab_size or not takes_full_kl(config)
+            check_vocabulary(
+                theirs,
+                own,
+                role="reference",
+                source=f"actor_rollout_ref.ref.path={path}",
+                remedy="name a reference, or a teacher, with the policy's tokenizer",
+                other_vocab=vocabulary_in(folder) if alike else None,
+                policy_vocab=tokenizer.get_vocab(),
             )
         reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
     if takes_full_kl(config):

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from slipstream.checkpoint.state import critic_folder, critic_optimizer_file
 from slipstream.checkpoint.tree import load_tree
 from slipstream.config.schema import Config
-from slipstream.environment.tokenizer import load_tokenizer
+from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_algorithm import critic_updates
-from slipstream.models.critic_io import check_vocabulary, load_critic
+from slipstream.models.critic_io import load_critic
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import dtype_from_name
 from slipstream.models.value_model import ValueModel
+from slipstream.models.vocabulary import check_vocabulary
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.critic import Critic, ValueLossSettings
 
@@ -85,12 +86,13 @@ def _check(
     own = config.critic.model
     assert own.path is not None
     folder = Path(own.tokenizer_path or own.path)
-    has_one = own.tokenizer_path is not None or (folder / "tokenizer_config.json").exists()
     check_vocabulary(
         model.config,
         policy.config,
+        role="critic",
         source=f"critic.model.path={own.path}",
-        critic_vocab=load_tokenizer(folder).get_vocab() if has_one else None,
+        remedy="start from a critic of the policy's tokenizer, or set critic.model.path=null",
+        other_vocab=vocabulary_in(folder, needed=own.tokenizer_path is not None),
         policy_vocab=tokenizer.get_vocab(),
     )
     longest = build.max_model_len(config)

@@ -6,13 +6,12 @@ Knows files; the model is `value_model`'s. Called by the loops and by training s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from slipstream.errors import CheckpointError
-from slipstream.models.config import ModelConfig
 from slipstream.models.hf_io import (
     load_config,
     load_tensors,
@@ -80,40 +79,3 @@ def save_critic(
     write_model(folder, raw, model, dtype=dtype)
     if save_tokenizer is not None:
         save_tokenizer(str(folder))
-
-
-def check_vocabulary(
-    critic: ModelConfig,
-    policy: ModelConfig,
-    *,
-    source: str,
-    critic_vocab: Mapping[str, int] | None = None,
-    policy_vocab: Mapping[str, int] | None = None,
-) -> None:
-    """Refuse a critic that reads other tokens than the policy writes.
-
-    `critic_vocab` and `policy_vocab` are the tokenizers' `get_vocab()`, where there are any: equal
-    ones decide, since models pad their embeddings differently. `source` names the critic.
-
-    Raises:
-        CheckpointError: the vocabularies differ, or the critic has no embedding for a token.
-    """
-    remedy = "start from a critic of the policy's tokenizer, or set critic.model.path=null"
-    if critic_vocab is not None and policy_vocab is not None:
-        if critic_vocab != policy_vocab:
-            odd = sorted(set(critic_vocab.items()) ^ set(policy_vocab.items()))
-            raise CheckpointError(
-                f"{source}: the critic's tokenizer is not the policy's: {len(odd)} entries differ, "
-                f"such as {odd[0][0]!r} -> {odd[0][1]}; {remedy}"
-            )
-        highest = max(policy_vocab.values(), default=-1)
-        if highest >= critic.vocab_size:
-            raise CheckpointError(
-                f"{source}: the critic has {critic.vocab_size} embeddings and the tokenizer goes "
-                f"up to token {highest}; {remedy}"
-            )
-    elif critic.vocab_size != policy.vocab_size:
-        raise CheckpointError(
-            f"{source}: the critic's vocabulary has {critic.vocab_size} tokens and the policy's "
-            f"{policy.vocab_size}; {remedy}"
-        )

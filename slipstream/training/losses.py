@@ -16,7 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.aggregation import LossAggMode, Normalizers, masked_sum, sum_loss
+from slipstream.algorithms.aggregation import (
+    LossAggMode,
+    Normalizers,
+    counted,
+    masked_sum,
+    sum_loss,
+)
 from slipstream.algorithms.entropy import entropy_loss
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.kl import kl_penalty
@@ -129,15 +135,16 @@ def policy_loss_fn(
         norm = inputs.normalizers
         if horizon:
             norm = replace(norm, horizon=horizon)
-        pg_loss, pg_metrics = policy_loss(
-            old_log_prob=inputs.old_log_probs,
-            log_prob=inputs.log_probs,
-            advantages=inputs.advantages,
-            response_mask=inputs.mask,
-            loss_agg_mode=agg_mode,
-            config=replace(config, normalizers=norm, selected=inputs.selected),
-            rollout_is_weights=inputs.rollout_is_weights,
-        )
+        with counted(norm):
+            pg_loss, pg_metrics = policy_loss(
+                old_log_prob=inputs.old_log_probs,
+                log_prob=inputs.log_probs,
+                advantages=inputs.advantages,
+                response_mask=inputs.mask,
+                loss_agg_mode=agg_mode,
+                config=replace(config, normalizers=norm, selected=inputs.selected),
+                rollout_is_weights=inputs.rollout_is_weights,
+            )
         sums: dict[str, Tensor | float] = {"actor/pg_loss": pg_loss.detach(), **pg_metrics}
         sums["actor/entropy"] = sum_loss(inputs.entropy.detach(), inputs.mask, agg_mode, norm)
         maxima: dict[str, Tensor | float] = {}

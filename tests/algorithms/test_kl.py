@@ -49,6 +49,12 @@ def test_gradients_by_hand() -> None:
     assert grad("k1") == [1.0, 1.0]
     assert grad("k2") == [0.5, -1.0]
     assert grad("k3") == pytest.approx([1 - math.exp(-0.5), 1 - math.e])
+    assert grad("abs") == [1.0, -1.0]
+    # Beyond its bounds k3 pulls nowhere.
+    far = torch.tensor([-100.0, 0.0], requires_grad=True)
+    kl_penalty(far, torch.tensor([0.0, -100.0]), "k3").sum().backward()  # type: ignore[no-untyped-call]
+    assert far.grad is not None
+    assert far.grad.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
@@ -90,6 +96,22 @@ def test_the_adaptive_controller_by_hand() -> None:
     controller.value = 0.1
     controller.update(0.0, n_steps=10)  # clipped to -0.2
     assert controller.value == pytest.approx(0.1 * 0.98)
+
+
+def test_a_weight_that_could_turn_negative_is_refused() -> None:
+    controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=20)
+    controller.update(0.0, 99)
+    assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 99 / 20))
+    with pytest.raises(ValueError, match="100 sequences in one step could turn"):
+        controller.update(0.0, 100)
+    for wrong in ({"target_kl": 0.0}, {"horizon": 0}, {"target_kl": float("nan")}):
+        with pytest.raises(ValueError, match="needs target_kl > 0 and horizon > 0"):
+            get_kl_controller("adaptive", kl_coef=0.1, **wrong)
+
+
+def test_one_plus_is_enough() -> None:
+    with pytest.raises(ValueError, match=r"unknown kl penalty 'k1\+\+'"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k1++")
 
 
 def test_controllers_by_name() -> None:

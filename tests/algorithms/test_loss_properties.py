@@ -1,10 +1,12 @@
-"""Every policy loss in every aggregation mode: how the mini-batch is laid out does not matter.
+"""Every policy loss, and every other term of the trainer's losses, in every aggregation mode: how
+the mini-batch is laid out does not matter.
 
 Order of samples, micro-batches, padding and ranks leave loss, metrics and gradient as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,14 @@ from slipstream.algorithms import (
     LossAggMode,
     Normalizers,
     PolicyLossConfig,
+    kl_penalty,
     policy_loss_names,
     policy_loss_selection,
 )
+from slipstream.algorithms.aggregation import sum_loss, zero_masked
+from slipstream.algorithms.entropy import entropy_loss
+from slipstream.algorithms.losses.value import value_loss
+from slipstream.algorithms.registry import LossMetrics
 from tests.algorithms.losses.helpers import (
     CONFIG,
     HORIZON,
@@ -33,10 +40,61 @@ from tests.algorithms.losses.helpers import (
     with_selection,
 )
 
-CASES = [(name, mode) for name in policy_loss_names() for mode in LossAggMode]
+Term = Callable[[Tensor, Batch, LossAggMode, Normalizers], tuple[Tensor, LossMetrics]]
+
+
+def kl(kind: str) -> Term:
+    """The KL to a reference, as the trainer adds it: columns are 0 where masked."""
+
+    def loss(
+        new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
+    ) -> tuple[Tensor, LossMetrics]:
+        own, reference = zero_masked(new, batch.mask), zero_masked(batch.old, batch.mask)
+        return sum_loss(kl_penalty(own, reference, kind), batch.mask, mode, norm), {}
+
+    return loss
+
+
+def entropy(
+    new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
+) -> tuple[Tensor, LossMetrics]:
+    return entropy_loss(-new, batch.mask, mode, norm, coeff=0.1), {}
+
+
+def value(
+    new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
+) -> tuple[Tensor, LossMetrics]:
+    given = batch.advantages, batch.old, batch.mask
+    return value_loss(new, *given, loss_agg_mode=mode, normalizers=norm)
+
+
+TERMS: dict[str, Term] = {f"kl {kind}": kl(kind) for kind in ("k1", "abs", "k2", "k3", "k3+")}
+TERMS |= {"entropy": entropy, "value": value}
+REINFORCE = "bypass_mode, reinforce"
+NAMES = [*policy_loss_names(), REINFORCE, *TERMS]
+CASES = [(name, mode) for name in NAMES for mode in LossAggMode]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 ROWS, LENGTH = 6, 5
 Outcome = tuple[float, Tensor, dict[str, float]]
+
+
+def outcome(name: str, batch: Batch, mode: LossAggMode, config: PolicyLossConfig) -> Outcome:
+    """(loss, gradient, metrics) of a policy loss or another term, by itself."""
+    if name == REINFORCE:
+        chosen = replace(config.policy_loss, loss_type="reinforce")
+        return run("bypass_mode", batch, mode, replace(config, policy_loss=chosen))
+    if name not in TERMS:
+        return run(name, batch, mode, config)
+    norm = config.normalizers or Normalizers.from_mask(batch.mask, horizon=HORIZON)
+    leaf = batch.new.clone().requires_grad_()
+    loss, metrics = TERMS[name](leaf, batch, mode, norm)
+    (grad,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), grad, {key: float(found) for key, found in metrics.items()}
+
+
+def selecting(name: str, batch: Batch) -> PolicyLossConfig:
+    """Settings with the tokens that the loss selects, if it is one that does."""
+    return with_selection(name, batch) if name in policy_loss_names() else CONFIG
 
 
 def pad(batch: Batch, width: int) -> Batch:
@@ -53,7 +111,7 @@ def pad(batch: Batch, width: int) -> Batch:
 
 def whole(name: str, mode: LossAggMode, batch: Batch) -> Outcome:
     """All rows in one call that counts and selects for itself, with the lots of `batch`."""
-    return run(name, batch, mode, with_selection(name, batch))
+    return outcome(name, batch, mode, selecting(name, batch))
 
 
 def in_parts(
@@ -70,7 +128,7 @@ def in_parts(
         selected = config.selected
         if selected is not None:
             selected = torch.nn.functional.pad(selected[rows], (0, width))
-        part = run(name, pad(batch.rows(rows), width), mode, replace(config, selected=selected))
+        part = outcome(name, pad(batch.rows(rows), width), mode, replace(config, selected=selected))
         loss += part[0]
         grad[rows] += part[1][:, :LENGTH]
         for key, value in part[2].items():
@@ -112,7 +170,7 @@ def test_order_micro_batches_and_padding_change_nothing(
 
     shuffled = batch.rows(order)
     config = replace(
-        with_selection(name, shuffled),
+        selecting(name, shuffled),
         normalizers=Normalizers.from_mask(shuffled.mask, horizon=HORIZON),
     )
     parts = [([i for i, o in enumerate(owner) if o == m], widths[m]) for m in range(4)]
@@ -129,9 +187,9 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
     spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     results: dict[Any, Outcome] = torch.load(tmp_path / "results.pt")
     assert len(results) == len(CASES) * 2
-    for (name, mode, dtype), outcome in results.items():
+    for (name, mode, dtype), found in results.items():
         expected = whole(name, LossAggMode(mode), make_batch(SEED, ROWS, LENGTH, dtype))
-        assert_same(outcome, expected, dtype)
+        assert_same(found, expected, dtype)
 
 
 def _rank(rank: int, folder: str) -> None:
@@ -171,7 +229,7 @@ def _rank(rank: int, folder: str) -> None:
 
 def _select_over_ranks(name: str, batch: Batch, rank: int) -> Tensor | None:
     """Each rank gathers all target tokens into one row, selects, and keeps its own part."""
-    select = policy_loss_selection(name)
+    select = policy_loss_selection(name) if name in policy_loss_names() else None
     if select is None:
         return None
     targets = batch.mask != 0

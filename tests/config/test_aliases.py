@@ -48,6 +48,16 @@ def load(*overrides: str) -> tuple[Config, list[str]]:
         ("data.reward_fn_key=reward", "data.reward_fn_key", "data_source"),
         ("trainer.logger=jsonl", "trainer.logger", ("file",)),
         ("trainer.logger=[console,jsonl]", "trainer.logger", ("console", "file")),
+        (
+            "algorithm.rollout_correction.use_policy_gradient=true",
+            "algorithm.rollout_correction.loss_type",
+            "reinforce",
+        ),
+        (
+            "algorithm.rollout_correction.use_policy_gradient=false",
+            "algorithm.rollout_correction.loss_type",
+            "ppo_clip",
+        ),
         ("data.chat_template=x", "actor_rollout_ref.model.custom_chat_template", "x"),
     ],
 )

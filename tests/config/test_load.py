@@ -249,10 +249,41 @@ def test_a_value_of_the_wrong_type_is_refused(override: str, message: str) -> No
     assert refusal(override) == message
 
 
-def test_draft_shapes_that_read_as_numbers_are_refused() -> None:
-    assert "needs quotes" in refusal("speculative.eagle.mab_configs=8_4_32")
-    config = load("speculative.eagle.mab_configs=['8_4_32','6_2_8']")
+def test_draft_shapes_are_not_numbers_with_underscores() -> None:
+    for given in ("8_4_32", "[8_4_32]", "['8_4_32']"):
+        config = load(f"speculative.eagle.mab_configs={given}")
+        assert config.speculative.eagle.mab_configs == ("8_4_32",)
+    config = load("speculative.eagle.mab_configs=[8_4_32,6_2_8]")
     assert config.speculative.eagle.mab_configs == ("8_4_32", "6_2_8")
+    assert "needs quotes" in refusal("speculative.eagle.mab_configs=8432")
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize("interval", ["0.5_5", "1_5", "0.5_5.0", "'0.5_5'"])
+def test_an_interval_is_not_a_number_with_an_underscore(interval: str) -> None:
+    config = load(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold={interval}")
+    assert config.algorithm.rollout_correction.rollout_is_threshold == interval.strip("'")
+
+
+def test_names_with_underscores_and_long_numbers_are_what_they_look_like(tmp_path: Path) -> None:
+    config = load("trainer.project_name=2024_01", "trainer.seed=1_000", "trainer.logger=[file]")
+    assert (config.trainer.project_name, config.trainer.seed) == ("2024_01", 1000)
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer:\n  seed: 1_000\n  project_name: 'at 0.5_5'\n")
+    assert load(file=path).trainer.seed == 1000
+
+
+def test_an_interval_in_a_file_is_in_quotes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    lines = "algorithm:\n  rollout_correction:\n    rollout_is: token\n    rollout_is_threshold: "
+    path.write_text(lines + "0.5_5\n")
+    assert 'is read as one number without the underscore; write "0.5_5", in quotes' in refusal(
+        file=path
+    )
+    path.write_text(lines + '"0.5_5"\n')
+    assert load(file=path).algorithm.rollout_correction.rollout_is_threshold == "0.5_5"
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -132,6 +132,12 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (f"{ACTOR}.clip_ratio_c=1", "must be above 1", f"{ACTOR}.clip_ratio_c=3"),
         (f"{ACTOR}.clip_ratio=1.5", "turn negative", f"{ACTOR}.clip_ratio_low=0.2"),
         (
+            f"{ROLLOUT}.n=4 algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive "
+            "algorithm.kl_ctrl.horizon=1",
+            "could turn the coefficient negative",
+            "algorithm.kl_ctrl.horizon=80",
+        ),
+        (
             f"{ACTOR}.loss_scale_factor=9",
             "has no effect",
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
@@ -446,6 +452,12 @@ def test_a_broken_rule_is_named_and_its_remedy_works(
     assert remedy in str(caught.value)
     assert "settings cannot be used" not in str(caught.value)
     load(f"{broken} {remedy}")
+
+
+@pytest.mark.parametrize("mode", ["cispo", "geo_mean", "dppo_kl"])
+def test_a_loss_whose_ratio_has_no_lower_bound_takes_any_distance(mode: str) -> None:
+    config = load(f"{ACTOR}.policy_loss.loss_mode={mode} {ACTOR}.clip_ratio_low=10")
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 10
 
 
 @pytest.mark.parametrize(

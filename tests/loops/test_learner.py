@@ -261,8 +261,8 @@ class UnlikelyEnds(SingleProcessBackend):
 
     def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
         values = [list(row.rollout_log_probs or []) for row in batch.rows]
-        for row in values:
-            row[-1] -= 5.0
+        for own in values:
+            own[-1] -= 5.0
         left = self.kept
         if left:
             for row, own in zip(batch.rows, values, strict=True):

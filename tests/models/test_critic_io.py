@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CheckpointError
 from slipstream.models import save_checkpoint
-from slipstream.models.critic_io import check_vocabulary, load_critic, save_critic
+from slipstream.models.critic_io import load_critic, save_critic
 from slipstream.models.value_model import ValueModel
 from tests.models.helpers import FAMILIES, make_decoder, random_ids
 
@@ -86,25 +84,3 @@ def test_other_models_are_refused(saved: Path) -> None:
         load_critic(saved)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_critic(saved / "nowhere")
-
-
-def test_another_vocabulary_is_refused() -> None:
-    config = make_decoder("qwen3").config
-    wider = replace(config, vocab_size=config.vocab_size + 16)
-    vocab = {"a": 0, "b": 1}
-
-    def check(critic: Any, policy: Any = config, **vocabularies: Any) -> None:
-        check_vocabulary(critic, policy, source="critic.model.path=c", **vocabularies)
-
-    check(config)
-    with pytest.raises(CheckpointError, match=r"critic.model.path=c: the critic's vocabulary"):
-        check(wider)
-    with pytest.raises(CheckpointError, match="the critic's vocabulary"):
-        check(wider, policy_vocab=vocab)
-    # One tokenizer, embeddings padded differently.
-    check(wider, critic_vocab=vocab, policy_vocab=vocab)
-    with pytest.raises(CheckpointError, match="2 entries differ, such as 'b' -> 1"):
-        check(config, critic_vocab={"a": 0, "c": 1}, policy_vocab=vocab)
-    large = {"a": 0, "z": config.vocab_size}
-    with pytest.raises(CheckpointError, match="goes up to token"):
-        check(config, critic_vocab=large, policy_vocab=large)

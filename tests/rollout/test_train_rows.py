@@ -19,8 +19,8 @@ from slipstream.rollout.functional import (
     group_stats,
     prepare_grpo_batch,
 )
-from slipstream.types import Sample, Segment, Status
 from slipstream.rollout.train_rows import carried_rewards
+from slipstream.types import Sample, Segment, Status
 from tests.rollout.samples import make_prompt, make_sample, respond
 
 

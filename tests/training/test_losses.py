@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.algorithms import Normalizers, PolicyLossConfig, register_policy_loss, registry
+from slipstream.algorithms import (
+    Normalizers,
+    PolicyLossConfig,
+    agg_loss,
+    register_policy_loss,
+    registry,
+)
 from slipstream.errors import ConfigError, DataError
 from slipstream.training.losses import (
     LossInputs,
@@ -88,6 +95,55 @@ def test_entropy_and_kl_terms_by_hand() -> None:
     assert float(out.sums["actor/kl_loss"]) == pytest.approx(k3)
     assert float(out.sums["actor/entropy"]) == pytest.approx(0.7)
     assert out.maxima["actor/kl_coef"] == 0.5
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_loss_that_passes_no_counts_does_not_depend_on_micro_batches(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_POLICY_LOSSES", dict(registry._POLICY_LOSSES))
+
+    @register_policy_loss("as_in_verl_0_6")
+    def plain(
+        *, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **more: Any
+    ) -> tuple[Tensor, dict[str, float]]:
+        loss_mat = -advantages * log_prob
+        return agg_loss(loss_mat, response_mask, more["loss_agg_mode"]), {}
+
+    whole = make_inputs(
+        [[0.0, -1.0, -2.0], [0.0, -6.0, -9.0], [0.0, -1.0, -1.0]],
+        [[0, 1, 1], [0, 1, 0], [0, 0, 1]],
+        advantages=torch.tensor([[0, 1, 1], [0, 2, 2], [0, -3, -3]], dtype=torch.float64),
+    )
+    loss = policy_loss_fn(loss_mode="as_in_verl_0_6", loss_agg_mode=mode, config=HORIZON[mode])
+    parts = [
+        replace(
+            whole,
+            **{
+                name: getattr(whole, name)[row : row + 1]
+                for name in ("log_probs", "mask", "old_log_probs", "advantages", "entropy")
+            },
+        )
+        for row in range(3)
+    ]
+    expected = policy_loss_fn(loss_agg_mode=mode, config=HORIZON[mode])
+    assert sum(loss(part).loss.item() for part in parts) == pytest.approx(loss(whole).loss.item())
+    # At the policy itself PPO's gradient is that of -A log_prob.
+    by_parts, at_once = (
+        torch.autograd.grad(total, whole.log_probs)[0]
+        for total in (
+            torch.stack([loss(part).loss for part in parts]).sum(),
+            expected(whole).loss,
+        )
+    )
+    torch.testing.assert_close(by_parts, at_once, rtol=1e-12, atol=1e-12)
+
+
+HORIZON = {
+    "token-mean": None,
+    "seq-mean-token-mean": None,
+    "seq-mean-token-sum-norm": PolicyLossConfig(loss_scale_factor=7.0),
+}
 
 
 def test_rollout_difference_by_hand() -> None:

@@ -47,9 +47,9 @@ def rollout_correction(
     """
     if rollout_log_prob is None:
         raise ValueError(
-            "rollout correction needs the rollout's log-probs, but this batch has none; set "
-            "actor_rollout_ref.rollout.calculate_log_probs=true, or remove "
-            "algorithm.rollout_correction"
+            "rollout correction needs the rollout's log-probs, but this batch has none; take an "
+            "engine that records them, as all of actor_rollout_ref.rollout.name do, or leave "
+            "algorithm.rollout_correction out"
         )
     if not old_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
         raise ValueError(

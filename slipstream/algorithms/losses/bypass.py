@@ -42,8 +42,8 @@ def bypass_mode(
     config = config or PolicyLossConfig()
     if old_log_prob is None:
         raise ValueError(
-            "bypass_mode needs the rollout's log-probs as old_log_prob, got None; set "
-            "actor_rollout_ref.rollout.calculate_log_probs=true"
+            "bypass_mode needs the rollout's log-probs as old_log_prob, got None; take an engine "
+            "that records them, as all of actor_rollout_ref.rollout.name do"
         )
     if config.policy_loss.loss_type == "ppo_clip":
         if rollout_is_weights is not None:

@@ -328,7 +328,7 @@ def test_in_verls_spelling() -> None:
 def test_bad_input_is_refused() -> None:
     old, rollout, mask = batch()
     config = RolloutCorrectionConfig(rollout_is="token")
-    with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs=true"):
+    with pytest.raises(ValueError, match="take an engine that records them"):
         rollout_correction(old, None, mask, config)
     with pytest.raises(ValueError, match="empty response mask"):
         rollout_correction(old, rollout, torch.zeros_like(mask), config)

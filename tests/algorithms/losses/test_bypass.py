@@ -55,7 +55,7 @@ def test_the_older_name_is_the_same_function() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rollout's log-probs .*calculate_log_probs=true"):
+    with pytest.raises(ValueError, match=r"rollout's log-probs .*take an engine that records"):
         bypass_mode(None, LOG_PROB, ADVANTAGES, MASK)
     with pytest.raises(ValueError, match=r"loss_type=ppo_clip takes no rollout_is_weights"):
         bypass_mode(ROLLOUT, LOG_PROB, ADVANTAGES, MASK, rollout_is_weights=MASK)

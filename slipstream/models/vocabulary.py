@@ -1,0 +1,47 @@
+"""Whether a critic, a reference or a teacher reads the tokens that the policy writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.errors import CheckpointError
+from slipstream.models.config import ModelConfig
+
+
+def check_vocabulary(
+    other: ModelConfig,
+    policy: ModelConfig,
+    *,
+    role: str,
+    source: str,
+    remedy: str,
+    other_vocab: Mapping[str, int] | None = None,
+    policy_vocab: Mapping[str, int] | None = None,
+) -> None:
+    """Refuse another model that reads other tokens than the policy writes.
+
+    `other_vocab` and `policy_vocab` are the tokenizers' `get_vocab()`, where there are any: equal
+    ones decide, since models pad their embeddings differently. `role` says what the other model
+    is, `source` names it, `remedy` what to do instead.
+
+    Raises:
+        CheckpointError: the vocabularies differ, or the model has no embedding for a token.
+    """
+    if other_vocab is not None and policy_vocab is not None:
+        if other_vocab != policy_vocab:
+            odd = sorted(set(other_vocab.items()) ^ set(policy_vocab.items()))
+            raise CheckpointError(
+                f"{source}: the {role}'s tokenizer is not the policy's: {len(odd)} entries differ, "
+                f"such as {odd[0][0]!r} -> {odd[0][1]}; {remedy}"
+            )
+        highest = max(policy_vocab.values(), default=-1)
+        if highest >= other.vocab_size:
+            raise CheckpointError(
+                f"{source}: the {role} has {other.vocab_size} embeddings and the tokenizer goes "
+                f"up to token {highest}; {remedy}"
+            )
+    elif other.vocab_size != policy.vocab_size:
+        raise CheckpointError(
+            f"{source}: the {role}'s vocabulary has {other.vocab_size} tokens and the policy's "
+            f"{policy.vocab_size}; {remedy}"
+        )
