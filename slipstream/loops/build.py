@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_adapter",
     "check_engine",
+    "check_reference",
     "check_speculation",
     "decode_with",
     "device_of",
@@ -498,6 +499,31 @@ def make_rollouts(
     )
 
 
+def check_reference(
+    config: Config,
+    reference: ModelConfig,
+    policy: ModelConfig,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Refuse a `ref.path`, whose `folder` holds `reference`, that reads other tokens than the
+    policy writes. Raises CheckpointError."""
+    path = config.actor_rollout_ref.ref.path
+    if path is None:
+        return
+    # Over the whole vocabulary policies are compared output by output.
+    alike = policy.vocab_size == reference.vocab_size or not takes_full_kl(config)
+    check_vocabulary(
+        reference,
+        policy,
+        role="reference",
+        source=f"actor_rollout_ref.ref.path={path}",
+        remedy="name a reference, or a teacher, with the policy's tokenizer",
+        other_vocab=vocabulary_in(folder) if alike else None,
+        policy_vocab=tokenizer.get_vocab(),
+    )
+
+
 def make_reference(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -518,19 +544,8 @@ def make_reference(
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_decoder(config, tokenizer, folder)
-        if path is not None and folder is not None:
-            own, theirs = backend.decoder.config, decoder.config
-            # Over the whole vocabulary policies are compared output by output.
-            alike = own.vocab_size == theirs.vocab_size or not takes_full_kl(config)
-            check_vocabulary(
-                theirs,
-                own,
-                role="reference",
-                source=f"actor_rollout_ref.ref.path={path}",
-                remedy="name a reference, or a teacher, with the policy's tokenizer",
-                other_vocab=vocabulary_in(folder) if alike else None,
-                policy_vocab=tokenizer.get_vocab(),
-            )
+        if folder is not None:
+            check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
         reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
     if takes_full_kl(config):
         backend.use_full_kl(decoder, FULL_KL[kind])

@@ -12,6 +12,7 @@ from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_algorithm import critic_updates
+from slipstream.models.config import ModelConfig
 from slipstream.models.critic_io import load_critic
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import dtype_from_name
@@ -48,7 +49,7 @@ def make_critic(
         model = load_critic(critic_folder(resume), device=device)
     elif critic.model.path is not None:
         model = load_critic(Path(critic.model.path), device=device)
-        _check(config, model, tokenizer, policy)
+        check_critic(config, model.config, tokenizer, policy.config)
     else:
         model = ValueModel.of(policy)
     epochs, mini = critic_updates(config)
@@ -80,15 +81,17 @@ def make_critic(
     return made
 
 
-def _check(
-    config: Config, model: ValueModel, tokenizer: PreTrainedTokenizerBase, policy: Decoder
+def check_critic(
+    config: Config, critic: ModelConfig, tokenizer: PreTrainedTokenizerBase, policy: ModelConfig
 ) -> None:
+    """Refuse a `critic.model.path`, which holds `critic`, that reads other tokens than the policy
+    writes, or too few of them. Raises CheckpointError and ConfigError."""
     own = config.critic.model
     assert own.path is not None
     folder = Path(own.tokenizer_path or own.path)
     check_vocabulary(
-        model.config,
-        policy.config,
+        critic,
+        policy,
         role="critic",
         source=f"critic.model.path={own.path}",
         remedy="start from a critic of the policy's tokenizer, or set critic.model.path=null",
@@ -96,9 +99,9 @@ def _check(
         policy_vocab=tokenizer.get_vocab(),
     )
     longest = build.max_model_len(config)
-    if model.config.max_position_embeddings < longest:
+    if critic.max_position_embeddings < longest:
         raise ConfigError(
             f"critic.model.path={own.path} has max_position_embeddings="
-            f"{model.config.max_position_embeddings} and sequences have up to {longest} tokens; "
+            f"{critic.max_position_embeddings} and sequences have up to {longest} tokens; "
             "shorten data.max_prompt_length or data.max_response_length, or start from another"
         )

@@ -17,7 +17,7 @@ from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
-from slipstream.loops.build_critic import make_critic
+from slipstream.loops.build_critic import check_critic, make_critic
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
@@ -337,7 +337,7 @@ class _RLPhase:
 def check_rl(run: Run, start: Path | None) -> None:
     """Refuse what would keep RL from beginning: names that no registry has, prompts that cannot be
     read, an engine that cannot serve the model, a buffer of co-training that is too small, a
-    reference that is not there."""
+    reference or a critic that is not there, or reads other tokens."""
     config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
     build.check_speculation(config, policy, build.max_model_len(config))
     data = build.make_data_buffer(config, run.tokenizer, run.task)
@@ -345,9 +345,11 @@ def check_rl(run: Run, start: Path | None) -> None:
     build.rl_config(config, steps, 0)
     build.check_engine(config, policy)
     check_cotraining(config, policy, steps)
-    for other in (config.actor_rollout_ref.ref.path, config.critic.model.path):
-        if other is not None:
-            load_config(policy_folder(Path(other)))
+    if (path := config.actor_rollout_ref.ref.path) is not None:
+        folder = policy_folder(Path(path))
+        build.check_reference(config, load_config(folder), policy, folder, run.tokenizer)
+    if (path := config.critic.model.path) is not None:
+        check_critic(config, load_config(policy_folder(Path(path))), run.tokenizer, policy)
 
 
 def result_of_sft(run: Run) -> Path | None:

@@ -19,10 +19,13 @@ from safetensors.torch import load_file, save_file
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.checkpoint.tree import save_tree
 from slipstream.cli import main
+from slipstream.config import load_config
 from slipstream.environment.tokenizer import build_tokenizer
 from slipstream.errors import CheckpointError
+from slipstream.loops import build
 from slipstream.loops.records import dump_groups
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.models import save_checkpoint
 from slipstream.types import Group, Prompt, Sample
 from tests.loops.helpers import ACTOR, ROLLOUT, rl_only, steps_of, tiny, write_reward
 
@@ -355,6 +358,25 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(
     assert steps_of(tmp_path / "run") == [1]
     assert main(line) == 0
     assert [step for step, _ in read_jsonl(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides"),
+    [
+        ("reference", [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.path"]),
+        ("critic", ["algorithm.adv_estimator=gae", "critic.model.path"]),
+    ],
+)
+def test_models_of_another_tokenizer_are_refused_before_sft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, overrides: list[str]
+) -> None:
+    config = load_config([], recipe="tiny", notify=lambda _: None)
+    policy = build.make_decoder(config, build_tokenizer(), None)
+    save_checkpoint(policy, tmp_path / "m", save_tokenizer=build_tokenizer(240).save_pretrained)
+    *others, path = overrides
+    assert main(tiny(tmp_path / "run", *others, f"{path}={tmp_path / 'm'}")) == 4
+    assert f"the {role}'s tokenizer is not the policy's" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "sft").exists()
 
 
 @pytest.mark.parametrize(
