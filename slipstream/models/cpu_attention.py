@@ -66,11 +66,13 @@ class KeyPlaces:
         _, _, rows, heads, slots, width = data.shape
         size = rows * heads * slots * width * data.itemsize
         start = data.data_ptr()
-        first = (rows_M * (heads * slots * width)).contiguous()
+        # By numpy: what is as small takes torch several times as long, in every step.
+        at = slots_M.numpy()
+        first = rows_M.numpy() * (heads * slots * width)
         return cls(
-            first_M=first,
-            own_M=first + slots_M * width,
-            seen_M=slots_M + 1,
+            first_M=torch.from_numpy(first),
+            own_M=torch.from_numpy(first + at * width),
+            seen_M=torch.from_numpy(at + 1),
             head_stride=slots * width,
             longest=longest,
             keys=start,

@@ -32,112 +32,124 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-def draft_tree(
-    head: PackedDraft,
-    policy: PackedDecoder,
-    kv: Tensor,
-    cached_N: Ints,
-    counts_N: Ints,
-    ids_T: Ints,
-    features_T: Ints,
-    keys_N2: Tensor,
-    positions_N: Tensor,
-    temperatures_N: Tensor,
-    steps: int,
-    topk: int,
-    least: float = -inf,
-    scale: float = 1.0,
-) -> tuple[Ints, Ints, Floats, Floats]:
-    """The candidates of a tree of `steps` levels for each sequence, in one call, on a CPU: tokens,
-    parents and scores (N, C), and gaps of the first level (N, W), as in `kernels.tree`. With `topk`
-    1 they are a chain.
+class TreeDrafter:
+    """A head that drafts trees for a policy in one call, on a CPU.
 
-    Head, policy and `kv` are of one dtype, and the head has its layer `together`. First the head
-    takes in `ids`, `counts` of each sequence, at least one, one sequence after the other, with the
-    features before them: the addresses of rows (F,), which the caller holds. They go to the slots
-    after the `cached` ones. The first tokens drawn from what it then predicts stand at `positions`;
-    those whose scores are best, and at least `least`, are fed back in their turn, and take `topk`
-    slots a level.
+    Both are of one dtype, and the head has its layer `together`. What the call is told of their
+    weights is found once: it would take as long as a level of a small head.
     """
-    n = len(counts_N)
-    shape = n, topk + (steps - 1) * topk**2
-    tokens, parents, scores = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
-    judged, gaps = np.array([least, scale]), np.empty((n, WIDTH))
-    given = np.concatenate([counts_N, cached_N, ids_T, features_T])
-    early = len(ids_T) - n
-    together = head.together
-    assert together is not None
-    fc, lm_head = head.fc, head.own_lm_head or policy.lm_head
-    norm, last_norm = head.state_norms
-    c, D, F = head.config, head.config.hidden_size, head.fc.weight.shape[1]
-    _, _, heads, slots, K = kv.shape
-    padded, known = len(present(lm_head.start)), head.tokens
-    rows, most = n * topk, most_rows(n * topk, early)
-    # Logits, true features, what goes into products and the layer, and what comes out.
-    sizes = (rows * padded, most * F if norm is not None else 0, most * 2 * D, most * D, rows * D)
-    like = policy.embedding
-    memory = like.new_empty(sum(sizes))
-    logits, wide, both, x, normed = (
-        memory.data_ptr() + 4 * sum(sizes[:i]) for i in range(len(sizes))
-    )
-    positions_N = positions_N.contiguous()
-    spots = positions_N.new_empty(tree_numbers(n, early, steps, topk))
-    layer_memory, (spare, delta, *others) = together.room(like, most)
-    cos, sin = rope_table(c, like.dtype, like.device)
-    tree(
-        given.ctypes.data,
-        positions_N.data_ptr(),
-        spots.data_ptr(),
-        early,
-        policy.embedding.data_ptr(),
-        present(fc.panels).data_ptr(),
-        present(fc.start).data_ptr(),
-        present(lm_head.panels).data_ptr(),
-        present(lm_head.start).data_ptr(),
-        len(policy.embedding),
-        padded,
-        0 if norm is None else norm.data_ptr(),
-        0 if last_norm is None else last_norm.data_ptr(),
-        0 if known is None else known.data_ptr(),
-        len(lm_head.weight),
-        keys_N2.data_ptr(),
-        temperatures_N.data_ptr(),
-        tokens.ctypes.data,
-        parents.ctypes.data,
-        scores.ctypes.data,
-        steps,
-        topk,
-        judged.ctypes.data,
-        gaps.ctypes.data,
-        together.table,
-        head.eps.data_ptr(),
-        logits,
-        wide,
-        both,
-        x,
-        spare,
-        delta,
-        normed,
-        *others,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        c.max_position_embeddings - 1,
-        slots * K,
-        int((cached_N + counts_N).max()) + (steps - 1) * topk,
-        kv.data_ptr(),
-        kv.data_ptr() + kv.nbytes // 2,
-        n,
-        D,
-        F,
-        c.num_heads,
-        heads,
-        K,
-        c.intermediate_size,
-        together.dtype.itemsize,
-        work=together.size,
-    )
-    del memory, layer_memory, spots, judged  # until here
-    return tokens, parents, scores, gaps
+
+    def __init__(self, head: PackedDraft, policy: PackedDecoder) -> None:
+        # Held: what is told are addresses.
+        self.head, self.policy = head, policy
+        together = head.together
+        assert together is not None
+        self._together = together
+        c, fc = head.config, head.fc
+        lm_head = head.own_lm_head or policy.lm_head
+        norm, last_norm = head.state_norms
+        known, like = head.tokens, policy.embedding
+        cos, sin = rope_table(c, like.dtype, like.device)
+        self._held = norm, last_norm, known, cos, sin
+        self._padded = len(present(lm_head.start))
+        self._widths = c.hidden_size, fc.weight.shape[1]
+        self._mixes_words = norm is not None
+        self._models = (
+            like.data_ptr(),
+            present(fc.panels).data_ptr(),
+            present(fc.start).data_ptr(),
+            present(lm_head.panels).data_ptr(),
+            present(lm_head.start).data_ptr(),
+            len(like),
+            self._padded,
+            0 if norm is None else norm.data_ptr(),
+            0 if last_norm is None else last_norm.data_ptr(),
+            0 if known is None else known.data_ptr(),
+            len(lm_head.weight),
+        )
+        self._layer = together.table, head.eps.data_ptr()
+        self._rotation = cos.data_ptr(), sin.data_ptr(), c.max_position_embeddings - 1
+        heads = c.num_heads, c.num_kv_heads, c.head_dim
+        self._shape = *self._widths, *heads, c.intermediate_size, together.dtype.itemsize
+
+    def __call__(
+        self,
+        kv: Tensor,
+        cached_N: Ints,
+        counts_N: Ints,
+        ids_T: Ints,
+        features_T: Ints,
+        keys_N2: Tensor,
+        positions_N: Tensor,
+        temperatures_N: Tensor,
+        steps: int,
+        topk: int,
+        least: float = -inf,
+        scale: float = 1.0,
+    ) -> tuple[Ints, Ints, Floats, Floats]:
+        """The candidates of a tree of `steps` levels for each sequence: tokens, parents and scores
+        (N, C), and gaps of the first level (N, W), as in `kernels.tree`. With `topk` 1 they are a
+        chain.
+
+        `kv` is of the models' dtype. First the head takes in `ids`, `counts` of each sequence, at
+        least one, one sequence after the other, with the features before them: the addresses of
+        rows (F,), which the caller holds. They go to the slots after the `cached` ones. The first
+        tokens drawn from what it then predicts stand at `positions`; those whose scores are best,
+        and at least `least`, are fed back in their turn, and take `topk` slots a level.
+        """
+        n = len(counts_N)
+        shape = n, topk + (steps - 1) * topk**2
+        tokens, parents = np.empty((2, *shape), np.int64)
+        scores, gaps = np.empty(shape), np.empty((n, WIDTH))
+        judged = np.array([least, scale])
+        given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+        early = len(ids_T) - n
+        D, F = self._widths
+        rows, most = n * topk, most_rows(n * topk, early)
+        # Logits, true features, what goes into products and the layer, and what comes out.
+        sizes = rows * self._padded, most * F if self._mixes_words else 0, most * 2 * D, most * D
+        like = self.policy.embedding
+        memory = like.new_empty(sum(sizes) + rows * D)
+        buffers = [memory.data_ptr()]
+        for size in sizes:
+            buffers.append(buffers[-1] + 4 * size)
+        *before, normed = buffers
+        positions_N = positions_N.contiguous()
+        spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
+        layer_memory, (spare, delta, *others) = self._together.room(like, most)
+        keys, slots = kv.data_ptr(), kv.shape[3]
+        tree(
+            given.ctypes.data,
+            positions_N.data_ptr(),
+            spots.ctypes.data,
+            early,
+            *self._models,
+            keys_N2.data_ptr(),
+            temperatures_N.data_ptr(),
+            tokens.ctypes.data,
+            parents.ctypes.data,
+            scores.ctypes.data,
+            steps,
+            topk,
+            judged.ctypes.data,
+            gaps.ctypes.data,
+            *self._layer,
+            *before,
+            spare,
+            delta,
+            normed,
+            *others,
+            *self._rotation,
+            slots * kv.shape[4],
+            int((cached_N + counts_N).max()) + (steps - 1) * topk,
+            keys,
+            keys + kv.nbytes // 2,
+            n,
+            *self._shape,
+            work=self._together.size,
+        )
+        del memory, layer_memory, spots, judged  # until here
+        return tokens, parents, scores, gaps
 
 
 class DraftPass:

@@ -9,7 +9,7 @@ import torch
 from slipstream.config.schema_speculative import MOST_BRANCHES
 from slipstream.kernels.tree import WIDTH
 from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_pass import DraftPass, draft_tree
+from slipstream.models.draft_pass import DraftPass, TreeDrafter
 from slipstream.sampling.noise import gumbel_noise
 from tests.inference.helpers import make_decoder
 
@@ -36,8 +36,8 @@ def test_candidates_are_those_of_each_path_by_itself(
     positions = torch.arange(sequences) * 5 + 9
     heat = torch.full((sequences,), temperature)
     addresses = np.array([row.data_ptr() for row in features])
-    found = draft_tree(
-        packed, policy, kv, np.zeros(sequences, np.int64), counts, ids.numpy(), addresses, keys,
+    found = TreeDrafter(packed, policy)(
+        kv, np.zeros(sequences, np.int64), counts, ids.numpy(), addresses, keys,
         positions, heat, steps, topk,
     )  # fmt: skip
     start = 0

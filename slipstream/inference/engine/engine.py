@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from math import gcd
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -381,11 +382,11 @@ class Engine:
             self._sampling = BatchSampling(running, device)
         sampling = self._sampling
         lengths = [request.length for request in running]
-        positions_N = torch.tensor(lengths, device=device)
+        positions_N = torch.from_numpy(np.array(lengths)).to(device)
         plan = self._affordable_plan(count, max(lengths))
         trees = self._draft(running, plan, positions_N)
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
-        multiple = self._runner.packed.row_multiple
+        multiple = self._runner.tokens_multiple
         multiple //= gcd(max(map(len, trees)), multiple)
         step = verification(
             trees, lengths, device, row_by_row=self._runner.row_by_row, multiple=multiple

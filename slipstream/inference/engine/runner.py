@@ -55,15 +55,25 @@ class Runner:
         self.dtype = dtype
         self.device = decoder.device
         self._decoder = decoder
-        with torch.no_grad():
-            self.packed = decoder.pack(dtype)
+        self._pack()
         recorded = self.device.type == "cuda" and not eager
         self.graphs = DecodeGraphs(CudaRecorder(), taps, choices) if recorded else None
+
+    def _pack(self) -> None:
+        with torch.no_grad():
+            self.packed = self._decoder.pack(self.dtype)
+        # Asked for in every step, and no different from one to the next.
+        self.tokens_multiple = self.packed.row_multiple
+        """Tokens of a forward pass, padding included, come in so many."""
+        self.row_by_row = takes_sequences_in_a_row(
+            self.config, self.packed.compute_dtype, self.device
+        )
+        """Whether the rows of a step need no matrix."""
 
     @property
     def row_multiple(self) -> int:
         """Rows of a decode step, padding included, come in so many at most."""
-        return self.packed.row_multiple if self.graphs is None else ROWS
+        return self.tokens_multiple if self.graphs is None else ROWS
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
         """The tensors of an update that fits. Raises EngineError for one that does not."""
@@ -73,8 +83,7 @@ class Runner:
         """Replace the weights by tensors that `check` returned."""
         self.forget_recordings()
         copy_tensors(self._decoder, tensors)
-        with torch.no_grad():
-            self.packed = self._decoder.pack(self.dtype)
+        self._pack()
 
     def forget_recordings(self) -> None:
         """The store is about to give its memory back, or the weights to change."""
@@ -129,11 +138,6 @@ class Runner:
         # them is kept.
         return slots.clamp(max=self.config.max_position_embeddings - 1)
 
-    @property
-    def row_by_row(self) -> bool:
-        """Whether the rows of a step need no matrix."""
-        return takes_sequences_in_a_row(self.config, self.packed.compute_dtype, self.device)
-
     def decode(self, store: KVStore, step: Verification) -> HiddenStates:
         """Tokens that are known and drafts after them: cache them, and return their hidden states
         (M, ...), after which those of padding may come."""
@@ -158,5 +162,5 @@ class Runner:
         rows: SamplingRows,
     ) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
-        logits = self.packed.lm_head(pad_rows(hidden_ND, self.packed.row_multiple)).float()
+        logits = self.packed.lm_head(pad_rows(hidden_ND, self.tokens_multiple)).float()
         return choose(logits[: len(positions_N)], positions_N, rows)

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.inference.engine.batch_sampling import BatchSampling
 from slipstream.inference.speculation.protocol import DraftTree
 from slipstream.kernels.paths import place_nodes, trace_paths
+from slipstream.models.draft_pass import Ints
 from slipstream.models.numerics import round_up
 from slipstream.sampling.choose import SamplingRows
 
@@ -37,17 +38,14 @@ class Verification:
     ids_BT: Tensor
     slots_BT: Tensor
     positions_BT: Tensor
+    next_positions: Tensor
+    """Where the tokens that the rows choose will stand, one after another; no padding."""
     starts: list[int]
     longest: int
     shortest: int
     rows_M: Tensor | None = None
     paths: Tensor | None = None
     """(B, T, 1 + P): see `kernels.paths`; None where every row sees all slots up to its own."""
-
-    @property
-    def next_positions(self) -> Tensor:
-        """Where the tokens that the rows choose will stand, one after another; no padding."""
-        return self.positions_BT.flatten()[: self.starts[-1]] + 1
 
     def sampling(self, batch: BatchSampling) -> SamplingRows:
         """How each row chooses."""
@@ -90,24 +88,29 @@ def verification(
     padding = round_up(count, multiple) - count
     ids = [[*tree.tokens] + [0] * (width - len(tree)) for tree in trees]
     lengths = [*lengths, *[1] * padding]
-    firsts = torch.tensor(lengths, device=device) - 1
-    slots = firsts[:, None] + torch.arange(width, device=device)
+    # By numpy: what is as small takes torch several times as long, in every step.
+    slots = np.array(lengths)[:, None] + np.arange(-1, width - 1)
     positions, paths = slots, None
     if not chains:
         trees = [_filled_up(tree, width) for tree in trees]
         trees += [DraftTree.chain(0, [0] * (width - 1))] * padding
         placed = _Placed.of(trees, lengths)
-        positions = placed.positions_M.view(-1, width).to(device)
-        paths = placed.paths_MP.view(len(trees), width, -1).to(device)
+        positions = placed.positions_M.reshape(-1, width)
+        paths = placed.paths_MP.reshape(len(trees), width, -1)
     return Verification(
-        torch.tensor(ids + [[0] * width] * padding, device=device),
-        slots,
-        positions,
+        _put(device, np.array(ids + [[0] * width] * padding)),
+        _put(device, slots),
+        _put(device, positions),
+        _put(device, positions.reshape(-1)[: width * count] + 1),
         [width * i for i in range(count + 1)],
         max(lengths) + width - 1,
         min(lengths[:count]),
-        paths=paths,
+        paths=None if paths is None else _put(device, paths),
     )
+
+
+def _put(device: torch.device, numbers: Ints) -> Tensor:
+    return torch.from_numpy(numbers).to(device)
 
 
 def _filled_up(tree: DraftTree, width: int) -> DraftTree:
@@ -122,14 +125,13 @@ def _filled_up(tree: DraftTree, width: int) -> DraftTree:
 class _Placed:
     """Where nodes of trees stand, on the CPU."""
 
-    rows_M: Tensor
-    slots_M: Tensor
-    positions_M: Tensor
-    paths_MP: Tensor
+    rows_M: Ints
+    slots_M: Ints
+    positions_M: Ints
+    paths_MP: Ints
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], lengths: Sequence[int]) -> _Placed:
-        # By numpy: what is as small takes torch twice as long, in every step with trees.
         parents = np.array([parent for tree in trees for parent in tree.parents])
         counts, known = np.array(list(map(len, trees))), np.array(lengths)
         found = np.empty((3, len(parents)), np.int64)
@@ -138,8 +140,7 @@ class _Placed:
         deepest = place_nodes(*given, start, start + size, start + 2 * size)
         paths = np.empty((len(parents), 2 + deepest), np.int64)
         trace_paths(*given, paths.ctypes.data, 2 + deepest)
-        rows, slots, positions = torch.from_numpy(found).unbind()
-        return cls(rows, slots, positions, torch.from_numpy(paths))
+        return cls(found[0], found[1], found[2], paths)
 
 
 def _row_by_row(
@@ -149,12 +150,13 @@ def _row_by_row(
     placed = _Placed.of(trees, lengths)
     bent = not all(tree.is_chain for tree in trees)
     return Verification(
-        torch.tensor([[token for tree in trees for token in tree.tokens]], device=device),
-        placed.slots_M[None],
-        placed.positions_M[None],
+        _put(device, np.array([[token for tree in trees for token in tree.tokens]])),
+        _put(device, placed.slots_M[None]),
+        _put(device, placed.positions_M[None]),
+        _put(device, placed.positions_M + 1),
         [0, *accumulate(counts)],
         max(length + count - 1 for length, count in zip(lengths, counts, strict=True)),
         min(lengths),
-        placed.rows_M,
-        placed.paths_MP[None] if bent else None,
+        _put(device, placed.rows_M),
+        _put(device, placed.paths_MP[None]) if bent else None,
     )

@@ -35,7 +35,7 @@ from slipstream.inference.speculation.waiting import (
 )
 from slipstream.inference.weights import checked_tensors
 from slipstream.models.draft_model import DraftModel, PackedDraft
-from slipstream.models.draft_pass import DraftPass, Ints, draft_tree
+from slipstream.models.draft_pass import DraftPass, Ints, TreeDrafter
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.tree import Candidates
@@ -81,6 +81,7 @@ class EagleProposer:
         self._names: Sequence[str] = ()
         self._waiting = WaitingFeatures(waiting_bytes)
         self._sureness = Sureness()
+        self._drafter: TreeDrafter | None = None
         # Of the trees that are being verified.
         self._judged: Candidates | None = None
         self._graphs = None if record is None else DraftGraphs(record)
@@ -152,6 +153,8 @@ class EagleProposer:
         self._batch = None
         if not self._order:
             self._waiting.clear()
+            # It holds weights, which may be replaced before there is another request.
+            self._drafter = None
             if self._free_cache:
                 if self._graphs is not None:
                     self._graphs.clear()
@@ -230,10 +233,11 @@ class EagleProposer:
         starts_N: Ints,
         waiting: Waiting,
     ) -> Candidates:
+        drafter = self._drafter
+        if drafter is None or drafter.head is not packed or drafter.policy is not batch.policy:
+            drafter = self._drafter = TreeDrafter(packed, batch.policy)
         return Candidates(
-            *draft_tree(
-                packed,
-                batch.policy,
+            *drafter(
                 self._store.data[0],
                 starts_N,
                 waiting.counts_N,

@@ -15,7 +15,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_model import DraftModel
-from slipstream.models.draft_pass import DraftPass, draft_tree
+from slipstream.models.draft_pass import DraftPass, TreeDrafter
 from slipstream.sampling.choose import SamplingRows
 from slipstream.sampling.tree import Candidates
 from tests.inference.helpers import make_decoder
@@ -64,8 +64,9 @@ def test_trees_are_those_of_the_compiled_call(
     positions = torch.tensor([9, 12, 30])
     kv = torch.zeros(2, 3, config.num_kv_heads, 64, config.head_dim)
     addresses = np.array([row.data_ptr() for row in features.view(12, -1)])
+    draft_tree = TreeDrafter(packed, policy)
     given = (
-        packed, policy, kv, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
+        kv, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
         rows.keys_N2, positions, rows.temperature_N,
     )  # fmt: skip
     expected = draft_tree(*given, steps, topk)
