@@ -150,7 +150,8 @@ _COUNTS: ContextVar[Normalizers | None] = ContextVar("_COUNTS", default=None)
 @contextmanager
 def counted(norm: Normalizers) -> Iterator[None]:
     """In the body, what `agg_loss` is not told it takes from here: a loss written for a VERL that
-    passes no counts (up to 0.6) does not depend on micro-batches either."""
+    passes no counts (up to 0.6) does not depend on micro-batches either. They are those of all
+    target tokens, also where it adds up a part of them."""
     token = _COUNTS.set(norm)
     try:
         yield

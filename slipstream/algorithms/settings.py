@@ -83,7 +83,7 @@ class AdvantageConfig(_Readable):
     @classmethod
     def of(cls, given: object) -> AdvantageConfig:
         """The settings of another object with attributes or, as VERL has them, a mapping of
-        names; those that it lacks, and all of None, are the defaults.
+        names; what it lacks or has as None, and all of None, is the default.
 
         Raises:
             ValueError: impossible values.
@@ -92,8 +92,10 @@ class AdvantageConfig(_Readable):
             return given or cls()
         names = [f.name for f in fields(cls) if f.name != "pf_ppo"]
         if isinstance(given, Mapping):
-            return cls(**{name: given[name] for name in names if name in given})
-        return cls(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+            found = {name: given.get(name) for name in names}
+        else:
+            found = {name: getattr(given, name, None) for name in names}
+        return cls(**{name: value for name, value in found.items() if value is not None})
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 RECIPES = Path(__file__).parent / "recipes"
 
-_JOINED = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:_\d+(?:\.\d*)?)+(?![\w.])")
+_JOINED = r"\d+(?:\.\d*)?(?:_\d+(?:\.\d*)?)+"
 """Numbers joined by underscores, as an interval is: YAML and Hydra take 0.5_5 for 0.55."""
 
 
@@ -90,11 +90,22 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _quoted(text: str) -> str:
-    """An override whose option takes text, with joined numbers in quotes."""
+    """An override with joined numbers in quotes where the option takes text: a whole value, an item
+    of a list, or the value of an option in a mapping."""
     key, _, value = text.partition("=")
-    if not _takes_text(key.lstrip("+").replace("/", ".")) or {"'", '"'} & set(value):
+    key_of = key.lstrip("+").replace("/", ".")
+    if {"'", '"'} & set(value):
         return text
-    return f"{key}=" + _JOINED.sub(r"'\g<0>'", value)
+    if value.lstrip().startswith("{"):
+
+        def one(found: re.Match[str]) -> str:
+            name, between, numbers = found.groups()
+            return f"{name}{between}'{numbers}'" if _takes_text(f"{key_of}.{name}") else found[0]
+
+        return f"{key}=" + re.sub(rf"(\w+)(\s*:\s*)({_JOINED})(?=\s*[,}}])", one, value)
+    if not _takes_text(key_of):
+        return text
+    return f"{key}=" + re.sub(rf"((?:^|[\[,])\s*)({_JOINED})(?=\s*(?:$|[,\]]))", r"\1'\2'", value)
 
 
 def _takes_text(key: str) -> bool:
@@ -173,23 +184,34 @@ def _yaml_error() -> type[Exception]:
 
 
 def _check_joined(path: Path) -> None:
-    """Refuse joined numbers without quotes where text is taken: they have been read as one."""
+    """Refuse joined numbers without quotes where text is taken, in a file and those beside it that
+    its `defaults` name: YAML reads them as one number."""
     import yaml
 
     def look(node: Any, key: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
-                look(value, f"{key}.{name.value}" if key else str(name.value))
+                # What is merged belongs to the mapping that it is merged into.
+                merged = name.value == "<<"
+                look(value, key if merged else f"{key}.{name.value}" if key else str(name.value))
         elif isinstance(node, yaml.SequenceNode):
             for value in node.value:
                 look(value, key)
-        elif _takes_text(key) and node.style is None and _JOINED.fullmatch(node.value):
+        elif _takes_text(key) and node.tag in numbers and re.fullmatch(_JOINED, node.value):
             raise ConfigError(
                 f"config file {path}: {key}: {node.value} is read as one number without the "
                 f'underscore; write "{node.value}", in quotes'
             )
 
-    look(yaml.compose(path.read_text(encoding="utf-8")), "")
+    numbers = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
+    text = path.read_text(encoding="utf-8")
+    look(yaml.compose(text), "")
+    for choice in (yaml.safe_load(text) or {}).get("defaults") or []:
+        names = [f"{g}/{n}" for g, n in choice.items()] if isinstance(choice, dict) else [choice]
+        for name in names:
+            other = path.parent / f"{str(name).removesuffix('.yaml')}.yaml"
+            if other != path and other.is_file():
+                _check_joined(other)
 
 
 def _compose(path: Path, groups: Sequence[Override]) -> Any:

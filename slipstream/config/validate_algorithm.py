@@ -281,6 +281,8 @@ def _reference(config: Config) -> Iterator[str]:
 
 def _kl_controller(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
+    if not config.algorithm.use_kl_in_reward:
+        return
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if control.type == "adaptive" and 5 * control.horizon <= samples:
         yield (

@@ -121,10 +121,19 @@ def load_tokenizer(
     return tokenizer
 
 
-def vocabulary_in(folder: Path, *, needed: bool = False) -> dict[str, int] | None:
+def vocabulary_in(
+    folder: Path, *, source: str, needed: bool = False, trust_remote_code: bool = False
+) -> dict[str, int] | None:
     """Tokens and ids of the tokenizer in a model's folder; None where there is none and none is
-    `needed`. Raises DataError where it cannot be loaded."""
+    `needed`. Raises DataError, which names the `source`, where it cannot be loaded."""
     if not needed and not (folder / "tokenizer_config.json").exists():
         return None
-    found: dict[str, int] = load_tokenizer(folder).get_vocab()
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    except DataError as error:
+        raise DataError(
+            f"{source}: the tokenizer in {folder} cannot be loaded, so that it cannot be compared "
+            f"with the policy's; repair it, or remove its tokenizer_config.json"
+        ) from error
+    found: dict[str, int] = tokenizer.get_vocab()
     return found

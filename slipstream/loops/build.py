@@ -511,15 +511,19 @@ def check_reference(
     path = config.actor_rollout_ref.ref.path
     if path is None:
         return
+    source = f"actor_rollout_ref.ref.path={path}"
+    trust = config.actor_rollout_ref.model.trust_remote_code
     # Over the whole vocabulary policies are compared output by output.
     alike = policy.vocab_size == reference.vocab_size or not takes_full_kl(config)
     check_vocabulary(
         reference,
         policy,
         role="reference",
-        source=f"actor_rollout_ref.ref.path={path}",
+        source=source,
         remedy="name a reference, or a teacher, with the policy's tokenizer",
-        other_vocab=vocabulary_in(folder) if alike else None,
+        other_vocab=vocabulary_in(folder, source=source, trust_remote_code=trust)
+        if alike
+        else None,
         policy_vocab=tokenizer.get_vocab(),
     )
 

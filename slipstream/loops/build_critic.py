@@ -89,13 +89,19 @@ def check_critic(
     own = config.critic.model
     assert own.path is not None
     folder = Path(own.tokenizer_path or own.path)
+    source = f"critic.model.path={own.path}"
     check_vocabulary(
         critic,
         policy,
         role="critic",
-        source=f"critic.model.path={own.path}",
+        source=source,
         remedy="start from a critic of the policy's tokenizer, or set critic.model.path=null",
-        other_vocab=vocabulary_in(folder, needed=own.tokenizer_path is not None),
+        other_vocab=vocabulary_in(
+            folder,
+            source=source,
+            needed=own.tokenizer_path is not None,
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        ),
         policy_vocab=tokenizer.get_vocab(),
     )
     longest = build.max_model_len(config)

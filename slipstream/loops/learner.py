@@ -25,6 +25,7 @@ from slipstream.algorithms import (
     rollout_correction,
     token_lots,
 )
+from slipstream.algorithms.advantages.whiten import WHITENING
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops.rl_batch import (
     KLInReward,
@@ -116,8 +117,9 @@ class Learner:
             rewards, penalty = self._rewards(batch, usable)
             metrics |= penalty | self._correct(batch)
             rewards = carried_rewards(batch.rows, rewards)
-        # One token has nothing to be whitened by.
-        if batch.num_target_tokens < (1 if config.correction is None else 2):
+        # A token that is left alone has nothing to be whitened by.
+        whitens = config.correction is not None and config.adv_estimator in WHITENING
+        if batch.num_target_tokens < (2 if whitens else 1):
             metrics["training/skipped_batch"] = 1.0
             self._skip(step, _ALL_REJECTED, notify)
             return metrics

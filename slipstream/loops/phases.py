@@ -348,7 +348,7 @@ def check_rl(run: Run, start: Path | None) -> None:
     if (path := config.actor_rollout_ref.ref.path) is not None:
         folder = policy_folder(Path(path))
         build.check_reference(config, load_config(folder), policy, folder, run.tokenizer)
-    if (path := config.critic.model.path) is not None:
+    if (path := config.critic.model.path) is not None and build.wants_critic(config):
         check_critic(config, load_config(policy_folder(Path(path))), run.tokenizer, policy)
 
 

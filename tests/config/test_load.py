@@ -267,6 +267,35 @@ def test_an_interval_is_not_a_number_with_an_underscore(interval: str) -> None:
     assert config.algorithm.rollout_correction.rollout_is_threshold == interval.strip("'")
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("trainer.experiment_name=exp-1_2", "exp-1_2"),
+        ("trainer.experiment_name=2024-05_06", "2024-05_06"),
+        ("trainer.default_local_dir=runs/2024_01/x", "runs/2024_01/x"),
+        ("data.train_files=[d/2024_01/a.parquet,b_1/2]", ("d/2024_01/a.parquet", "b_1/2")),
+        ("trainer.project_name= 2024_01", "2024_01"),
+    ],
+)
+def test_numbers_within_names_and_paths_stay_there(override: str, value: object) -> None:
+    node: Any = load(override, "data.task=null", recipe=None)
+    for part in override.partition("=")[0].split("."):
+        node = getattr(node, part)
+    assert node == value
+
+
+def test_an_interval_within_a_mapping_or_a_list_is_none_either() -> None:
+    given = "{rollout_is: token, rollout_is_threshold: 0.5_5, rollout_token_veto_threshold: 0.1}"
+    correction = load(f"{CORRECTION}={given}").algorithm.rollout_correction
+    assert correction.rollout_is_threshold == "0.5_5"
+    assert correction.rollout_token_veto_threshold == 0.1
+    listed = load(
+        f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k1]",
+        f"{CORRECTION}.rollout_rs_threshold=[0.5_2, 0.9_1.1]",
+    )
+    assert listed.algorithm.rollout_correction.rollout_rs_threshold == ("0.5_2", "0.9_1.1")
+
+
 def test_names_with_underscores_and_long_numbers_are_what_they_look_like(tmp_path: Path) -> None:
     config = load("trainer.project_name=2024_01", "trainer.seed=1_000", "trainer.logger=[file]")
     assert (config.trainer.project_name, config.trainer.seed) == ("2024_01", 1000)
@@ -282,6 +311,16 @@ def test_an_interval_in_a_file_is_in_quotes(tmp_path: Path) -> None:
     assert 'is read as one number without the underscore; write "0.5_5", in quotes' in refusal(
         file=path
     )
+    base = tmp_path / "base.yaml"
+    base.write_text(path.read_text())
+    path.write_text("defaults:\n  - base\n  - _self_\n")
+    assert "base.yaml: algorithm.rollout_correction.rollout_is_threshold" in refusal(file=path)
+    merged = "x: &x\n  rollout_is_threshold: 1_5\nalgorithm:\n  rollout_correction:\n    <<: *x\n"
+    path.write_text(merged)
+    assert "rollout_is_threshold: 1_5 is read as" in refusal(file=path)
+    # What YAML reads as text needs no quotes.
+    path.write_text(lines + "0.5_5.0\n")
+    assert load(file=path).algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
     path.write_text(lines + '"0.5_5"\n')
     assert load(file=path).algorithm.rollout_correction.rollout_is_threshold == "0.5_5"
 

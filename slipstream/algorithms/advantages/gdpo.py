@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.advantages.groups import check_keywords, check_shapes, finish, required
-from slipstream.algorithms.advantages.grpo import relative_scores
+from slipstream.algorithms.advantages.grpo import GRPO_EPS, divides_by_std, relative_scores
 from slipstream.algorithms.advantages.whiten import masked_whiten
 from slipstream.algorithms.registry import AdvantageEstimator, AdvantageNeed, register_adv_est
 from slipstream.algorithms.settings import AdvantageConfig
@@ -25,6 +25,8 @@ def gdpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Iterable[Hashable],
+    epsilon: float = GRPO_EPS,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: AdvantageConfig | None = None,
     reward_parts: RewardParts | None = None,
     non_tensor_batch: RewardParts | None = None,
@@ -55,12 +57,13 @@ def gdpo(
             f"components of the reward to compare, of {', '.join(sorted(parts)) or 'none given'}"
         )
     weights = config.gdpo_reward_weights
+    by_std = divides_by_std(norm_adv_by_std_in_grpo, config)
     index = list(index)
     combined = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in zip(keys, [1.0] * len(keys) if weights is None else weights, strict=True):
         scores = _component(parts, key).to(combined)
         try:
-            combined += weight * relative_scores(scores, index, config.norm_adv_by_std_in_grpo)
+            combined += weight * relative_scores(scores, index, by_std, epsilon)
         except ValueError as error:
             raise ValueError(f"reward component {key!r}: {error}") from error
     tokens = combined.unsqueeze(-1).expand(response_mask.shape)

@@ -22,21 +22,25 @@ def gpg(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     index: Iterable[Hashable],
+    epsilon: float | None = None,
     f_norm: float = 1.0,
+    alpha: float | None = None,
+    config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_i = alpha (s_i - mean_g) / f_norm, alpha = B / max(number of non-zero scores, 1); a group
     of one keeps alpha / f_norm times its raw score.
 
-    alpha counts over the rows given: call it with the whole batch. Shapes as in `AdvantageFn`.
+    alpha counts over the rows given: call it with the whole batch. Shapes as in `AdvantageFn`. The
+    parameters `epsilon` and `alpha` are VERL's, and not read there either.
 
     Source: GPG, https://arxiv.org/abs/2504.02546, as VERL computes it.
 
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
-    check_keywords("gpg", more, unread=["epsilon"])
+    check_keywords("gpg", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
-    alpha = len(group.score) / max(int((group.score != 0).sum()), 1)
+    scale = len(group.score) / max(int((group.score != 0).sum()), 1)
     relative = torch.where(group.count > 1, group.centered, group.score)
-    return to_tokens(alpha * relative / f_norm, response_mask, token_level_rewards)
+    return to_tokens(scale * relative / f_norm, response_mask, token_level_rewards)

@@ -5,7 +5,7 @@ Called by the estimators of this package. Knows nothing about any of their formu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,15 +113,15 @@ def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
 _PASSED = frozenset(AdvantageNeed) | {"index", "config", "non_tensor_batch", "batch"}
 
 
-def check_keywords(name: str, more: Mapping[str, object], *, unread: Sequence[str] = ()) -> None:
-    """That the keywords which an estimator has no use for are such as callers give to all alike, or
-    `unread`: those that VERL's has and does not read.
+def check_keywords(name: str, more: Mapping[str, object]) -> None:
+    """That the keywords which an estimator has no use for are such as callers give to all alike.
+    Parameters that VERL's has and does not read, such as `epsilon`, are in the signatures.
 
     Raises:
         TypeError: another one, which would be lost without a word.
     """
     for key in more:
-        if key not in _PASSED and key not in unread:
+        if key not in _PASSED:
             raise TypeError(f"advantage estimator {name!r} has no parameter {key!r}")
 
 

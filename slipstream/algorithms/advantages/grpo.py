@@ -48,7 +48,7 @@ def grpo(
     """
     check_keywords("grpo", more)
     scores = sequence_scores(token_level_rewards, response_mask)
-    by_std = _by_std(norm_adv_by_std_in_grpo, config)
+    by_std = divides_by_std(norm_adv_by_std_in_grpo, config)
     relative = relative_scores(scores, index, by_std, epsilon)
     return to_tokens(relative, response_mask, token_level_rewards)
 
@@ -87,7 +87,7 @@ def grpo_passk(
         rows = (group.slot == slot).nonzero().squeeze(-1)
         top, place = group.score[rows].topk(2)
         gap[rows[place[0]]] = top[0] - top[1]
-    if _by_std(norm_adv_by_std_in_grpo, config):
+    if divides_by_std(norm_adv_by_std_in_grpo, config):
         gap = gap / (group.std + epsilon)
     return to_tokens(gap, response_mask, token_level_rewards)
 
@@ -101,5 +101,6 @@ def relative_scores(
     return torch.where(group.count > 1, relative, group.score)
 
 
-def _by_std(given: bool | None, config: AdvantageConfig | None) -> bool:
+def divides_by_std(given: bool | None, config: AdvantageConfig | None) -> bool:
+    """`norm_adv_by_std_in_grpo` of a call, or else of its settings."""
     return AdvantageConfig.of(config).norm_adv_by_std_in_grpo if given is None else given

@@ -19,7 +19,12 @@ from slipstream.algorithms.registry import AdvantageEstimator, register_adv_est
 
 @register_adv_est(AdvantageEstimator.OPO)
 def opo(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **more: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float | None = None,
+    config: object = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_i = s_i - sum_j l_j s_j / sum_j l_j over the group, l the number of target tokens; a group
     of one keeps its raw score.
@@ -31,7 +36,7 @@ def opo(
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
-    check_keywords("opo", more, unread=["epsilon"])
+    check_keywords("opo", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     length = (response_mask != 0).sum(dim=-1).double()
     # About the mean, so that equal scores give exactly 0. A group of empty rows is masked anyway.

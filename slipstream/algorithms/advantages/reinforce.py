@@ -56,7 +56,12 @@ def reinforce_plus_plus(
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
 def reinforce_plus_plus_baseline(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **more: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float | None = None,
+    config: object = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A = s_i - mean_g on each target token, whitened over them all; the returns equal A.
 

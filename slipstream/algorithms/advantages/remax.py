@@ -24,6 +24,7 @@ def remax(
     token_level_rewards: Tensor,
     reward_baselines: Tensor | None = None,
     response_mask: Tensor | None = None,
+    config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """returns_t = sum of R over the target tokens from t on; A_t = returns_t - b_i.

@@ -20,7 +20,12 @@ from slipstream.algorithms.registry import AdvantageEstimator, register_adv_est
 
 @register_adv_est(AdvantageEstimator.RLOO)
 def rloo(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **more: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float | None = None,
+    config: object = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """A_i = s_i - mean of the others' scores = n / (n - 1) (s_i - mean_g); a group of one keeps its
     raw score. Shapes as in `AdvantageFn`.
@@ -31,7 +36,7 @@ def rloo(
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
-    check_keywords("rloo", more, unread=["epsilon"])
+    check_keywords("rloo", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     per_row = torch.where(group.count > 1, _leave_one_out(group), group.score)
     return to_tokens(per_row, response_mask, token_level_rewards)
@@ -39,7 +44,12 @@ def rloo(
 
 @register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
 def rloo_vectorized(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], **more: Any
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float | None = None,
+    config: object = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `rloo`, but a group of one, which has no others to compare with, gets A = 0.
 
@@ -48,7 +58,7 @@ def rloo_vectorized(
     Raises:
         ValueError: shapes differ, or a score is not finite.
     """
-    check_keywords("rloo_vectorized", more, unread=["epsilon"])
+    check_keywords("rloo_vectorized", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
     return to_tokens(_leave_one_out(group), response_mask, token_level_rewards)
 

@@ -11,6 +11,9 @@ from slipstream.algorithms.aggregation import zero_masked
 
 WHITEN_EPS = 1e-8
 
+WHITENING = frozenset({"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""The estimators that whiten: they need two target tokens."""
+
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Variance over the places where `mask` is not 0, a float64 scalar; with n - 1 if `unbiased`.

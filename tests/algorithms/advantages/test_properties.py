@@ -197,8 +197,15 @@ def test_verls_calls_by_name_mean_what_they_mean_there() -> None:
     assert by_one.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
     remax, _ = get_adv_estimator_fn("remax")(rewards, torch.tensor([0.5, 0.25]), mask)
     assert remax.tolist() == [[0.5, 0.5], [-0.25, -0.25]]
-    gpg, _ = get_adv_estimator_fn("gpg")(rewards, mask, ["a", "a"], f_norm=2.0, epsilon=1e-6)
+    gpg, _ = get_adv_estimator_fn("gpg")(rewards, mask, ["a", "a"], 1e-6, 2.0, 1.0, None)
     assert gpg.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    # VERL's settings, where what is not given is None.
+    given = {"norm_adv_by_std_in_grpo": False, "gdpo_reward_keys": None, "lam": None}
+    assert grpo(rewards, mask, ["a", "a"], config=given)[0].tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    for name in ("rloo", "rloo_vectorized", "opo", "reinforce_plus_plus_baseline"):
+        estimator = get_adv_estimator_fn(name)
+        plain, _ = estimator(rewards, mask, ["a", "a"])
+        assert torch.equal(estimator(rewards, mask, ["a", "a"], 1e-6)[0], plain)
 
 
 @pytest.mark.parametrize("name", NAMES)
