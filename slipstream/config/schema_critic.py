@@ -17,8 +17,9 @@ class CriticModelConfig:
     """What the critic starts from."""
 
     path: str | None = None
-    """Folder of a Hugging Face checkpoint: token classification with one label, or a language
-    model, whose values start at 0; null: the policy that RL starts from."""
+    """Folder of a Hugging Face checkpoint: token classification with one label, a reward model
+    (sequence classification with one label), or a language model, whose values start at 0; null:
+    the policy that RL starts from."""
     tokenizer_path: str | None = None
     """Folder of its tokenizer, which must be the policy's; null: the one in `path`."""
     enable_gradient_checkpointing: bool = False

@@ -12,6 +12,7 @@ from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_algorithm import critic_updates
+from slipstream.loops.snapshot import policy_folder
 from slipstream.models.config import ModelConfig
 from slipstream.models.critic_io import load_critic
 from slipstream.models.decoder import Decoder
@@ -48,7 +49,7 @@ def make_critic(
     if resume is not None:
         model = load_critic(critic_folder(resume), device=device)
     elif critic.model.path is not None:
-        model = load_critic(Path(critic.model.path), device=device)
+        model = load_critic(policy_folder(Path(critic.model.path)), device=device)
         check_critic(config, model.config, tokenizer, policy.config)
     else:
         model = ValueModel.of(policy)
@@ -88,7 +89,9 @@ def check_critic(
     writes, or too few of them. Raises CheckpointError and ConfigError."""
     own = config.critic.model
     assert own.path is not None
-    folder = Path(own.tokenizer_path or own.path)
+    folder = policy_folder(Path(own.path))
+    if own.tokenizer_path is not None:
+        folder = Path(own.tokenizer_path)
     source = f"critic.model.path={own.path}"
     check_vocabulary(
         critic,

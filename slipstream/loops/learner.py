@@ -48,6 +48,7 @@ from slipstream.rollout.train_rows import (
     rows_of,
     targets_of,
 )
+from slipstream.training.critic import explained_variance
 from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
 from slipstream.types import FeatureSink, Group, Sample, TrainBatch, TrainRow
 
@@ -131,6 +132,8 @@ class Learner:
                 row.values = own
         with timers.span("adv"):
             metrics |= await self._fill_advantages(batch, rewards, usable)
+        if self._critic is not None and (explained := explained_variance(batch)) is not None:
+            metrics["critic/vf_explained_var"] = explained
         sizes = [len(group) for group in usable.groups]
         if config.pf_ppo is not None:
             batch, sizes = self._resampled(step, batch, usable)
@@ -190,9 +193,10 @@ class Learner:
         config, correction = self._config, self._config.correction
         several = not config.on_policy and config.sync_every == 1
         needed = self._kl is not None or AdvantageNeed.OLD_LOG_PROBS in self._needs
-        decoupled = _decoupled(correction)
+        # Also where it only measures how far the two are apart.
+        compared = correction is not None and not correction.bypass_mode
         bypass = correction is not None and correction.bypass_mode
-        if (several and not bypass) or needed or decoupled:
+        if (several and not bypass) or needed or compared:
             with timers.span("old_log_prob"):
                 async with self._stages.stage("log-probs", "the policy's forward pass"):
                     old = await self._backend.compute_log_probs(batch)

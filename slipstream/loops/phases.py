@@ -261,8 +261,9 @@ class _RLPhase:
             )
             self._data.load_state_dict(data["data_buffer"])
             self._rollouts.load_state_dict(data["rollouts"])
-            if self._kl is not None:
-                self._kl.load_state_dict(data["kl_in_reward"])
+            # A run without the penalty, which this one goes on from, has none.
+            if self._kl is not None and (saved := data.get("kl_in_reward")) is not None:
+                self._kl.load_state_dict(saved)
             if self._drafter is not None:
                 await self._drafter.restore(resume)
         if self._published is not None and not self._published.tensors:

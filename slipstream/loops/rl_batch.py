@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.algorithms import KLController, apply_kl_penalty
+from slipstream.algorithms import AdaptiveKLController, KLController, apply_kl_penalty
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
 from slipstream.rewards.protocol import REWARD_FAILURE
@@ -104,7 +104,9 @@ class KLInReward:
         return {"kl_coef": self._controller.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._controller.value = float(state["kl_coef"])
+        # A fixed one is what this run's settings say.
+        if isinstance(self._controller, AdaptiveKLController):
+            self._controller.value = float(state["kl_coef"])
 
 
 def mini_batches(

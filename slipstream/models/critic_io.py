@@ -27,11 +27,13 @@ _ARCHITECTURES = {
     "llama": "LlamaForTokenClassification",
 }
 _CAUSAL = "ForCausalLM"
+_REWARD = "ForSequenceClassification"
 
 
 def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueModel:
-    """A value model with fp32 parameters: one that `save_critic` or transformers wrote, or a
-    language model, without its LM head and with values that are 0.
+    """A value model with fp32 parameters: one that `save_critic` or transformers wrote, a reward
+    model (sequence classification with one label), or a language model, without its LM head and
+    with values that are 0.
 
     Raises:
         CheckpointError: as `load_checkpoint`; or a folder of another kind of model, or of one with
@@ -44,12 +46,16 @@ def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueMod
     if str(architecture).endswith(_CAUSAL):
         tensors.pop("lm_head.weight", None)
         tensors.update({f"score.{n}": p.detach() for n, p in model.score.named_parameters()})
+    elif str(architecture).endswith(_REWARD):
+        # A reward model scores whole texts by a head without a bias.
+        tensors.setdefault("score.bias", torch.zeros(1))
     elif architecture != _ARCHITECTURES[config.family]:
         raise CheckpointError(
             f"{folder / 'config.json'}: {architecture} is no critic; it takes "
-            f"{_ARCHITECTURES[config.family]} with one label, or a language model to start from"
+            f"{_ARCHITECTURES[config.family]} with one label, a reward model of one "
+            f"({_REWARD.removeprefix('For')}), or a language model to start from"
         )
-    elif "score.weight" in tensors and len(tensors["score.weight"]) != 1:
+    if "score.weight" in tensors and len(tensors["score.weight"]) != 1:
         raise CheckpointError(
             f"{folder}: the model has {len(tensors['score.weight'])} labels and a critic has one, "
             "the value; start from a language model instead"

@@ -46,6 +46,10 @@ _UNKNOWN = (
 )
 """What makes an adapter compute anything but W x + alpha / r * B A x."""
 
+_INITS = frozenset({"gaussian", "eva", "orthogonal"})
+"""Named ways to begin (`init_lora_weights`) that leave the base model as it is: others, such as
+PiSSA's, take what they begin with out of its weights."""
+
 
 def save_adapter(decoder: Decoder, folder: Path, *, base_model: str | None = None) -> None:
     """Write the adapter of `decoder` in fp32 as a folder that `peft.PeftModel.from_pretrained`
@@ -176,6 +180,9 @@ def _config(path: Path) -> dict[str, Any]:
     odd = [name for name in _UNKNOWN if raw.get(name)]
     if raw.get("bias", "none") != "none":
         odd.append("bias")
+    begun = raw.get("init_lora_weights")
+    if isinstance(begun, str) and begun not in _INITS:
+        odd.append("init_lora_weights")
     if odd:
         raise CheckpointError(
             f"{path}: {odd[0]}={raw[odd[0]]} is not supported; train a plain LoRA adapter, or "

@@ -129,9 +129,8 @@ class Critic:
         those at the start of the update.
 
         Metrics: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean` of `value_loss`;
-        `critic/vf_explained_var` (`explained_variance`) of the given values; `critic/grad_norm`
-        before clipping and `critic/lr`; `critic/skipped_steps`: the updates that this run has
-        skipped because loss or gradient norm was not finite.
+        `critic/grad_norm` before clipping and `critic/lr`; `critic/skipped_steps`: the updates that
+        this run has skipped because loss or gradient norm was not finite.
 
         Raises (when awaited):
             DataError: the batch cannot be trained on, or lacks a column.
@@ -204,7 +203,7 @@ class Critic:
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         self._check(batch)
-        explained = explained_variance(batch)
+        _check_columns(batch)
         normalizers = batch_normalizers(batch)
         if self._loss.loss_scale_factor:
             normalizers = replace(normalizers, horizon=self._loss.loss_scale_factor)
@@ -235,8 +234,6 @@ class Critic:
             self._guarded.forget_gradients()
             raise
         metrics_of_step = sums.values() | self._guarded.step()
-        if explained is not None:
-            metrics_of_step["critic/vf_explained_var"] = explained
         metrics_of_step["critic/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics_of_step
 
@@ -244,20 +241,15 @@ class Critic:
 def explained_variance(batch: TrainBatch) -> float | None:
     """1 - Var(R - V) / (Var(R) + 1e-5) over target tokens, of the rows' `returns` and `values`:
     1 where values say all, 0 where they say nothing, below where they mislead. None: one token.
+    Of a whole batch: within a mini-batch returns may not differ at all.
 
     Raises:
         DataError: a row has no returns or no values.
     """
+    _check_columns(batch)
     returns: list[float] = []
     errors: list[float] = []
-    for index, row in enumerate(batch.rows):
-        for name in ("returns", "values"):
-            if getattr(row, name) is None:
-                raise DataError(
-                    f"row {index} (uid {row.uid!r}) has no {name}, and a critic learns from both "
-                    "values and returns; set values from Critic.values before the update, and "
-                    "returns from the advantage estimator (gae)"
-                )
+    for row in batch.rows:
         assert row.returns is not None
         assert row.values is not None
         targets = [t for t, weight in enumerate(row.loss_mask) if t and weight]
@@ -267,3 +259,14 @@ def explained_variance(batch: TrainBatch) -> float | None:
         return None
     spread = torch.tensor([errors, returns], dtype=torch.float64).var(-1)
     return 1.0 - float(spread[0] / (spread[1] + 1e-5))
+
+
+def _check_columns(batch: TrainBatch) -> None:
+    for index, row in enumerate(batch.rows):
+        for name in ("returns", "values"):
+            if getattr(row, name) is None:
+                raise DataError(
+                    f"row {index} (uid {row.uid!r}) has no {name}, and a critic learns from both "
+                    "values and returns; set values from Critic.values before the update, and "
+                    "returns from the advantage estimator (gae)"
+                )

@@ -182,7 +182,12 @@ def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
     before = weights(backend)
     critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
     history = train(
-        backend, adv_estimator="gae", critic_warmup=3, critic_epochs=2, given={"critic": critic}
+        backend,
+        adv_estimator="gae",
+        critic_warmup=3,
+        critic_epochs=2,
+        critic_mini_batch_size=1,
+        given={"critic": critic},
     )
     assert all("actor/grad_norm" not in metrics for metrics in history)
     for n, w in backend.decoder.named_parameters():
@@ -192,6 +197,8 @@ def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
     assert history[1]["critic/values/mean"] > 0.0
     assert history[0]["critic/returns/mean"] == pytest.approx(history[0]["critic/score/mean"], 0.2)
     assert history[1]["critic/vf_loss"] < history[0]["critic/vf_loss"]
+    # Values that are all 0 explain nothing, whatever mini-batches look like.
+    assert history[0]["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-3)
     critic.close()
 
 
@@ -218,6 +225,12 @@ def test_weights_against_the_rollouts_law_reach_the_loss() -> None:
     # The scripted engine's log-probs are not the trainer's: the weights tell them apart.
     assert history[0]["rollout_corr/rollout_is_mean"] != 1.0
     assert losses[0] != losses[1]
+
+
+def test_a_preset_that_only_measures_has_both_log_probs() -> None:
+    history = train(tiny_backend(), correction=RolloutCorrectionConfig.preset("disabled"))
+    assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
+    assert history[0]["rollout_corr/kl"] != 0.0
 
 
 @pytest.mark.parametrize("preset", ["bypass_ppo_clip", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])

@@ -291,6 +291,19 @@ def test_a_run_resumed_in_rl_does_not_need_its_sft_any_more(
     assert steps_of(copy) == [3, 4]
 
 
+def test_a_penalty_that_begins_with_a_resumed_run_has_its_own_coefficient(
+    copy: Path, finished: tuple[Path, Path], tmp_path: Path
+) -> None:
+    overrides = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=0.25",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={copy}/global_step_2",
+    ]
+    assert again(tmp_path / "new", finished, *overrides) == 0
+    assert metrics_of(tmp_path / "new")[3]["actor/reward_kl_penalty_coeff"] == 0.25
+
+
 def test_a_reference_policy_must_still_be_there(
     finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

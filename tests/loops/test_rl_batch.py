@@ -137,6 +137,12 @@ def test_the_steered_coefficient_survives_a_restart() -> None:
     assert other.rewards(*rows_with_log_probs()) == one.rewards(*rows_with_log_probs())
 
 
+def test_a_fixed_coefficient_is_that_of_the_settings_after_a_restart() -> None:
+    other = KLInReward(FixedKLController(0.5), "kl")
+    other.load_state_dict({"kl_coef": 0.2})
+    assert other.state_dict() == {"kl_coef": 0.5}
+
+
 def test_batch_metrics_cover_targets_only() -> None:
     usable = usable_samples([group(0, False, False)])
     made = prepare_grpo_batch(usable.samples, norm_adv_by_std_in_grpo=False)

@@ -67,6 +67,20 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "critic"
 
 
+def test_a_reward_model_is_one_to_start_from(saved: Path) -> None:
+    config, weights = saved / "config.json", saved / "model.safetensors"
+    raw, tensors = json.loads(config.read_text()), load_file(weights)
+    config.write_text(json.dumps({**raw, "architectures": ["Qwen3ForSequenceClassification"]}))
+    # transformers' have no bias.
+    save_file({n: t for n, t in tensors.items() if n != "score.bias"}, weights)
+    loaded = load_critic(saved)
+    assert torch.equal(loaded.score.weight, tensors["score.weight"])
+    assert loaded.score.bias.tolist() == [0.0]
+    save_file({**tensors, "score.weight": torch.zeros(3, 64)}, weights)
+    with pytest.raises(CheckpointError, match="has 3 labels and a critic has one"):
+        load_critic(saved)
+
+
 def test_other_models_are_refused(saved: Path) -> None:
     config, weights = saved / "config.json", saved / "model.safetensors"
     raw, tensors = json.loads(config.read_text()), load_file(weights)
@@ -79,8 +93,8 @@ def test_other_models_are_refused(saved: Path) -> None:
     save_file({**tensors, "score.bias": torch.tensor([float("nan")])}, weights)
     with pytest.raises(CheckpointError, match=r"score\.bias has NaN"):
         load_critic(saved)
-    config.write_text(json.dumps({**raw, "architectures": ["Qwen3ForSequenceClassification"]}))
-    with pytest.raises(CheckpointError, match="Qwen3ForSequenceClassification is no critic"):
+    config.write_text(json.dumps({**raw, "architectures": ["Qwen3ForQuestionAnswering"]}))
+    with pytest.raises(CheckpointError, match="Qwen3ForQuestionAnswering is no critic"):
         load_critic(saved)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_critic(saved / "nowhere")

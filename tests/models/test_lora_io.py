@@ -131,6 +131,7 @@ def refused(adapter: Path, message: str, decoder: Decoder | None = None) -> None
         ("modules_to_save", ["lm_head"], "modules_to_save"),
         ("rank_pattern", {"q_proj": 2}, "rank_pattern"),
         ("bias", "all", "bias=all is not supported"),
+        ("init_lora_weights", "pissa_niter_4", "init_lora_weights=pissa_niter_4 is not supported"),
         ("r", 5, "expected"),
         ("r", 0, "lora_rank=0 must be at least 1"),
         ("lora_alpha", "x", "could not convert"),
