@@ -178,7 +178,8 @@ class DAPORewardManager(NaiveRewardManager):
         if self._penalise and not 0 < self._buffer <= self._max_resp_len:
             raise ConfigError(
                 f"reward_model.reward_kwargs: overlong_buffer_cfg.len {self._buffer} must be "
-                f"between 1 and max_resp_len ({max_resp_len})"
+                f"between 1 and max_resp_len ({max_resp_len}); set "
+                "reward_model.reward_kwargs.max_resp_len to data.max_response_length"
             )
 
     def finish(self, sample: Sample, score: Score) -> Score:
