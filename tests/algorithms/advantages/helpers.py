@@ -12,10 +12,11 @@ from torch import Tensor
 
 from slipstream.algorithms import AdvantageConfig, AdvantageEstimator, adv_needs
 from slipstream.algorithms import get_adv_estimator_fn as get
+from slipstream.algorithms.advantages.whiten import WHITENING
 from tests.algorithms.advantages.reference import Case, Rows
 
 NAMES = sorted(AdvantageEstimator)
-WHITENED = ["gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+WHITENED = sorted(WHITENING)
 
 
 def make_case(seed: int, groups: Sequence[int] = (3, 2, 4), length: int = 5) -> Case:
