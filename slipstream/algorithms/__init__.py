@@ -54,6 +54,7 @@ from slipstream.algorithms.kl import (
     apply_kl_penalty,
     get_kl_controller,
     kl_penalty,
+    subtract_kl,
 )
 from slipstream.algorithms.log_probs import (
     chunked_sum_pi_squared,
@@ -181,6 +182,7 @@ __all__ = [
     "rloo_vectorized",
     "rollout_correction",
     "sapo",
+    "subtract_kl",
     "sum_loss",
     "support_log_mass",
     "support_log_mass_from_logits",

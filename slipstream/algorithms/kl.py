@@ -2,7 +2,8 @@
 
 Estimators of KL(policy || reference) from the log-probs of tokens that the policy sampled, after
 http://joschu.net/blog/kl-approx.html. In the loss the trainer aggregates `kl_penalty`; in the
-reward `apply_kl_penalty` subtracts it from token scores. Knows nothing about models.
+reward `apply_kl_penalty` subtracts it from token scores, and `subtract_kl` one that was computed
+otherwise (`full_kl`). Knows nothing about models.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         case "full" | "full_forward":
             raise ValueError(
                 f"kl penalty {kind!r} sums over the whole vocabulary and needs both policies' "
-                f"hidden states, but here are only log-probs of the sampled tokens; in the loss "
-                f"actor_rollout_ref.actor.kl_loss_type={kind} computes it, elsewhere use 'k3' "
-                f"(low_var_kl) or 'k3+'"
+                f"hidden states, but here are only log-probs of the sampled tokens; "
+                f"actor_rollout_ref.actor.kl_loss_type={kind} and algorithm.kl_penalty={kind} "
+                f"compute it, elsewhere use chunked_full_kl, 'k3' (low_var_kl) or 'k3+'"
             )
     raise ValueError(
         f"unknown kl penalty {kind!r}; known: {', '.join(KL_KINDS)}, each also with a '+' suffix"
@@ -134,6 +135,20 @@ def apply_kl_penalty(
     kl_ctrl: KLController,
     kl_penalty_kind: str = "kl",
 ) -> tuple[Tensor, dict[str, float]]:
+    """In-reward KL from log-probs of the sampled tokens: `subtract_kl` of
+    `kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)`. All tensors (B, T).
+
+    Raises:
+        ValueError: unknown kind, or no row has an unmasked token.
+    """
+    with torch.no_grad():
+        kl = kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)
+    return subtract_kl(token_level_scores, kl, response_mask, kl_ctrl=kl_ctrl)
+
+
+def subtract_kl(
+    token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_ctrl: KLController
+) -> tuple[Tensor, dict[str, float]]:
     """In-reward KL: token rewards = scores - beta KL M, beta from the controller before its update.
 
     All tensors (B, T). The measured KL is the mean over non-empty rows of the row's mean; it is
@@ -142,10 +157,9 @@ def apply_kl_penalty(
     Source: InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2.
 
     Raises:
-        ValueError: unknown kind, or no row has an unmasked token.
+        ValueError: no row has an unmasked token.
     """
     with torch.no_grad():
-        kl = kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)
         tokens_per_row = response_mask.sum(dim=-1)
         kept = tokens_per_row > 0
         if not bool(kept.any()):

@@ -75,6 +75,10 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     },
     # The first one's values: VERL 0.6.1's use_policy_gradient.
     "algorithm.rollout_correction.loss_type": {True: "reinforce", False: "ppo_clip"},
+    # VERL's files have null where nothing is asked for.
+    f"{_MODEL}.exclude_modules": {None: ()},
+    f"{_ACTOR}.optim.min_lr_ratio": {None: 0.0},
+    "critic.optim.min_lr_ratio": {None: 0.0},
     "data.reward_fn_key": {"reward": "data_source"},
     "trainer.logger": {"jsonl": "file"},
 }
@@ -180,10 +184,12 @@ matches, too, does not come here."""
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """Values of an absent feature that ask for nothing, and what to do instead of others."""
+    """Values of an absent feature that ask for nothing, and what to do instead of others. Nor does
+    the value of the option `same_as`."""
 
     values: tuple[Any, ...]
     remedy: str
+    same_as: str | None = None
 
 
 def _off(remedy: str) -> Neutral:
@@ -234,7 +240,12 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     "data.sampler.class_name": _off("rows are drawn by data.mixture_weights; set it to null"),
     "data.datagen.path": _off("use a built-in task (data.task); set it to null"),
     "data.datagen.name": _off("use a built-in task (data.task); set it to null"),
-    "data.gen_batch_size": _off("use actor_rollout_ref.rollout.over_sample_rate; set it to null"),
+    "data.gen_batch_size": Neutral(
+        (None,),
+        f"groups that are filtered out are replaced one by one; set {_ROLLOUT}.over_sample_rate to "
+        "begin with more, and this to null",
+        same_as="data.train_batch_size",
+    ),
     f"{_ACTOR}.tis_imp_ratio_cap": Neutral(
         (-1, None),
         "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold instead",
@@ -296,12 +307,14 @@ def _matches(key: str, table_key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What became of one assignment: the key to set (null: nothing), its value, and remarks."""
+    """What became of one assignment: the key to set (null: nothing), its value, and remarks.
+    `problem` is none where the option `unless_equal` has this value in the end."""
 
     key: str | None
     value: Any
     notices: tuple[str, ...] = ()
     problem: str | None = None
+    unless_equal: str | None = None
 
 
 def _new_key(key: str) -> str | None:
@@ -326,7 +339,8 @@ def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
     def one(item: Any) -> Any:
         for old, new in names.items():
             if _same_value(item, old):
-                notices.append(f"{key}={old} is taken as {key}={new}")
+                if old is not None:
+                    notices.append(f"{key}={old} is taken as {key}={new}")
                 return new
         return item
 
@@ -357,9 +371,11 @@ def rewrite(key: str, value: Any, *, known: bool) -> Rewritten:
             key = renamed
         elif key in ONLY_NEUTRAL:
             neutral = ONLY_NEUTRAL[key]
-            if any(_same_value(value, allowed) for allowed in neutral.values):
+            allowed = any(_same_value(value, one) for one in neutral.values)
+            if allowed or (neutral.same_as is not None and _refers_to(value, neutral.same_as)):
                 return Rewritten(None, None)
-            return Rewritten(None, None, problem=f"{key}={show(value)}: {neutral.remedy}")
+            problem = f"{key}={show(value)}: {neutral.remedy}"
+            return Rewritten(None, value, problem=problem, unless_equal=neutral.same_as)
         else:
             for pattern, reason in WITHOUT_EFFECT.items():
                 if _matches(key, pattern):

@@ -97,6 +97,7 @@ class _Tree:
         self.values = to_dict(Config())
         self.notices: dict[str, None] = {}
         self.problems: list[str] = []
+        self.to_compare: list[aliases.Rewritten] = []
         self.given: set[str] = set()
 
     def apply(self, assignment: Assignment) -> None:
@@ -107,7 +108,9 @@ class _Tree:
             return
         rewritten = aliases.rewrite(key, assignment.value, known=known)
         self.notices.update(dict.fromkeys(rewritten.notices))
-        if rewritten.problem is not None:
+        if rewritten.unless_equal is not None:
+            self.to_compare.append(rewritten)
+        elif rewritten.problem is not None:
             self.problems.append(rewritten.problem)
         if rewritten.key is not None:
             self._set(rewritten.key, rewritten.value)
@@ -174,6 +177,10 @@ class _Tree:
 
     def imply(self) -> None:
         """What follows from what was given, and what is without effect because of it."""
+        for one in self.to_compare:
+            assert one.unless_equal is not None
+            if one.problem is not None and _at(self.values, one.unless_equal) != one.value:
+                self.problems.append(one.problem)
         self._without_critic()
         self._micro_batches()
 

@@ -26,7 +26,7 @@ LossAggMode = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
-SampledKLEstimator = Literal[
+KLEstimator = Literal[
     "kl",
     "k1",
     "abs",
@@ -41,12 +41,12 @@ SampledKLEstimator = Literal[
     "k2+",
     "low_var_kl+",
     "k3+",
+    "full",
+    "full_forward",
 ]
-"""From the log-probs of the tokens that were sampled. With `+`: the estimator's value with the
-gradient of `k2`."""
-KLEstimator = SampledKLEstimator | Literal["full", "full_forward"]
-"""`full` is the exact KL of policy and reference over the whole vocabulary, `full_forward` that of
-reference and policy."""
+"""From the log-probs of the tokens that were sampled, with `+` the estimator's value with the
+gradient of `k2`; or `full`, the exact KL of policy and reference over the whole vocabulary, and
+`full_forward`, that of reference and policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,8 @@ class ModelConfig:
     exclude_modules: tuple[str, ...] = ()
     """Names among those that get none."""
     lora_adapter_path: str | None = None
-    """Folder of an adapter in peft's format on `path`, to go on training; its own configuration
-    then decides rank, alpha and layers."""
+    """Folder of an adapter in peft's format on `path`, or a run or checkpoint that has one, to go
+    on training; its own configuration then decides rank, alpha and layers."""
     init: ModelInitConfig | None = None
     """Architecture to initialise at random instead of loading `path`."""
 

@@ -16,7 +16,7 @@ from slipstream.config.fields import (
     PositiveFloat,
     PositiveInt,
 )
-from slipstream.config.schema_actor import SampledKLEstimator
+from slipstream.config.schema_actor import KLEstimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,9 @@ class AlgorithmConfig:
     """Their weights, one each; null: 1."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty against the reference policy from the reward."""
-    kl_penalty: SampledKLEstimator = "kl"
-    """Estimator of the penalty."""
+    kl_penalty: KLEstimator = "kl"
+    """Estimator of the penalty, from the sampled tokens or (`full`) exact, over the whole
+    vocabulary."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Coefficient of the penalty."""
     use_pf_ppo: bool = False

@@ -138,13 +138,8 @@ def _sft_data(config: Config) -> Iterator[str]:
 def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[str]:
     """Rules of one optimizer; `run_steps` are its steps in the run, where they are known."""
     steps = run_steps if optim.total_training_steps == -1 else optim.total_training_steps
-    warmup = max(optim.lr_warmup_steps, 0)
-    if optim.lr_scheduler_type != "constant" and steps is not None and steps <= warmup:
-        yield (
-            f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
-            f"{steps} optimizer steps with a warm-up of {warmup}; "
-            f"set {section}.lr_scheduler_type=constant or more steps"
-        )
+    if steps is not None:
+        yield from no_decay(section, optim, steps, max(optim.lr_warmup_steps, 0))
     if optim.muon_lr is not None and optim.optimizer != "Muon":
         yield (
             f"{section}.muon_lr={optim.muon_lr:g} has no effect with {section}.optimizer="
@@ -165,6 +160,16 @@ def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[
         yield (
             f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
+        )
+
+
+def no_decay(section: str, optim: OptimConfig, steps: int, warmup: int) -> Iterator[str]:
+    """Whether `steps` optimizer steps with a warm-up of `warmup` leave nothing to decay over."""
+    if optim.lr_scheduler_type != "constant" and steps <= warmup:
+        yield (
+            f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
+            f"{steps} optimizer steps with a warm-up of {warmup}; "
+            f"set {section}.lr_scheduler_type=constant or more steps"
         )
 
 
@@ -282,7 +287,8 @@ def _actor(config: Config) -> Iterator[str]:
             f"a clipping range of {low:g} below 1 lets the ratio turn negative; "
             f"set {_ACTOR}.clip_ratio_low=0.2"
         )
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+    modes = (actor.loss_agg_mode, config.critic.loss_agg_mode)
+    if actor.loss_scale_factor is not None and "seq-mean-token-sum-norm" not in modes:
         yield (
             f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor:g} has no effect with "
             f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode}; set {_ACTOR}.loss_scale_factor=null or "
@@ -344,14 +350,17 @@ def _lora(model: ModelConfig) -> Iterator[str]:
     usual = ModelConfig()
     if model.lora_rank and not model.target_modules:
         yield f"{_MODEL}.target_modules is empty; set {_MODEL}.target_modules=all-linear"
+    names: tuple[str, ...] = ("target_modules", "exclude_modules")
     if model.lora_adapter_path is not None:
+        # Rank and alpha may be those of the adapter, which is read later (`add_adapter`).
         reason = f"{_MODEL}.lora_adapter_path, whose adapter has its own"
         remedy = f"{_MODEL}.lora_adapter_path=null"
     elif model.lora_rank == 0:
         reason, remedy = f"{_MODEL}.lora_rank=0", f"{_MODEL}.lora_rank=8"
+        names = ("lora_alpha", *names)
     else:
         return
-    for name in ("lora_alpha", "target_modules", "exclude_modules"):
+    for name in names:
         value, default = getattr(model, name), getattr(usual, name)
         if value != default:
             yield (

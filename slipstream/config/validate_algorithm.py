@@ -75,7 +75,7 @@ def algorithm_rules(config: Config) -> Iterator[str]:
     """Every broken rule, as `what is wrong; remedy`."""
     yield from _estimator(config)
     yield from _advantage_settings(config.algorithm)
-    yield from _sampling_of_groups(config.algorithm)
+    yield from _sampling_of_groups(config.algorithm, config.actor_rollout_ref.rollout.n)
     yield from _loss(config.actor_rollout_ref.actor)
     yield from _correction(config)
     yield from _replay(config)
@@ -151,7 +151,13 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
                 )
 
 
-def _sampling_of_groups(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _sampling_of_groups(algorithm: AlgorithmConfig, n: int) -> Iterator[str]:
+    if algorithm.filter_groups.enable and n < 2:
+        yield (
+            f"algorithm.filter_groups.enable=true keeps prompts whose responses differ in reward, "
+            f"and {_ROLLOUT}.n={n} leaves none to differ from; set {_ROLLOUT}.n=8 or "
+            "algorithm.filter_groups.enable=false"
+        )
     for section, given, usual, switch in (
         ("pf_ppo", algorithm.pf_ppo, PFPPOConfig(), "use_pf_ppo"),
         (
@@ -175,6 +181,11 @@ def _sampling_of_groups(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _loss(actor: ActorConfig) -> Iterator[str]:
     usual, mode = ActorConfig(), actor.policy_loss.loss_mode
+    if mode == "dro" and actor.policy_loss.dro_beta is None:
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode=dro needs the weight of its penalty on the squared "
+            f"log-ratio; set {_ACTOR}.policy_loss.dro_beta=0.1"
+        )
     for name, of in OF_ONE_LOSS.items():
         value, default = getattr(actor.policy_loss, name), getattr(PolicyLossConfig(), name)
         if value != default and mode != of:

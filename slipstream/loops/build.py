@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.config.schema import Config
+from slipstream.config.schema_actor import ModelConfig as ModelSettings
 from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.validate import no_decay
 from slipstream.environment.data_buffer import DataBuffer
 from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import ConfigError
@@ -27,6 +29,7 @@ from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops.build_algorithm import (
+    full_kl_in_loss,
     group_filter,
     make_kl_in_reward,
     rl_config,
@@ -48,7 +51,7 @@ from slipstream.loops.build_data import (
 )
 from slipstream.loops.build_speculation import check_speculation, make_speculation
 from slipstream.loops.evaluate import EvalSettings
-from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.snapshot import lora_folder, policy_folder
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
@@ -61,7 +64,6 @@ from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
-from slipstream.training.losses import FULL_KL
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import ReferencePolicy
 from slipstream.training.single import SingleProcessBackend
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "actor_optim",
     "add_adapter",
     "check_engine",
     "check_reference",
@@ -97,7 +100,6 @@ __all__ = [
     "max_model_len",
     "model_config",
     "optim_settings",
-    "optimizer_steps",
     "rl_config",
     "rl_steps",
     "rollout_dtype",
@@ -178,18 +180,26 @@ def add_adapter(config: Config, decoder: Decoder, *, first: bool) -> None:
         else None
     )
     if model.lora_adapter_path is not None:
-        given, _ = read_adapter(Path(model.lora_adapter_path))
-        if lora is not None and lora.rank != given.rank:
-            raise ConfigError(
-                f"{key}.lora_rank={lora.rank}, but the adapter in {key}.lora_adapter_path="
-                f"{model.lora_adapter_path} has rank {given.rank}; set {key}.lora_rank={given.rank}"
-            )
+        adapter = lora_folder(Path(model.lora_adapter_path))
+        given, _ = read_adapter(adapter)
+        for name, wanted, default, own in (
+            ("lora_rank", model.lora_rank, 0, given.rank),
+            ("lora_alpha", model.lora_alpha, ModelSettings().lora_alpha, given.alpha),
+        ):
+            if wanted not in (default, own):
+                raise ConfigError(
+                    f"{key}.{name}={wanted:g}, but the adapter in {key}.lora_adapter_path="
+                    f"{model.lora_adapter_path} has {own:g}; set {key}.{name}={own:g}"
+                )
         if first:
-            load_adapter(decoder, Path(model.lora_adapter_path))
+            load_adapter(decoder, adapter)
             return
         lora = given
     if lora is not None:
-        add_lora(decoder, lora, seed=config.trainer.seed)
+        try:
+            add_lora(decoder, lora, seed=config.trainer.seed)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.{error}") from None
 
 
 def model_config(
@@ -228,12 +238,15 @@ def model_config(
     )
 
 
-def optim_settings(optim: OptimConfig, total_steps: int) -> OptimSettings:
-    """Optimizer and schedule; warm-up as a step count or as a share of all steps."""
+def optim_settings(optim: OptimConfig, total_steps: int, *, key: str) -> OptimSettings:
+    """Optimizer and schedule of the section `key`; warm-up as a step count or as a share of all
+    steps. Raises ConfigError where the steps leave nothing to decay over."""
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
     warmup = optim.lr_warmup_steps
     if warmup < 0:
         warmup = int(optim.lr_warmup_steps_ratio * steps)
+    for problem in no_decay(key, optim, steps, warmup):
+        raise ConfigError(problem)
     return OptimSettings(
         lr=optim.lr,
         optimizer=optim.optimizer,
@@ -250,11 +263,19 @@ def optim_settings(optim: OptimConfig, total_steps: int) -> OptimSettings:
     )
 
 
-def optimizer_steps(config: Config, rl_steps: int) -> int:
-    """Optimizer steps of the policy in so many RL steps."""
+def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
+    """The policy's optimizer and schedule in so many RL steps, less those before which only a
+    critic learns. Raises ConfigError where that is all of them."""
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
-    rl_steps -= max(0, config.trainer.critic_warmup - 1)
-    return max(0, rl_steps) * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
+    warmup = config.trainer.critic_warmup
+    if warmup > rl_steps > 0:
+        raise ConfigError(
+            f"trainer.critic_warmup={warmup} lets the policy learn from step {warmup} on, and the "
+            f"run has {rl_steps}; set trainer.critic_warmup={rl_steps // 2} or more steps"
+        )
+    rl_steps -= max(0, warmup - 1)
+    steps = max(0, rl_steps) * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
+    return optim_settings(actor.optim, steps, key="actor_rollout_ref.actor.optim")
 
 
 def make_backend(
@@ -540,7 +561,7 @@ def make_reference(
     gets it, too."""
     if not wants_reference(config):
         return None
-    path, kind = config.actor_rollout_ref.ref.path, config.actor_rollout_ref.actor.kl_loss_type
+    path = config.actor_rollout_ref.ref.path
     reference: ReferencePolicy
     decoder = None
     if path is None and lora_layers(backend.decoder):
@@ -552,5 +573,5 @@ def make_reference(
             check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
         reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
     if takes_full_kl(config):
-        backend.use_full_kl(decoder, FULL_KL[kind])
+        backend.use_full_kl(decoder, full_kl_in_loss(config))
     return reference

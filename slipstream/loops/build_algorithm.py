@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
 
 from slipstream.algorithms import (
     AdvantageConfig,
@@ -21,6 +20,7 @@ from slipstream.algorithms import (
     get_kl_controller,
     policy_loss_selection,
 )
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.config.schema import Config
 from slipstream.config.validate_algorithm import GROUP_RELATIVE, canonical
 from slipstream.errors import ConfigError
@@ -30,11 +30,9 @@ from slipstream.rollout.filters import GroupFilter, check_spread
 from slipstream.training.losses import FULL_KL, policy_loss_fn
 from slipstream.types import SamplingParams
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "critic_updates",
+    "full_kl_in_loss",
     "group_filter",
     "make_kl_in_reward",
     "rl_config",
@@ -159,18 +157,27 @@ def wants_greedy(config: Config) -> bool:
     return AdvantageNeed.REWARD_BASELINES in needs(config)
 
 
-def takes_full_kl(config: Config) -> bool:
-    """Whether the update computes the KL over the whole vocabulary."""
+def full_kl_in_loss(config: Config) -> KLDirection | None:
+    """Which KL over the whole vocabulary the loss takes, if any."""
     actor = config.actor_rollout_ref.actor
-    return actor.use_kl_loss and actor.kl_loss_type in FULL_KL
+    return FULL_KL.get(actor.kl_loss_type) if actor.use_kl_loss else None
+
+
+def takes_full_kl(config: Config) -> bool:
+    """Whether the loss or the reward takes the KL over the whole vocabulary."""
+    return full_kl_in_loss(config) is not None or _full_kl_in_reward(config)
+
+
+def _full_kl_in_reward(config: Config) -> bool:
+    return config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty in FULL_KL
 
 
 def wants_ref_log_probs(config: Config) -> bool:
     """Whether the reference's log-probs of the sampled tokens are needed."""
     actor = config.actor_rollout_ref.actor
     return (
-        config.algorithm.use_kl_in_reward
-        or (actor.use_kl_loss and not takes_full_kl(config))
+        (config.algorithm.use_kl_in_reward and not _full_kl_in_reward(config))
+        or (actor.use_kl_loss and full_kl_in_loss(config) is None)
         or AdvantageNeed.REF_LOG_PROBS in needs(config)
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.checkpoint.state import critic_folder, critic_optimizer_file
+from slipstream.checkpoint.state import critic_folder, critic_optimizer_file, huggingface_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.config.schema import Config
 from slipstream.environment.tokenizer import vocabulary_in
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.loops import build
 from slipstream.loops.build_algorithm import critic_updates
 from slipstream.loops.snapshot import policy_folder
@@ -21,6 +21,7 @@ from slipstream.models.value_model import ValueModel
 from slipstream.models.vocabulary import check_vocabulary
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.critic import Critic, ValueLossSettings
+from slipstream.training.optim import OptimSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,11 +42,18 @@ def make_critic(
     `resume`, where its weights and state are in `critic_folder` and `critic_optimizer_file`.
 
     Raises:
-        CheckpointError: the folder is no critic, or of another vocabulary than the policy's.
+        CheckpointError: the folder is no critic, or of another vocabulary than the policy's; the
+            checkpoint has none.
         ConfigError: it is too short for the sequences of this run.
     """
     critic, actor = config.critic, config.actor_rollout_ref.actor
     device = build.device_of(config)
+    if resume is not None and not critic_folder(resume).is_dir():
+        raise CheckpointError(
+            f"{resume} has no critic: the run trained none, and an estimator with a critic cannot "
+            f"go on from there; keep the run's algorithm.adv_estimator, or start a new run from "
+            f"its weights with actor_rollout_ref.model.path={huggingface_folder(resume)}"
+        )
     if resume is not None:
         model = load_critic(critic_folder(resume), device=device)
     elif critic.model.path is not None:
@@ -53,16 +61,14 @@ def make_critic(
         check_critic(config, model.config, tokenizer, policy.config)
     else:
         model = ValueModel.of(policy)
-    epochs, mini = critic_updates(config)
     rows = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
     dynamic = critic.use_dynamic_bsz
     if dynamic is None:
         dynamic = critic.ppo_micro_batch_size_per_gpu is None and actor.use_dynamic_bsz
     tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    steps = rl_steps * epochs * (config.data.train_batch_size // mini)
     made = Critic(
         model,
-        optim=build.optim_settings(critic.optim, steps),
+        optim=critic_optim(config, rl_steps),
         loss=ValueLossSettings(
             cliprange_value=critic.cliprange_value,
             loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
@@ -80,6 +86,13 @@ def make_critic(
     if resume is not None:
         made.load_state_dict(load_tree(critic_optimizer_file(resume)))
     return made
+
+
+def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
+    """The critic's optimizer and schedule in `rl_steps` RL steps. Raises ConfigError."""
+    epochs, mini = critic_updates(config)
+    steps = rl_steps * epochs * (config.data.train_batch_size // mini)
+    return build.optim_settings(config.critic.optim, steps, key="critic.optim")
 
 
 def check_critic(

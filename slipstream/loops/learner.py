@@ -114,8 +114,9 @@ class Learner:
         batch = self._rows(usable)
         metrics |= await self._replay(batch, timers)
         await self._fill_log_probs(batch, timers)
+        full_kl = await self._full_kl(batch, timers)
         with timers.span("adv"):
-            rewards, penalty = self._rewards(batch, usable)
+            rewards, penalty = self._rewards(batch, usable, full_kl)
             metrics |= penalty | self._correct(batch)
             rewards = carried_rewards(batch.rows, rewards)
         # A token that is left alone has nothing to be whitened by.
@@ -192,7 +193,8 @@ class Learner:
         will not do, and the reference's."""
         config, correction = self._config, self._config.correction
         several = not config.on_policy and config.sync_every == 1
-        needed = self._kl is not None or AdvantageNeed.OLD_LOG_PROBS in self._needs
+        penalised = self._kl is not None and self._kl.direction is None
+        needed = penalised or AdvantageNeed.OLD_LOG_PROBS in self._needs
         # Also where it only measures how far the two are apart.
         compared = correction is not None and not correction.bypass_mode
         bypass = correction is not None and correction.bypass_mode
@@ -209,6 +211,14 @@ class Learner:
             for row, values in zip(batch.rows, ref, strict=True):
                 row.ref_log_probs = values
 
+    async def _full_kl(self, batch: TrainBatch, timers: Timers) -> list[list[float]] | None:
+        """The penalty's KL over the whole vocabulary, where it takes that one."""
+        if self._kl is None or self._kl.direction is None:
+            return None
+        with timers.span("ref"):
+            async with self._stages.stage("log-probs", "the reference's forward pass"):
+                return await self._backend.compute_full_kl(batch, self._kl.direction)
+
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
         """Weights and rejection against the rollout's law, of the policy that starts the update;
         in bypass mode that is left to each mini-batch."""
@@ -221,11 +231,11 @@ class Learner:
         return correct(batch.rows, [row.old_log_probs or [] for row in batch.rows], correction)
 
     def _rewards(
-        self, batch: TrainBatch, usable: Usable
+        self, batch: TrainBatch, usable: Usable, full_kl: list[list[float]] | None
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Token-level rewards less the KL penalty, of all tokens that were sampled, and metrics."""
         rewards = placed_rewards(batch.rows, [sample.reward for sample in usable.samples])
-        return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch.rows)
+        return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch.rows, full_kl)
 
     async def _fill_advantages(
         self, batch: TrainBatch, rewards: Sequence[Sequence[float]], usable: Usable

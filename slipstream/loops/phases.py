@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
-from slipstream.loops.build_critic import check_critic, make_critic
+from slipstream.loops.build_critic import check_critic, critic_optim, make_critic
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
@@ -40,10 +41,10 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     `validate_last` validates after the last step, also where `sft.test_freq` does not ask for it.
     """
     config, sft = run.config, run.config.sft
-    snapshots = run.snapshots("sft")
+    initial = initial_policy(config)
+    snapshots = replace(run.snapshots("sft"), base_model=initial)
     resume = run.resume_folder("sft")
     total = sft.total_training_steps
-    initial = initial_policy(config)
 
     def make_policy() -> Decoder:
         policy = build.make_decoder(config, run.tokenizer, initial)
@@ -51,7 +52,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         return policy
 
     decoder = run.compute.run(make_policy)
-    optim = build.optim_settings(sft.optim, total)
+    optim = build.optim_settings(sft.optim, total, key="sft.optim")
     backend = run.compute.run(
         lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
     )
@@ -145,15 +146,13 @@ class _RLPhase:
     def __init__(self, run: Run, start: Path | None) -> None:
         config = run.config
         self._run = run
-        self._snapshots = run.snapshots("rl")
+        self._snapshots = replace(run.snapshots("rl"), base_model=start)
         self._resume = run.resume_folder("rl")
         decoder = build.make_decoder(config, run.tokenizer, start)
         build.add_adapter(config, decoder, first=start == initial_policy(config))
         self._data = build.make_data_buffer(config, run.tokenizer, run.task)
         self._total = build.rl_steps(config, self._data)
-        optim = build.optim_settings(
-            config.actor_rollout_ref.actor.optim, build.optimizer_steps(config, self._total)
-        )
+        optim = build.actor_optim(config, self._total)
         self._decoder = decoder
         self._backend = build.make_backend(config, decoder, run.compute, optim=optim)
         self._reference = build.make_reference(
@@ -344,6 +343,9 @@ def check_rl(run: Run, start: Path | None) -> None:
     data = build.make_data_buffer(config, run.tokenizer, run.task)
     steps = build.rl_steps(config, data)
     build.rl_config(config, steps, 0)
+    build.actor_optim(config, steps)
+    if build.wants_critic(config):
+        critic_optim(config, steps)
     build.check_engine(config, policy)
     check_cotraining(config, policy, steps)
     if (path := config.actor_rollout_ref.ref.path) is not None:

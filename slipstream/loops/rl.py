@@ -196,6 +196,8 @@ async def run_rl_training(
         }
         for reason, count in rollout_manager.counts.dropped.items():
             metrics[f"rollout/num_dropped_groups/{reason}"] = count
+        if (generated := rollout_manager.counts.generated) is not None:
+            metrics["train/num_gen_batches"] = generated
         failures.see(step, groups)
         watch.see(step, metrics)
         done = await after_step(step, groups, metrics, timers) if after_step is not None else False

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.algorithms import AdaptiveKLController, KLController, apply_kl_penalty
+from slipstream.algorithms import (
+    AdaptiveKLController,
+    KLController,
+    apply_kl_penalty,
+    subtract_kl,
+)
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
 from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import padded, targets_of
+from slipstream.training.losses import FULL_KL
 from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
 
 
@@ -77,26 +84,42 @@ def failure_of(sample: Sample) -> str | None:
 
 
 class KLInReward:
-    """The KL penalty of `algorithm.use_kl_in_reward`, with its controller's state."""
+    """The KL penalty of `algorithm.use_kl_in_reward`, with its controller's state.
+
+    `direction` is which KL over the whole vocabulary it takes; None: one that is estimated from the
+    log-probs of the sampled tokens.
+    """
 
     def __init__(self, controller: KLController, kind: str) -> None:
         self._controller = controller
         self._kind = kind
+        self.direction: KLDirection | None = FULL_KL.get(kind)
 
     def rewards(
-        self, rewards: Sequence[Sequence[float]], rows: Sequence[TrainRow]
+        self,
+        rewards: Sequence[Sequence[float]],
+        rows: Sequence[TrainRow],
+        full_kl: Sequence[Sequence[float]] | None = None,
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Token-level rewards less the penalty of each row's tokens, and metrics. Moves the
-        controller. The rows need old and reference log-probs.
+        controller. Needs `full_kl` of each token where there is a `direction`, else rows with old
+        and reference log-probs.
         """
-        penalised, metrics = apply_kl_penalty(
-            padded(rewards),
-            padded([row.old_log_probs or [] for row in rows]),
-            padded([row.ref_log_probs or [] for row in rows]),
-            padded([targets_of(row.loss_mask) for row in rows]),
-            kl_ctrl=self._controller,
-            kl_penalty_kind=self._kind,
-        )
+        scores, mask = padded(rewards), padded([targets_of(row.loss_mask) for row in rows])
+        if self.direction is not None:
+            assert full_kl is not None
+            penalised, metrics = subtract_kl(
+                scores, padded(full_kl), mask, kl_ctrl=self._controller
+            )
+        else:
+            penalised, metrics = apply_kl_penalty(
+                scores,
+                padded([row.old_log_probs or [] for row in rows]),
+                padded([row.ref_log_probs or [] for row in rows]),
+                mask,
+                kl_ctrl=self._controller,
+                kl_penalty_kind=self._kind,
+            )
         values: list[list[float]] = penalised.tolist()
         return [v[: len(row.tokens)] for v, row in zip(values, rows, strict=True)], metrics
 

@@ -76,12 +76,14 @@ class SavesItself(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """Saves and restores one phase ("sft" or "rl") of a run."""
+    """Saves and restores one phase ("sft" or "rl") of a run. `base_model` is the folder whose
+    weights a LoRA adapter belongs on."""
 
     manager: CheckpointManager
     phase: str
     config: dict[str, Any]
     save_tokenizer: Callable[[str], object]
+    base_model: Path | None = None
 
     def save(
         self,
@@ -121,7 +123,7 @@ class Snapshots:
 
         def write(folder: Path) -> None:
             backend.save_policy(huggingface_folder(folder), self.save_tokenizer)
-            backend.save_adapter(adapter_folder(folder))
+            backend.save_adapter(adapter_folder(folder), self.base_model)
             save_tree(optimizer_file(folder), backend.state_dict())
             if critic is not None:
                 critic.save(critic_folder(folder), self.save_tokenizer)
@@ -202,16 +204,13 @@ def policy_folder(checkpoint: Path) -> Path:
     Of a run it is the newest RL checkpoint, else the newest of SFT. Raises CheckpointError where a
     checkpoint is corrupt.
     """
-    for root in (checkpoint, checkpoint / "sft"):
-        latest = CheckpointManager(root, keep=None).latest() if root.is_dir() else None
-        if latest is not None:
-            checkpoint = latest
-            break
-    inner = huggingface_folder(checkpoint)
-    if not inner.is_dir():
-        return checkpoint
-    verify(checkpoint)
-    return inner
+    return _part(checkpoint, huggingface_folder, sft=True)
+
+
+def lora_folder(checkpoint: Path) -> Path:
+    """The LoRA adapter of a run, of one of its checkpoints, or `checkpoint` itself, as
+    `policy_folder`."""
+    return _part(checkpoint, adapter_folder, sft=True)
 
 
 def head_folder(checkpoint: Path) -> Path:
@@ -219,9 +218,17 @@ def head_folder(checkpoint: Path) -> Path:
 
     Raises CheckpointError where a checkpoint is corrupt.
     """
-    if checkpoint.is_dir():
-        checkpoint = CheckpointManager(checkpoint, keep=None).latest() or checkpoint
-    inner = draft_folder(checkpoint)
+    return _part(checkpoint, draft_folder)
+
+
+def _part(checkpoint: Path, part: Callable[[Path], Path], *, sft: bool = False) -> Path:
+    """`part` of the newest checkpoint of a run (`sft`: or of its SFT), or of one checkpoint."""
+    for root in (checkpoint, checkpoint / "sft") if sft else (checkpoint,):
+        latest = CheckpointManager(root, keep=None).latest() if root.is_dir() else None
+        if latest is not None:
+            checkpoint = latest
+            break
+    inner = part(checkpoint)
     if not inner.is_dir():
         return checkpoint
     verify(checkpoint)

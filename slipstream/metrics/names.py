@@ -179,6 +179,11 @@ SECTIONS: tuple[Section, ...] = (
             Metric("rollout/num_dropped_groups", "groups", "groups that a filter left out"),
             Metric("rollout/num_dropped_groups/<reason>", "groups", "the same by the reason"),
             Metric(
+                "train/num_gen_batches",
+                "batches",
+                "what it took to fill one batch with groups that the filter keeps (VERL's name)",
+            ),
+            Metric(
                 "rollout/num_restarted_samples",
                 "samples",
                 "samples generated again after a failure",

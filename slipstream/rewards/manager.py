@@ -183,6 +183,9 @@ class DAPORewardManager(NaiveRewardManager):
             )
 
     def finish(self, sample: Sample, score: Score) -> Score:
+        if not score.parts:
+            # Under VERL's name, for filters and validation: what the penalty does not touch.
+            score = Score(score.value, {"acc": score.value})
         if not self._penalise:
             return score
         over = sample.response_length - (self._max_resp_len - self._buffer)

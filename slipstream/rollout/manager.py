@@ -98,10 +98,12 @@ class RolloutCounts:
     `dropped` counts groups by reason: a filter's word, or `surplus`. `carried_over` counts
     unfinished samples that the next batch goes on with. `tail_seconds`, in which fewer than half as
     many responses were under way as there had been, and `scoring_seconds`, in which none was and
-    rewards were waited for, are wall time.
+    rewards were waited for, are wall time. `generated` is what a filter had to be given to fill the
+    batch, in batches; None without a filter.
     """
 
     dropped: dict[str, int] = field(default_factory=dict)
+    generated: float | None = None
     carried_over: int = 0
     tail_seconds: float = 0.0
     scoring_seconds: float = 0.0
@@ -167,6 +169,8 @@ class AsyncRolloutManager:
         batch.occupancy.finish()
         self.counts.tail_seconds = batch.occupancy.tail_seconds
         self.counts.scoring_seconds = batch.occupancy.empty_seconds
+        if self._filter is not None:
+            self.counts.generated = 1 + batch.rejected / batch.want
         self._keep_unfinished(batch)
         return sorted(batch.done, key=lambda group: group.index)
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.threads import arrival
 from slipstream.training.losses import LossFn
 from slipstream.types import (
@@ -134,6 +135,13 @@ class TrainingBackend(Protocol):
         as `compute_log_probs`."""
         ...
 
+    def compute_full_kl(
+        self, batch: TrainBatch, direction: KLDirection
+    ) -> TrainFuture[list[list[float]]]:
+        """The KL over the whole vocabulary between the present policy and the reference that the
+        backend was given, at each target token; aligned as `compute_log_probs`."""
+        ...
+
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
     ) -> TrainFuture[list[list[array[int]]]]:
@@ -172,9 +180,9 @@ class TrainingBackend(Protocol):
         """Write the weights in fp32 as a Hugging Face folder."""
         ...
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write a LoRA adapter as a folder that peft loads; nothing where all weights are
-        trained."""
+    def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
+        """Write a LoRA adapter as a folder that peft loads, on the model in `base_model`; nothing
+        where all weights are trained."""
         ...
 
     def close(self) -> None:

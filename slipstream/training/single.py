@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
 from slipstream.models.hf_io import load_tensors, save_checkpoint
 from slipstream.models.lora import (
     base_digest,
@@ -51,6 +51,7 @@ from slipstream.training.step import (
     loss_inputs,
     micro_batches,
     sum_pi_squared,
+    whole_kl,
 )
 from slipstream.types import (
     FeatureSink,
@@ -120,7 +121,8 @@ class SingleProcessBackend:
         )
         self._dtype = dtype
         self._loss = loss or sft_loss()
-        self._full_kl: tuple[Decoder | None, KLDirection] | None = None
+        self._reference: tuple[Decoder | None] | None = None
+        self._full_kl: KLDirection | None = None
         self._compute = compute or ComputeThread()
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
@@ -175,6 +177,18 @@ class SingleProcessBackend:
         temperature; aligned as `compute_log_probs`."""
         return self._compute.submit(lambda: self._compute_sum_pi_squared(batch))
 
+    def compute_full_kl(
+        self, batch: TrainBatch, direction: KLDirection
+    ) -> TrainFuture[list[list[float]]]:
+        """The KL over the whole vocabulary between the present policy and the reference of
+        `use_full_kl` at each target token, in nats at the batch's temperature; aligned as
+        `compute_log_probs`.
+
+        Raises (when awaited):
+            TrainingError: there is no reference.
+        """
+        return self._compute.submit(lambda: self._compute_full_kl(batch, direction))
+
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
     ) -> TrainFuture[list[list[array[int]]]]:
@@ -183,9 +197,9 @@ class SingleProcessBackend:
         mode those that the engine with these weights draws from."""
         return self._compute.submit(lambda: self._compute_kept_ids(batch, cuts))
 
-    def use_full_kl(self, reference: Decoder | None, direction: KLDirection) -> None:
-        """From now on losses get the KL to `reference` over the whole vocabulary (`full_kl`); None:
-        to the base weights under a LoRA adapter.
+    def use_full_kl(self, reference: Decoder | None, in_loss: KLDirection | None = None) -> None:
+        """From now on the KL over the whole vocabulary is one to `reference`; None: to the base
+        weights under a LoRA adapter. With `in_loss` losses get it (`full_kl`).
 
         Raises:
             ConfigError: there are no base weights, or the vocabularies differ.
@@ -203,7 +217,7 @@ class SingleProcessBackend:
                 "another reference (actor_rollout_ref.ref.path), or use "
                 "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
             )
-        self._full_kl = reference, direction
+        self._reference, self._full_kl = (reference,), in_loss
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
@@ -297,11 +311,12 @@ class SingleProcessBackend:
             lambda: save_checkpoint(self.decoder, folder, save_tokenizer=save_tokenizer)
         )
 
-    def save_adapter(self, folder: Path) -> None:
-        """Write a LoRA adapter as a folder that peft loads; nothing where all weights are trained.
-        Blocks: not for the event loop."""
+    def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
+        """Write a LoRA adapter as a folder that peft loads, which names `base_model` as what it
+        belongs on; nothing where all weights are trained. Blocks: not for the event loop."""
+        base = None if base_model is None else str(base_model.absolute())
         if self._lora:
-            self._compute.run(lambda: save_adapter(self.decoder, folder))
+            self._compute.run(lambda: save_adapter(self.decoder, folder, base_model=base))
 
     def close(self) -> None:
         """Wait for submitted work and end the thread, if it is the backend's own."""
@@ -369,7 +384,9 @@ class SingleProcessBackend:
     ) -> Iterator[ForwardResult]:
         tap_layers = sink.tap_layers if sink is not None else ()
         packed = None
-        full_kl = self._packed_reference() if torch.is_grad_enabled() else None
+        full_kl = None
+        if self._full_kl is not None and torch.is_grad_enabled():
+            full_kl = FullKL(reference=self._packed_reference(), direction=self._full_kl)
         for micro in self._micro_batches(batch, selected):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
@@ -396,15 +413,33 @@ class SingleProcessBackend:
             padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
         )
 
-    def _packed_reference(self) -> FullKL | None:
-        if self._full_kl is None:
-            return None
-        reference, direction = self._full_kl
+    def _packed_reference(self) -> PackedDecoder:
+        if self._reference is None:
+            raise TrainingError(
+                "there is nothing to compare with: call use_full_kl() with a reference first"
+            )
+        (reference,) = self._reference
         with torch.no_grad():
             if reference is not None:
-                return FullKL(reference=reference.pack(self._dtype), direction=direction)
+                return reference.pack(self._dtype)
             with base_weights_only(self.decoder):
-                return FullKL(reference=self.decoder.pack(self._dtype), direction=direction)
+                return self.decoder.pack(self._dtype)
+
+    def _compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> list[list[float]]:
+        self._check(batch)
+        full_kl = FullKL(reference=self._packed_reference(), direction=direction)
+        with torch.no_grad():
+            packed = self.decoder.pack(self._dtype)
+            return self._by_tokens(
+                batch,
+                lambda micro: whole_kl(
+                    packed,
+                    micro,
+                    full_kl,
+                    temperature=batch.temperature,
+                    settings=self._settings,
+                ),
+            )
 
     def _compute_kept_ids(self, batch: TrainBatch, cuts: SamplingParams) -> list[list[array[int]]]:
         self._check(batch)
@@ -426,15 +461,23 @@ class SingleProcessBackend:
 
     def _compute_sum_pi_squared(self, batch: TrainBatch) -> list[list[float]]:
         self._check(batch)
-        out = [[0.0] * len(row.tokens) for row in batch.rows]
         with torch.no_grad():
             packed = self.decoder.pack(self._dtype)
-            for micro in self._micro_batches(batch, set()):
-                sums = sum_pi_squared(
+            return self._by_tokens(
+                batch,
+                lambda micro: sum_pi_squared(
                     packed, micro, temperature=batch.temperature, settings=self._settings
-                )
-                for index, values in zip(micro.indices, sums.tolist(), strict=True):
-                    out[index] = values[: len(out[index])]
+                ),
+            )
+
+    def _by_tokens(
+        self, batch: TrainBatch, compute: Callable[[MicroBatch], Tensor]
+    ) -> list[list[float]]:
+        """What `compute` gives for each micro-batch (its rows, T), one list per row of `batch`."""
+        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        for micro in self._micro_batches(batch, set()):
+            for index, values in zip(micro.indices, compute(micro).tolist(), strict=True):
+                out[index] = values[: len(out[index])]
         return out
 
     def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> list[list[float]]:

@@ -163,26 +163,53 @@ def forward(
     targets = len(micro.target_slots)
     kl = None
     if full_kl is not None:
-        reference = full_kl.reference
-        with torch.no_grad():
-            theirs = reference.forward(micro.ids, micro.positions, lengths=micro.lengths)
-        kl = chunked_full_kl(
-            rows,
-            packed.lm_head.weight,
-            _head_rows(theirs, micro),
-            reference.lm_head.weight,
-            temperature,
-            chunk_size=settings.log_prob_chunk,
-            direction=full_kl.direction,
-            product=packed.lm_head,
-            ref_product=reference.lm_head,
-        )[:targets]
+        kl = _whole_kl(packed, micro, rows, full_kl, temperature, settings)[:targets]
     return ForwardResult(
         micro=micro,
         log_probs=log_probs[:targets],
         entropies=entropies[:targets],
         hidden=hidden,
         full_kl=kl,
+    )
+
+
+@torch.no_grad()
+def whole_kl(
+    packed: PackedDecoder,
+    micro: MicroBatch,
+    full_kl: FullKL,
+    *,
+    temperature: float,
+    settings: ForwardSettings,
+) -> Tensor:
+    """(B, T): the KL to the reference over the whole vocabulary where target tokens stand."""
+    hidden = packed.forward(micro.ids, micro.positions, lengths=micro.lengths)
+    kl = _whole_kl(packed, micro, _head_rows(hidden, micro), full_kl, temperature, settings)
+    return micro.scatter(kl[: len(micro.target_slots)])
+
+
+def _whole_kl(
+    packed: PackedDecoder,
+    micro: MicroBatch,
+    rows: Tensor,
+    full_kl: FullKL,
+    temperature: float,
+    settings: ForwardSettings,
+) -> Tensor:
+    """Of each of `rows`, the policy's hidden states of `micro.head_rows`."""
+    reference = full_kl.reference
+    with torch.no_grad():
+        theirs = reference.forward(micro.ids, micro.positions, lengths=micro.lengths)
+    return chunked_full_kl(
+        rows,
+        packed.lm_head.weight,
+        _head_rows(theirs, micro),
+        reference.lm_head.weight,
+        temperature,
+        chunk_size=settings.log_prob_chunk,
+        direction=full_kl.direction,
+        product=packed.lm_head,
+        ref_product=reference.lm_head,
     )
 
 

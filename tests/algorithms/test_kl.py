@@ -13,6 +13,7 @@ from slipstream.algorithms import (
     apply_kl_penalty,
     get_kl_controller,
     kl_penalty,
+    subtract_kl,
 )
 from slipstream.algorithms.kl import KL_KINDS
 
@@ -78,7 +79,10 @@ def test_estimators_average_to_the_kl_of_two_bernoullis(kind: str) -> None:
 
 def test_what_cannot_be_computed_is_refused() -> None:
     for kind in ("full", "full_forward"):
-        computed = rf"'{kind}' sums over .* actor_rollout_ref.actor.kl_loss_type={kind} computes it"
+        computed = (
+            rf"'{kind}' sums over .* actor_rollout_ref.actor.kl_loss_type={kind} and "
+            rf"algorithm.kl_penalty={kind} compute it"
+        )
         for suffix in ("", "+"):
             with pytest.raises(ValueError, match=computed):
                 kl_penalty(LP, REF, kind + suffix)
@@ -138,6 +142,17 @@ def test_in_reward_kl_by_hand() -> None:
     # Row means 1 and 0; the empty row does not count.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_a_kl_that_is_known_is_subtracted_as_it_is() -> None:
+    scores = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    kl = torch.tensor([[0.5, 1.5], [3.0, float("nan")]])
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    rewards, metrics = subtract_kl(scores, kl, mask, kl_ctrl=FixedKLController(0.1))
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 0.85], [1.7, 0.0]]))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((1.0 + 3.0) / 2)
+    with pytest.raises(ValueError, match="empty response mask"):
+        subtract_kl(scores, kl, 0 * mask, kl_ctrl=FixedKLController(0.1))
 
 
 def test_in_reward_kl_steers_its_controller_after_use() -> None:

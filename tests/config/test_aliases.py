@@ -95,6 +95,25 @@ def test_an_alias_that_inherits_from_our_key_is_no_setting() -> None:
     assert notices == []
 
 
+@pytest.mark.parametrize("size", ["4", "${data.train_batch_size}", "null"])
+def test_batches_of_generation_may_be_named_where_they_are_those_of_training(size: str) -> None:
+    line = ("data.gen_batch_size=" + size, "data.train_batch_size=4")
+    assert load(*line)[0] == load("data.train_batch_size=4")[0]
+    with pytest.raises(ConfigError, match=r"data.gen_batch_size=12: .* set .*over_sample_rate"):
+        load("data.gen_batch_size=12", "data.train_batch_size=4")
+
+
+def test_null_in_verls_files_is_what_we_have_without() -> None:
+    keys = (
+        "actor_rollout_ref.model.exclude_modules",
+        f"{ACTOR}.optim.min_lr_ratio",
+        "critic.optim.min_lr_ratio",
+    )
+    config, notices = load(*(f"{key}=null" for key in keys))
+    assert config == load()[0]
+    assert notices == []
+
+
 @pytest.mark.parametrize(
     "override",
     [

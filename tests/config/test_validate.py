@@ -66,9 +66,19 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             f"{MODEL}.target_modules=all-linear",
         ),
         (
-            f"{MODEL}.lora_rank=4 {MODEL}.lora_alpha=2 {MODEL}.lora_adapter_path=a",
+            f"{MODEL}.lora_rank=4 {MODEL}.target_modules=[q_proj] {MODEL}.lora_adapter_path=a",
             "whose adapter has its own",
             f"{MODEL}.lora_adapter_path=null",
+        ),
+        (
+            f"algorithm.filter_groups.enable=true {ROLLOUT}.n=1 algorithm.adv_estimator=remax",
+            "leaves none to differ from",
+            f"{ROLLOUT}.n=8",
+        ),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=dro",
+            f"{ACTOR}.policy_loss.loss_mode=dro needs the weight",
+            f"{ACTOR}.policy_loss.dro_beta=0.1",
         ),
         (f"{ACTOR}.optim.muon_lr=0.1", "has no effect", f"{ACTOR}.optim.optimizer=Muon"),
         ("sft.optim.betas=[0.9,1]", "must be below 1", "sft.optim.betas=[0.9,0.999]"),
@@ -452,6 +462,14 @@ def test_a_broken_rule_is_named_and_its_remedy_works(
     assert remedy in str(caught.value)
     assert "settings cannot be used" not in str(caught.value)
     load(f"{broken} {remedy}")
+
+
+def test_a_horizon_may_be_the_critics_alone() -> None:
+    config = load(
+        f"{ACTOR}.loss_scale_factor=9 critic.loss_agg_mode=seq-mean-token-sum-norm "
+        "algorithm.adv_estimator=gae"
+    )
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
 
 
 @pytest.mark.parametrize("mode", ["cispo", "geo_mean", "dppo_kl"])

@@ -19,6 +19,7 @@ from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import deterministic
+from slipstream.models.lora_io import ADAPTER_CONFIG
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -112,6 +113,9 @@ def _content(path: Path) -> Any:
     """The bytes of a file; of safetensors, whose header has no fixed order of metadata, what the
     header says and the bytes of the tensors."""
     raw = path.read_bytes()
+    if path.name == ADAPTER_CONFIG:
+        # It names the folder that RL started from, which is in the run's.
+        return {k: v for k, v in json.loads(raw).items() if k != "base_model_name_or_path"}
     if path.suffix != ".safetensors":
         return raw
     end = 8 + int.from_bytes(raw[:8], "little")

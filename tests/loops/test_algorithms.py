@@ -87,6 +87,8 @@ def test_the_whole_vocabularys_kl_starts_at_zero_and_grows(
         f"{ACTOR}.optim.lr=0.01",
         f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.kl_loss_type=full",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_penalty=full",
         "trainer.total_training_steps=2",
         reward=reward,
     )
@@ -94,6 +96,28 @@ def test_the_whole_vocabularys_kl_starts_at_zero_and_grows(
     metrics = metrics_of(tmp_path / "run")
     assert metrics[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["actor/kl_loss"] > 1e-5
+    # The reward's is taken before the update, and is the same at its start.
+    assert metrics[1]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[2]["actor/reward_kl_penalty"] > 1e-5
+
+
+def test_a_kl_over_the_whole_vocabulary_may_be_in_the_reward_alone(
+    reward: Path, tmp_path: Path
+) -> None:
+    line = tiny(
+        tmp_path / "run",
+        f"{ACTOR}.optim.lr=0.01",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_penalty=full_forward",
+        "trainer.total_training_steps=2",
+        reward=reward,
+    )
+    assert main(line) == 0
+    metrics = metrics_of(tmp_path / "run")
+    assert metrics[2]["actor/reward_kl_penalty"] > 1e-5
+    assert metrics[2]["critic/rewards/mean"] < metrics[2]["critic/score/mean"]
+    assert "actor/kl_loss" not in metrics[2]
 
 
 def test_a_teacher_is_learnt_from(run: Path, reward: Path, tmp_path: Path) -> None:

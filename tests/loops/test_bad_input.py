@@ -386,12 +386,21 @@ def test_models_of_another_tokenizer_are_refused_before_sft(
         (f"{ACTOR}.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
         (f"{ROLLOUT}.name=fake", "is for tests"),
         ("actor_rollout_ref.ref.path=nowhere", "nowhere"),
+        (
+            "algorithm.adv_estimator=gae trainer.critic_warmup=50",
+            "lets the policy learn from step 50 on",
+        ),
+        (
+            "algorithm.adv_estimator=gae critic.optim.lr_scheduler_type=cosine "
+            "critic.optim.lr_warmup_steps=99",
+            "critic.optim.lr_scheduler_type=cosine has nothing to decay over",
+        ),
     ],
 )
 def test_what_rl_cannot_use_is_refused_before_sft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
-    assert main(tiny(tmp_path / "run", override)) in (2, 4)
+    assert main(tiny(tmp_path / "run", *override.split())) in (2, 4)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "sft").exists()
 

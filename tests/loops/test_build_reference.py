@@ -58,6 +58,8 @@ def test_a_reference_of_another_tokenizer_is_refused(
     assert make("wider") is not None
     with pytest.raises(CheckpointError, match="the reference's vocabulary has"):
         make("wider", "actor_rollout_ref.actor.kl_loss_type=full")
+    with pytest.raises(CheckpointError, match="the reference's vocabulary has"):
+        make("wider", "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full")
     with pytest.raises(CheckpointError, match=r"other: the reference's tokenizer is not the pol"):
         make("other")
     with pytest.raises(CheckpointError, match=r"the reference's vocabulary.* with the policy's to"):

@@ -391,6 +391,7 @@ def test_groups_without_a_difference_are_replaced_and_counted() -> None:
         assert metrics["training/num_zero_variance_groups"] == 0
         dropped = metrics["rollout/num_dropped_groups/same_even"]
         assert dropped == metrics["rollout/num_dropped_groups"] > 0
+        assert metrics["train/num_gen_batches"] == 1 + dropped / 4
     with pytest.raises(DataError, match="max_num_gen_batches"):
         train(
             tiny_backend(), scorer=Scorer(equal=True), filtered=True, rollout={"max_rejected": 0.0}

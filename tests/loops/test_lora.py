@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from slipstream.cli import main
 from slipstream.loops import build
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.lora import merged_weights
-from slipstream.models.lora_io import load_adapter, read_adapter
+from slipstream.models.lora_io import ADAPTER_CONFIG, load_adapter, read_adapter
 from slipstream.training.lora import BaseWeights
 from tests.loops.helpers import (
     ACTOR,
@@ -118,7 +119,9 @@ def test_an_adapter_of_ones_own_goes_on_training(
         tmp_path / "run",
         f"{MODEL}.init=null",
         f"{MODEL}.path={huggingface_folder(run / 'sft' / 'global_step_2')}",
-        f"{MODEL}.lora_adapter_path={adapter}",
+        # The newest checkpoint's, which is `adapter`.
+        f"{MODEL}.lora_adapter_path={run}",
+        f"{MODEL}.lora_alpha=16",
         f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.optim.lr=0",
         "trainer.total_training_steps=1",
@@ -133,12 +136,29 @@ def test_an_adapter_of_ones_own_goes_on_training(
     trained, given = policy(tmp_path / "run", 1), policy(run, 4)
     for name, weight in trained.items():
         assert torch.equal(weight, given[name]), name
+    base = json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert base == str(huggingface_folder(run / "sft" / "global_step_2"))
     (config, tensors), (same, theirs) = (
         read_adapter(adapter_folder(tmp_path / "run" / "global_step_1")),
         read_adapter(adapter),
     )
     assert config == same
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
+
+
+def test_an_adapters_alpha_is_its_own(
+    run: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = rl_only(
+        tmp_path / "run",
+        f"{MODEL}.init=null",
+        f"{MODEL}.path={huggingface_folder(run / 'sft' / 'global_step_2')}",
+        f"{MODEL}.lora_adapter_path={run}",
+        f"{MODEL}.lora_alpha=32",
+        reward=reward,
+    )
+    assert main(line) != 0
+    assert f"lora_adapter_path={run} has 16; set {MODEL}.lora_alpha=16" in capsys.readouterr().err
 
 
 def test_names_that_match_no_layer_end_the_run_with_those_that_exist(
@@ -152,6 +172,6 @@ def test_names_that_match_no_layer_end_the_run_with_those_that_exist(
     )
     assert main(line) != 0
     error = capsys.readouterr().err
-    assert "qkv_proj matches no linear layer" in error
+    assert f"{MODEL}.target_modules=qkv_proj matches no linear layer" in error
     assert "q_proj" in error
     assert "Traceback" not in error

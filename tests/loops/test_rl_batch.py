@@ -125,6 +125,19 @@ def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
     }
 
 
+def test_the_whole_vocabularys_kl_is_subtracted_without_log_probs() -> None:
+    placed, rows = rows_with_log_probs()
+    for row in rows:
+        row.old_log_probs = row.ref_log_probs = None
+    penalty = KLInReward(FixedKLController(0.2), "full_forward")
+    assert penalty.direction == "forward"
+    full_kl = [[9.0, 9.0, 0.5, 1.0], [9.0, 9.0, 0.0, 2.0]]
+    rewards, metrics = penalty.rewards(placed, rows, full_kl)
+    assert rewards[0][-2:] == pytest.approx([-0.1, 1.0 - 0.2])
+    assert [sum(row) for row in rewards] == pytest.approx([1.0 - 0.3, 2.0 - 0.4])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 1.0) / 2)
+
+
 def test_the_steered_coefficient_survives_a_restart() -> None:
     def penalty() -> KLInReward:
         return KLInReward(AdaptiveKLController(0.2, target_kl=0.1, horizon=10), "kl")

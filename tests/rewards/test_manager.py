@@ -305,8 +305,11 @@ def test_dapo_penalises_the_last_tokens() -> None:
     values = {n: score(manager(), sample(*range(n))).value for n in (1, 6, 7, 8, 10)}
     assert values == {1: 1.0, 6: 1.0, 7: 0.875, 8: 0.75, 10: 0.5}
     logged = score(manager(log=True), sample(*range(8)))
-    assert logged == Score(0.75, {"overlong": 1.0, "overlong_reward": -0.25})
-    assert score(manager(enable=False), sample(*range(10))) == Score(1.0)
+    assert logged == Score(0.75, {"acc": 1.0, "overlong": 1.0, "overlong_reward": -0.25})
+    # A plain number is the accuracy, too, before penalties; parts stay as they are.
+    assert score(manager(enable=False), sample(*range(10))) == Score(1.0, {"acc": 1.0})
+    parts = DAPORewardManager(lambda **_: {"score": 1.0, "format": 0.5}, decode=decode)
+    assert score(parts, sample(1)) == Score(1.0, {"format": 0.5})
 
 
 def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +323,7 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert anyio.run(default.score_sample, sample(1, 2)) == Score(1.0)
     options = {"max_resp_len": 2, "overlong_buffer_cfg": {"enable": True, "len": 1}}
     dapo = load_reward_manager("dapo", decode=decode, reward_kwargs=options)
-    assert anyio.run(dapo.score_sample, sample(1, 2)) == Score(0.0)
+    assert anyio.run(dapo.score_sample, sample(1, 2)) == Score(0.0, {"acc": 1.0})
     monkeypatch.setattr(manager_module, "_MANAGERS", dict(manager_module._MANAGERS))
     register_reward_manager("mine", NaiveRewardManager)
     assert isinstance(load_reward_manager("mine", decode=decode), NaiveRewardManager)

@@ -124,6 +124,7 @@ def test_groups_come_in_order_complete_and_scored() -> None:
     rollouts = manager(scorer=Scorer(lambda sample: float(sample.response_length)))
     first, second = batch(rollouts), batch(rollouts)
     assert [g.index for g in first + second] == [0, 1, 2, 3, 4, 5]
+    assert rollouts.counts.generated is None
     assert [g.prompt.uid for g in first] == ["p0", "p1", "p2"]
     for group in first + second:
         assert [s.index for s in group.samples] == [0, 1]
@@ -174,6 +175,7 @@ def test_a_rejected_group_is_replaced_by_the_next_prompt_whatever_ends_first(ord
     rollouts = manager(script, scorer=Scorer(odd), group_filter=check_reward_nonzero_std)
     assert [g.prompt.uid for g in batch(rollouts)] == ["p1", "p3", "p5"]
     assert rollouts.counts.dropped == {"zero_reward_std": 3}
+    assert rollouts.counts.generated == 2.0
     assert [g.prompt.uid for g in batch(rollouts)] == ["p7", "p9", "p11"]
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from slipstream.algorithms import Normalizers
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
 from slipstream.models import Decoder
 from slipstream.models.hf_io import load_checkpoint
@@ -86,6 +88,38 @@ def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.
 def test_it_is_a_training_backend() -> None:
     backend: TrainingBackend = tiny_backend()
     assert backend.weight_version == 0
+    backend.close()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDirection) -> None:
+    batch, other = make_batch(LENGTHS), tiny_decoder(seed=3)
+    backend = tiny_backend(max_rows_per_micro_batch=3)
+    with pytest.raises(TrainingError, match="call use_full_kl"):
+        backend.compute_full_kl(batch, direction).wait()
+    backend.use_full_kl(other)
+    found = backend.compute_full_kl(batch, direction).wait()
+    laws = []
+    for decoder in (backend.decoder, other):
+        packed = decoder.pack(torch.float32)
+        heads = [
+            packed.forward(torch.tensor([row.tokens]), torch.arange(len(row.tokens))[None]).final[0]
+            for row in batch.rows
+        ]
+        laws.append([torch.log_softmax(packed.lm_head(h).double(), -1) for h in heads])
+    for row, values, own, theirs in zip(batch.rows, found, *laws, strict=True):
+        p, q = (own, theirs) if direction == "reverse" else (theirs, own)
+        kl = (p.exp() * (p - q)).sum(-1)[:-1] * (torch.tensor(row.loss_mask[1:]) != 0)
+        torch.testing.assert_close(torch.tensor(values), F.pad(kl, (1, 0)).float())
+    # It is not asked for in the loss.
+    seen: list[LossInputs] = []
+
+    def look(inputs: LossInputs) -> LossOutputs:
+        seen.append(inputs)
+        return FULL_LOSS(inputs)
+
+    backend.forward_backward(batch, look).wait()
+    assert all(inputs.full_kl is None for inputs in seen)
     backend.close()
 
 
