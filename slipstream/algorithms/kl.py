@@ -19,8 +19,9 @@ KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Estimator names; each may carry a `+` suffix."""
 
 
-def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
-    """Per-token KL estimate, shape of the inputs. With d = logprob - ref_logprob:
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """Per-token KL estimate of the kind `kl_penalty`, shape of the inputs. With d = logprob -
+    ref_logprob:
 
     - `kl`, `k1`: d. Unbiased; as a loss its expected gradient is 0.
     - `abs`: |d|.
@@ -33,11 +34,15 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
         ValueError: unknown kind, or `full` or `full_forward`, which cannot be computed from sampled
             tokens; see `full_kl`.
     """
-    named = kind.removesuffix("+")
-    if named != kind and not named.endswith("+"):
-        value = kl_penalty(logprob, ref_logprob, named)
-        surrogate = kl_penalty(logprob, ref_logprob, "k2")
+    named = kl_penalty.removesuffix("+")
+    if named != kl_penalty and not named.endswith("+"):
+        value = _estimate(logprob, ref_logprob, named)
+        surrogate = _estimate(logprob, ref_logprob, "k2")
         return value.detach() + (surrogate - surrogate.detach())
+    return _estimate(logprob, ref_logprob, kl_penalty)
+
+
+def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     match kind:
         case "kl" | "k1":
             return logprob - ref_logprob

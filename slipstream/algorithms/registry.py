@@ -110,7 +110,7 @@ def register_adv_est(
         RegistryError: another function has the name.
         ValueError: a need that is none.
     """
-    key, needed = _adv_key(name), frozenset(AdvantageNeed(need) for need in needs)
+    key, needed = registered_name(name), frozenset(AdvantageNeed(need) for need in needs)
     register = _register(_ADVANTAGES, "advantage estimator", key)
 
     def decorate(fn: _Fn) -> _Fn:
@@ -128,7 +128,7 @@ def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
     Raises:
         RegistryError: no such name; the message lists the known ones.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", _adv_key(name))
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", registered_name(name))
 
 
 def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
@@ -138,7 +138,7 @@ def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
         RegistryError: as `get_adv_estimator_fn`.
     """
     get_adv_estimator_fn(name)
-    return _NEEDS.get(_adv_key(name), frozenset())
+    return _NEEDS.get(registered_name(name), frozenset())
 
 
 def register_policy_loss(
@@ -193,7 +193,7 @@ def policy_loss_names() -> tuple[str, ...]:
     return tuple(sorted(_POLICY_LOSSES))
 
 
-def _adv_key(name: str | AdvantageEstimator) -> str:
+def registered_name(name: str | AdvantageEstimator) -> str:
     """`name` itself, unless it is another spelling of an estimator that exists."""
     other = str(name).replace("++", "_plus_plus").replace("-", "_")
     return other if str(name) not in _ADVANTAGES and other in _ADVANTAGES else str(name)

@@ -7,7 +7,7 @@ the same attributes may stand in. The loop's wiring fills these from the run's c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,6 +20,16 @@ BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
 
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
 """Ways to weigh rows in `pf_ppo_weights`."""
+
+
+def _taken(given: object, names: Iterable[str]) -> dict[str, Any]:
+    """The entries `names` of a mapping, or attributes of another object, that are there and not
+    None."""
+    if isinstance(given, Mapping):
+        found = {name: given.get(name) for name in names}
+    else:
+        found = {name: getattr(given, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _Readable:
@@ -90,12 +100,7 @@ class AdvantageConfig(_Readable):
         """
         if given is None or isinstance(given, cls):
             return given or cls()
-        names = [f.name for f in fields(cls) if f.name != "pf_ppo"]
-        if isinstance(given, Mapping):
-            found = {name: given.get(name) for name in names}
-        else:
-            found = {name: getattr(given, name, None) for name in names}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        return cls(**_taken(given, (f.name for f in fields(cls) if f.name != "pf_ppo")))
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
@@ -188,6 +193,35 @@ class PolicyLossConfig(_Readable):
     loss_scale_factor: float | None = None
     normalizers: Normalizers | None = None
     selected: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, given: object, *, width: int) -> PolicyLossConfig:
+        """The settings of another object, as `AdvantageConfig.of`. Counts of VERL's
+        `global_batch_info` become `normalizers`, with the `width` T of the rows as horizon where
+        there is none.
+
+        Raises:
+            ValueError: impossible values.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        found = _taken(given, (f.name for f in fields(cls)))
+        modes = found.pop("policy_loss", None)
+        if not isinstance(modes, PolicyLossModeConfig):
+            names = (f.name for f in fields(PolicyLossModeConfig))
+            modes = PolicyLossModeConfig(**_taken(modes, names))
+        counts = _taken(given, ["global_batch_info"]).get("global_batch_info") or {}
+        tokens, rows = counts.get("batch_num_tokens"), counts.get("global_batch_size")
+        if "normalizers" not in found and tokens is not None and rows is not None:
+            # Its losses are multiplied by the ranks that gradients will be averaged over.
+            ranks = counts.get("dp_size") or 1
+            horizon = counts.get("loss_scale_factor") or found.get("loss_scale_factor") or width
+            found["normalizers"] = Normalizers(
+                num_tokens=float(tokens) / ranks,
+                num_sequences=float(rows) / ranks,
+                horizon=float(horizon),
+            )
+        return cls(policy_loss=modes, **found)
 
     def __post_init__(self) -> None:
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):

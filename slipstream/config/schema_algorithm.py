@@ -72,7 +72,7 @@ class RolloutCorrectionConfig:
     rollout_rs: tuple[str, ...] | None = None
     """Reject tokens or responses too far from the policy: `token_k1`, `seq_mean_k3` and others, one
     or a list; null: none."""
-    rollout_rs_threshold: PositiveFloat | str | tuple[str, ...] | None = None
+    rollout_rs_threshold: PositiveFloat | str | tuple[PositiveFloat | str, ...] | None = None
     """Bounds of `rollout_rs`: one for all, or a list of one each; "low_high", or the upper one."""
     rollout_rs_threshold_lower: PositiveFloat | None = None
     """Lower bound beside a single upper one; null: its reciprocal."""

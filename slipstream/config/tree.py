@@ -49,9 +49,9 @@ class Option:
     @property
     def takes_text(self) -> bool:
         """Whether a string, or a list of strings, is among what it takes."""
-        members = _members(self.annotation)
-        return str in members or any(
-            get_origin(member) is tuple and str in get_args(member) for member in members
+        return any(
+            member is str or (get_origin(member) is tuple and str in _members(get_args(member)[0]))
+            for member in _members(self.annotation)
         )
 
 
@@ -250,11 +250,7 @@ def _mismatch(option: Option, value: Any) -> str:
         f"{option.key}: expected {type_text(option.annotation)}, got {show(value)} "
         f"({type(value).__name__}); for example {example(option)}"
     )
-    takes_text = any(
-        member is str or (get_origin(member) is tuple and str in get_args(member))
-        for member in _members(option.annotation)
-    )
-    if takes_text and isinstance(value, (int, float)):
+    if option.takes_text and isinstance(value, (int, float)):
         message += f"""; a string that looks like a number needs quotes: {option.key}="'...'" """
     return message.rstrip()
 

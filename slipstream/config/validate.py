@@ -219,6 +219,8 @@ def _lengths(config: Config) -> Iterator[str]:
         limits[f"{_ACTOR}.ppo_max_token_len_per_gpu"] = (
             config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         )
+    if config.algorithm.adv_estimator in NEEDS_CRITIC or config.critic.enable:
+        limits["critic.ppo_max_token_len_per_gpu"] = config.critic.ppo_max_token_len_per_gpu
     init = config.actor_rollout_ref.model.init
     if init is not None:
         limits[f"{_MODEL}.init.max_position_embeddings"] = init.max_position_embeddings

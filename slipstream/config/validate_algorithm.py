@@ -154,8 +154,8 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _sampling_of_groups(algorithm: AlgorithmConfig, n: int) -> Iterator[str]:
     if algorithm.filter_groups.enable and n < 2:
         yield (
-            f"algorithm.filter_groups.enable=true keeps prompts whose responses differ in reward, "
-            f"and {_ROLLOUT}.n={n} leaves none to differ from; set {_ROLLOUT}.n=8 or "
+            f"algorithm.filter_groups.enable=true compares the responses to a prompt and keeps "
+            f"single ones, so that with {_ROLLOUT}.n={n} it has no effect; set {_ROLLOUT}.n=8 or "
             "algorithm.filter_groups.enable=false"
         )
     for section, given, usual, switch in (

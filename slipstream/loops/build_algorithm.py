@@ -31,6 +31,7 @@ from slipstream.training.losses import FULL_KL, policy_loss_fn
 from slipstream.types import SamplingParams
 
 __all__ = [
+    "critic_budget",
     "critic_updates",
     "full_kl_in_loss",
     "group_filter",
@@ -152,6 +153,17 @@ def critic_updates(config: Config) -> tuple[int, int]:
     return critic.ppo_epochs or actor.ppo_epochs, mini
 
 
+def critic_budget(config: Config) -> int | None:
+    """Tokens per forward pass of the critic; None where it packs by rows."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    dynamic = critic.use_dynamic_bsz
+    if dynamic is None:
+        dynamic = critic.ppo_micro_batch_size_per_gpu is None and actor.use_dynamic_bsz
+    return (
+        (critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu) if dynamic else None
+    )
+
+
 def wants_greedy(config: Config) -> bool:
     """Whether each group has a greedy response beside its samples."""
     return AdvantageNeed.REWARD_BASELINES in needs(config)
@@ -207,10 +219,10 @@ def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
 _JOINED = frozenset(("preset", "support_replay", "rollout_rs", "rollout_rs_threshold"))
 
 
-def _joined(entries: tuple[str, ...] | str | float | None) -> str | None:
+def _joined(entries: tuple[float | str, ...] | str | float | None) -> str | None:
     if entries is None:
         return None
-    return ",".join(entries) if isinstance(entries, tuple) else str(entries)
+    return ",".join(map(str, entries)) if isinstance(entries, tuple) else str(entries)
 
 
 def group_filter(config: Config) -> GroupFilter | None:

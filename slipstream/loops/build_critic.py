@@ -11,7 +11,7 @@ from slipstream.config.schema import Config
 from slipstream.environment.tokenizer import vocabulary_in
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.loops import build
-from slipstream.loops.build_algorithm import critic_updates
+from slipstream.loops.build_algorithm import critic_budget, critic_updates
 from slipstream.loops.snapshot import policy_folder
 from slipstream.models.config import ModelConfig
 from slipstream.models.critic_io import load_critic
@@ -62,10 +62,7 @@ def make_critic(
     else:
         model = ValueModel.of(policy)
     rows = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
-    dynamic = critic.use_dynamic_bsz
-    if dynamic is None:
-        dynamic = critic.ppo_micro_batch_size_per_gpu is None and actor.use_dynamic_bsz
-    tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    tokens = critic_budget(config)
     made = Critic(
         model,
         optim=critic_optim(config, rl_steps),
@@ -76,8 +73,8 @@ def make_critic(
         ),
         dtype=dtype_from_name(actor.dtype, device),
         device=device,
-        max_tokens_per_micro_batch=tokens if dynamic else None,
-        max_rows_per_micro_batch=None if dynamic else rows,
+        max_tokens_per_micro_batch=tokens,
+        max_rows_per_micro_batch=rows if tokens is None else None,
         grad_clip=critic.grad_clip,
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         max_nonfinite_steps=actor.max_nonfinite_steps,

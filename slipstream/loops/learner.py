@@ -26,6 +26,7 @@ from slipstream.algorithms import (
     token_lots,
 )
 from slipstream.algorithms.advantages.whiten import WHITENING
+from slipstream.algorithms.registry import registered_name
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops.rl_batch import (
     KLInReward,
@@ -91,6 +92,7 @@ class Learner:
             if config.baseline is not None
             else adv_needs(config.adv_estimator)
         )
+        self._estimator = registered_name(config.adv_estimator)
         self._skipped_in_a_row = 0
 
     async def learn(
@@ -112,6 +114,10 @@ class Learner:
             self._skip(step, first_failure(groups), notify)
             return metrics
         batch = self._rows(usable)
+        if not batch.num_target_tokens:
+            metrics["training/skipped_batch"] = 1.0
+            self._skip(step, "no response has a token", notify)
+            return metrics
         metrics |= await self._replay(batch, timers)
         await self._fill_log_probs(batch, timers)
         full_kl = await self._full_kl(batch, timers)
@@ -120,7 +126,7 @@ class Learner:
             metrics |= penalty | self._correct(batch)
             rewards = carried_rewards(batch.rows, rewards)
         # A token that is left alone has nothing to be whitened by.
-        whitens = config.correction is not None and config.adv_estimator in WHITENING
+        whitens = config.correction is not None and self._estimator in WHITENING
         if batch.num_target_tokens < (2 if whitens else 1):
             metrics["training/skipped_batch"] = 1.0
             self._skip(step, _ALL_REJECTED, notify)
@@ -298,7 +304,8 @@ class Learner:
         return replace(batch, rows=rows), [len(group) for group in usable.groups]
 
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
-        """All optimizer steps of one batch; metrics are means over them."""
+        """All optimizer steps of one batch; metrics are means over them, but how far rollout and
+        trainer are apart is known of the first one alone: the others are of another policy."""
         config, totals = self._config, dict[str, list[float]]()
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
@@ -422,6 +429,8 @@ def _check_recorded(batch: TrainBatch) -> None:
 
 
 def _combined(name: str, values: Sequence[float]) -> float:
+    if name.startswith("training/rollout_"):
+        return values[0]
     if name.endswith(("_max", "/skipped_steps")):
         return max(values)
     if name.endswith("_min"):

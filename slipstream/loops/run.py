@@ -185,6 +185,8 @@ async def _train(run: Run, mode: Mode) -> bool:
     if run.config.trainer.val_only:
         await _validate_only(run, start)
         return True
+    policy = build.model_config(run.config, run.tokenizer, start)
+    build.check_budgets(run.config, policy, mode)
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
     if "rl" in phases:
         # Before hours of SFT, not after them.

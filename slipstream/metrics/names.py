@@ -294,7 +294,8 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "training/rollout_probs_diff_{max,mean}",
                 "probability",
-                "difference of a sampled token's probability in rollout and trainer",
+                "difference of a sampled token's probability in rollout and trainer; this and the "
+                "next two of the batch's first optimizer step",
             ),
             Metric(
                 "training/rollout_log_probs_bitwise_equal",

@@ -145,6 +145,10 @@ def policy_loss_fn(
                 config=replace(config, normalizers=norm, selected=inputs.selected),
                 rollout_is_weights=inputs.rollout_is_weights,
             )
+        if not _ships(policy_loss):
+            # VERL's losses report means over the rows they are given.
+            share = float(inputs.mask.sum()) / norm.num_tokens
+            pg_metrics = {name: value * share for name, value in pg_metrics.items()}
         sums: dict[str, Tensor | float] = {"actor/pg_loss": pg_loss.detach(), **pg_metrics}
         sums["actor/entropy"] = sum_loss(inputs.entropy.detach(), inputs.mask, agg_mode, norm)
         maxima: dict[str, Tensor | float] = {}
@@ -163,9 +167,14 @@ def policy_loss_fn(
     return compute
 
 
+def _ships(policy_loss: PolicyLossFn) -> bool:
+    """Whether a loss is one of ours, whose metrics are shares that add up over micro-batches."""
+    return policy_loss.__module__.startswith("slipstream.")
+
+
 def _probe(policy_loss: PolicyLossFn, agg_mode: LossAggMode, config: PolicyLossConfig) -> None:
     """Call a loss that ships once on one token: what it refuses is refused before a rollout."""
-    if not policy_loss.__module__.startswith("slipstream."):
+    if not _ships(policy_loss):
         return
     one = torch.ones(1, 1)
     policy_loss(

@@ -58,6 +58,31 @@ def test_gradients_by_hand() -> None:
     assert far.grad.tolist() == [0.0, 0.0]
 
 
+def loops(kind: str, lp: float, ref: float) -> tuple[float, float]:
+    """Value and derivative by `lp`."""
+    d = lp - ref
+    name = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.rstrip("+"), kind.rstrip("+"))
+    ratio = math.exp(min(max(-d, -20.0), 20.0))
+    k3 = ratio - 1 + min(max(d, -20.0), 20.0)
+    value = {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": min(k3, 10.0)}[name]
+    inside = k3 < 10 and abs(d) < 20
+    slope = {"k1": 1.0, "abs": math.copysign(1, d), "k2": d, "k3": (1 - ratio) * inside}[name]
+    return value, d if kind.endswith("+") else slope
+
+
+@pytest.mark.parametrize("kind", [kind + plus for kind in KL_KINDS for plus in ("", "+")])
+def test_values_and_gradients_equal_loops(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lp = (-4 * torch.rand(300, generator=generator, dtype=torch.float64)).requires_grad_()
+    ref = -4 * torch.rand(300, generator=generator, dtype=torch.float64)
+    kl = kl_penalty(lp, ref, kl_penalty=kind)
+    (grad,) = torch.autograd.grad(kl.sum(), lp)
+    pairs = [loops(kind, *pair) for pair in zip(lp.tolist(), ref.tolist(), strict=True)]
+    values, slopes = torch.tensor(pairs, dtype=torch.float64).T
+    torch.testing.assert_close(kl.detach(), values, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(grad, slopes, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_the_plus_suffix_has_the_gradient_of_k2(kind: str) -> None:
     assert grad(kind + "+") == grad("k2")

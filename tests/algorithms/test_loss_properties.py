@@ -23,12 +23,14 @@ from slipstream.algorithms import (
     LossAggMode,
     Normalizers,
     PolicyLossConfig,
+    chunked_full_kl,
     kl_penalty,
     policy_loss_names,
     policy_loss_selection,
 )
 from slipstream.algorithms.aggregation import sum_loss, zero_masked
 from slipstream.algorithms.entropy import entropy_loss
+from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.losses.value import value_loss
 from slipstream.algorithms.registry import LossMetrics
 from tests.algorithms.losses.helpers import (
@@ -68,7 +70,30 @@ def value(
     return value_loss(new, *given, loss_agg_mode=mode, normalizers=norm)
 
 
-TERMS: dict[str, Term] = {f"kl {kind}": kl(kind) for kind in ("k1", "abs", "k2", "k3", "k3+")}
+def full_kl(direction: KLDirection) -> Term:
+    """The KL over a vocabulary of three, of which the policy's and the reference's hidden states
+    are the columns of log-probs."""
+
+    def loss(
+        new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
+    ) -> tuple[Tensor, LossMetrics]:
+        def hidden(column: Tensor) -> Tensor:
+            flat = zero_masked(column, batch.mask).reshape(-1, 1)
+            return torch.nn.functional.pad(flat, (0, 3))
+
+        weight = torch.zeros(3, 4).to(new)
+        weight[:, 0] = torch.tensor([1.0, -0.5, 0.25])
+        each = chunked_full_kl(hidden(new), weight, hidden(batch.old), weight, direction=direction)
+        return sum_loss(each.view(new.shape), batch.mask, mode, norm), {}
+
+    return loss
+
+
+KINDS = ("k1", "abs", "k2", "k3")
+TERMS: dict[str, Term] = {
+    f"kl {kind}{plus}": kl(kind + plus) for kind in KINDS for plus in ("", "+")
+}
+TERMS |= {"kl full": full_kl("reverse"), "kl full_forward": full_kl("forward")}
 TERMS |= {"entropy": entropy, "value": value}
 REINFORCE = "bypass_mode, reinforce"
 NAMES = [*policy_loss_names(), REINFORCE, *TERMS]

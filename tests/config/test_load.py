@@ -294,6 +294,8 @@ def test_an_interval_within_a_mapping_or_a_list_is_none_either() -> None:
         f"{CORRECTION}.rollout_rs_threshold=[0.5_2, 0.9_1.1]",
     )
     assert listed.algorithm.rollout_correction.rollout_rs_threshold == ("0.5_2", "0.9_1.1")
+    mixed = load(f"{CORRECTION}.rollout_rs_threshold=[0.5_2, 3]")
+    assert mixed.algorithm.rollout_correction.rollout_rs_threshold == ("0.5_2", 3.0)
 
 
 def test_names_with_underscores_and_long_numbers_are_what_they_look_like(tmp_path: Path) -> None:

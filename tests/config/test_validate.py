@@ -72,7 +72,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             f"algorithm.filter_groups.enable=true {ROLLOUT}.n=1 algorithm.adv_estimator=remax",
-            "leaves none to differ from",
+            "keeps single ones",
             f"{ROLLOUT}.n=8",
         ),
         (
@@ -482,6 +482,11 @@ def test_a_loss_whose_ratio_has_no_lower_bound_takes_any_distance(mode: str) -> 
     ("broken", "message"),
     [
         ("critic.ppo_mini_batch_size=3", "not a multiple of critic.ppo_mini_batch_size=3"),
+        (
+            "critic.ppo_micro_batch_size_per_gpu=99",
+            "critic.ppo_micro_batch_size_per_gpu=99 is above",
+        ),
+        ("critic.ppo_max_token_len_per_gpu=9", "critic.ppo_max_token_len_per_gpu=9 is below"),
         (
             "critic.use_dynamic_bsz=true critic.ppo_micro_batch_size_per_gpu=2",
             "has no effect with critic.use_dynamic_bsz=true",

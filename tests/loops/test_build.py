@@ -5,11 +5,43 @@ from __future__ import annotations
 import pytest
 
 from slipstream.config import Hardware, load_config
+from slipstream.errors import ConfigError
+from slipstream.loops import build
 from slipstream.loops.build import engine_settings
 from tests.inference.helpers import shared_decoder
 
 CPU = Hardware(gpus=0, cpus=2)
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=50", "actor_rollout_ref.actor"),
+        ("critic.ppo_max_token_len_per_gpu=50", "critic"),
+        ("sft.max_tokens_per_micro_batch=50", "sft"),
+    ],
+)
+def test_a_budget_holds_one_sequence_with_its_padding(
+    monkeypatch: pytest.MonkeyPatch, override: str, key: str
+) -> None:
+    model = shared_decoder().config
+    config = load_config(
+        [
+            "algorithm.adv_estimator=gae",
+            "data.max_prompt_length=20",
+            "data.max_response_length=30",
+            "sft.max_length=50",
+            override,
+        ],
+        recipe="tiny",
+        hardware=CPU,
+    )
+    # Sequences in a row have none.
+    build.check_budgets(config, model, "sft+rl")
+    monkeypatch.setattr(build, "takes_sequences_in_a_row", lambda *_: False)
+    with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* takes 64 with"):
+        build.check_budgets(config, model, "sft+rl")
 
 
 @pytest.mark.parametrize(

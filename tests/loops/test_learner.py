@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from slipstream.models.value_model import ValueModel
 from slipstream.rewards.protocol import Score
 from slipstream.rollout.filters import check_spread
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.rollout.train_rows import targets_of
 from slipstream.training.critic import Critic
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
@@ -227,6 +229,58 @@ def test_weights_against_the_rollouts_law_reach_the_loss() -> None:
     assert losses[0] != losses[1]
 
 
+def test_each_mini_batch_has_the_truncated_weights_of_the_policy_that_starts_the_update() -> None:
+    backend = tiny_backend()
+    seen = observe(backend, lambda batch: batch.rows)
+    train(
+        backend,
+        correction=RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.01),
+        mini_batch_size=1,
+    )
+    assert len(seen) == 8
+    cut = 0
+    for row in (row for rows in seen for row in rows):
+        assert row.old_log_probs is not None
+        assert row.rollout_log_probs is not None
+        assert row.rollout_is_weights is not None
+        for t, target in enumerate(targets_of(row.loss_mask)):
+            ratio = math.exp(row.old_log_probs[t] - row.rollout_log_probs[t])
+            weight = min(ratio, 1.01) if target else 0.0
+            assert row.rollout_is_weights[t] == pytest.approx(weight, rel=1e-5)
+            cut += bool(target) and ratio > 1.01
+    assert cut
+
+
+def test_in_bypass_mode_the_rollouts_policy_is_the_old_one() -> None:
+    correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
+    backend = tiny_backend()
+    seen = observe(backend, lambda batch: batch.rows)
+    train(backend, correction=correction, loss=policy_loss_fn(loss_mode="bypass_mode"))
+    for row in (row for rows in seen for row in rows):
+        assert row.old_log_probs == row.rollout_log_probs
+        assert row.rollout_log_probs is not None
+
+
+def test_correction_without_the_rollouts_log_probs_is_refused() -> None:
+    class Forgets(Scorer):
+        async def score_sample(self, sample: Sample) -> Score:
+            sample.segments[-1].spans = []
+            return await super().score_sample(sample)
+
+    correction = RolloutCorrectionConfig(rollout_is="token")
+    with pytest.raises(DataError, match="rollout_correction needs the rollout's log-probs"):
+        train(tiny_backend(), scorer=Forgets(), correction=correction)
+
+
+def test_rollout_and_trainer_are_compared_before_the_policy_moves() -> None:
+    found = []
+    for epochs in (1, 3):
+        history = train(tiny_backend(optim=OptimSettings(lr=0.1)), ppo_epochs=epochs)
+        found.append({k: v for k, v in history[0].items() if k.startswith("training/rollout_")})
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
 def test_a_preset_that_only_measures_has_both_log_probs() -> None:
     history = train(tiny_backend(), correction=RolloutCorrectionConfig.preset("disabled"))
     assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
@@ -322,7 +376,8 @@ def test_a_batch_of_which_one_token_is_left_is_no_update() -> None:
 
     backend = tiny_backend()
     backend.__class__ = One
-    history = train(backend, adv_estimator="reinforce_plus_plus", correction=REJECTED_ENDS)
+    # However the name of an estimator that whitens is spelled.
+    history = train(backend, adv_estimator="reinforce-plus-plus", correction=REJECTED_ENDS)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
 
 

@@ -58,6 +58,11 @@ def test_spread_of_the_reward_or_a_part() -> None:
     assert check_spread(group([1.0, 1.0, 1.0])) == rejected("same_score")
 
 
+def test_a_single_response_is_kept_as_by_dapo() -> None:
+    assert check_spread(group([0.0])) == KEPT
+    assert check_spread(group([0.0, 0.0])) == rejected("same_score")
+
+
 def test_mean_reward() -> None:
     assert check_min_reward(group([0.0, 1.0]), 0.5) == KEPT
     assert check_min_reward(group([0.0, 0.9]), 0.5) == rejected("low_mean_reward")

@@ -200,6 +200,11 @@ def test_a_users_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -
 
     assert out.loss.item() == -2.0
     assert out.sums["actor/mine"] == 4.0
+    # Means of micro-batches become the mini-batch's: this one has one of its four tokens.
+    norm = Normalizers(num_tokens=4, num_sequences=2, horizon=9)
+    inputs = make_inputs([[0.0, -1.0]], [[0, 1]], advantages=torch.ones(1, 2))
+    out = policy_loss_fn(loss_mode="test_training_double")(replace(inputs, normalizers=norm))
+    assert out.sums["actor/mine"] == 1.0
 
 
 def reference_policy_loss(rows: list[dict[str, list[float]]], agg: str, horizon: float) -> float:

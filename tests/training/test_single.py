@@ -28,6 +28,7 @@ from slipstream.training import (
     policy_loss_fn,
     sft_loss,
 )
+from slipstream.training.losses import FULL_KL
 from slipstream.types import Features, SamplingParams, TrainBatch, TrainRow
 from tests.training.helpers import (
     assert_same,
@@ -52,15 +53,24 @@ def updates(backend: SingleProcessBackend, first: int, last: int) -> dict[str, f
     return metrics
 
 
-def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """FULL_LOSS with token-mean in float64, by transformers, row by row, without padding, gathering
-    or micro-batches."""
+def in_float64(decoder: Decoder) -> Any:
+    """The same model by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = decoder.config.to_hf()
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     model.load_state_dict(dict(decoder.named_parameters()), strict=False)
+    return model
+
+
+def reference_gradients(
+    decoder: Decoder, batch: TrainBatch, full_kl: tuple[Decoder, KLDirection] | None = None
+) -> dict[str, torch.Tensor]:
+    """FULL_LOSS with token-mean in float64, by transformers, row by row, without padding, gathering
+    or micro-batches; with `full_kl` its KL is over the whole vocabulary."""
+    model = in_float64(decoder)
+    other = None if full_kl is None else in_float64(full_kl[0])
     total = torch.zeros((), dtype=torch.float64)
     for row in batch.rows:
         assert row.advantages is not None
@@ -68,6 +78,10 @@ def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.
         assert row.ref_log_probs is not None
         ids = torch.tensor(row.tokens)[None]
         law = torch.log_softmax(model(ids).logits[0], -1)
+        if full_kl is not None and other is not None:
+            theirs = torch.log_softmax(other(ids).logits[0], -1).detach()
+            p, q = (law, theirs) if full_kl[1] == "reverse" else (theirs, law)
+            whole = (p.exp() * (p - q)).sum(-1)
         for t in range(1, len(row.tokens)):
             if not row.loss_mask[t]:
                 continue
@@ -79,7 +93,7 @@ def reference_gradients(decoder: Decoder, batch: TrainBatch) -> dict[str, torch.
             if advantage < 0:
                 pg = pg.clamp(max=-advantage * 3.0)
             gap = row.ref_log_probs[t] - lp
-            kl = (gap.exp() - gap - 1).clamp(max=10.0)
+            kl = (gap.exp() - gap - 1).clamp(max=10.0) if full_kl is None else whole[t - 1]
             total = total + (pg - 0.02 * entropy + 0.1 * kl) * row.loss_mask[t]
     (total / batch.num_target_tokens).backward()  # type: ignore[no-untyped-call]
     return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
@@ -121,6 +135,22 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
     backend.forward_backward(batch, look).wait()
     assert all(inputs.full_kl is None for inputs in seen)
     backend.close()
+
+
+@pytest.mark.parametrize(("kind", "direction"), FULL_KL.items())
+def test_the_whole_vocabularys_kl_in_the_loss(kind: str, direction: KLDirection) -> None:
+    batch, other = make_batch(LENGTHS), tiny_decoder(seed=3)
+    expected = reference_gradients(tiny_decoder(), batch, (other, direction))
+    loss = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind)
+    found = []
+    for rows in (1, 3, 100):
+        backend = tiny_backend(max_tokens_per_micro_batch=None, max_rows_per_micro_batch=rows)
+        backend.use_full_kl(other, direction)
+        found.append(backend.forward_backward(batch, loss).wait()["actor/kl_loss"])
+        assert relative_difference(gradients(backend), expected) < 1e-5
+        backend.close()
+    assert found == pytest.approx([found[0]] * 3, rel=1e-6)
+    assert found[0] > 0.01
 
 
 @settings(max_examples=12, deadline=None)

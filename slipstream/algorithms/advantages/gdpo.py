@@ -58,7 +58,7 @@ def gdpo(
         )
     weights = config.gdpo_reward_weights
     by_std = divides_by_std(norm_adv_by_std_in_grpo, config)
-    index = list(index)
+    index = index.tolist() if isinstance(index, Tensor) else list(index)
     combined = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in zip(keys, [1.0] * len(keys) if weights is None else weights, strict=True):
         scores = _component(parts, key).to(combined)

@@ -49,7 +49,8 @@ def optimal_token_baseline(
     W_it is the sum of 1 - 2 pi + sum_v pi_v^2, times w^2, over the target tokens up to t: a proxy
     of the squared gradient. pi = exp(`old_log_probs`); `sum_pi_squared` is sum_v pi_v^2, w
     `rollout_is_weights` (None: 1), all (B, T). Where only one response has a token at t, its own
-    return would be the baseline: B_t = 0. So it is in a group of one. Other shapes as in
+    return would be the baseline: B_t = 0 (VERL: only in the tail of a single longest response). So
+    it is in a group of one. Other shapes as in
     `AdvantageFn`.
 
     Source: OTB, https://arxiv.org/abs/2602.07078.

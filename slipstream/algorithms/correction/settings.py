@@ -113,6 +113,13 @@ class RolloutCorrectionConfig:
             raise _bad(
                 "rollout_is_batch_normalize", True, "rollout_is, whose weights it normalizes"
             )
+        usual = type(self).__dataclass_fields__["rollout_is_threshold"].default
+        if self.rollout_is is None and self.rollout_is_threshold != usual:
+            raise _bad(
+                "rollout_is_threshold",
+                self.rollout_is_threshold,
+                "rollout_is, whose weights it bounds",
+            )
         if self.loss_type != "ppo_clip" and not self.bypass_mode:
             raise _bad("loss_type", self.loss_type, "bypass_mode=true, whose loss it chooses")
         if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is is not None:

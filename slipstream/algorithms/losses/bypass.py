@@ -39,7 +39,7 @@ def bypass_mode(
     Raises:
         ValueError: no rollout log-probs, or weights with `ppo_clip`.
     """
-    config = config or PolicyLossConfig()
+    config = PolicyLossConfig.of(config, width=response_mask.shape[-1])
     if old_log_prob is None:
         raise ValueError(
             "bypass_mode needs the rollout's log-probs as old_log_prob, got None; take an engine "

@@ -80,7 +80,8 @@ def token_terms(
     config: PolicyLossConfig | None,
     rollout_is_weights: Tensor | None = None,
 ) -> TokenTerms:
-    """Check the arguments of a policy loss and put 0 into their masked places.
+    """Check the arguments of a policy loss and put 0 into their masked places; `config` may be
+    VERL's, see `PolicyLossConfig.of`.
 
     Zeroing comes before any arithmetic: behind a product, a masked NaN would still reach the
     gradient of the other factor. A missing `old_log_prob` is the policy itself.
@@ -88,7 +89,7 @@ def token_terms(
     Raises:
         ValueError: shapes differ, or no target token and no `config.normalizers`.
     """
-    config = config or PolicyLossConfig()
+    config = PolicyLossConfig.of(config, width=response_mask.shape[-1])
     named = {
         "old_log_prob": old_log_prob,
         "log_prob": log_prob,

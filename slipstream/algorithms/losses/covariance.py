@@ -43,11 +43,10 @@ def select_clip_cov(
     The arguments are the whole mini-batch's. Without `lots` (B, T), int64, they are hashed from the
     values.
     """
-    config = config or PolicyLossConfig()
     terms = token_terms(old_log_prob, log_prob, advantages, response_mask, config)
     mask = response_mask != 0
-    limits = config.policy_loss
-    _, clipped = clipped_objective(terms.log_ratio.exp(), terms.advantages, config)
+    limits = terms.config.policy_loss
+    _, clipped = clipped_objective(terms.log_ratio.exp(), terms.advantages, terms.config)
     covariance = _covariance(terms, mask)
     candidates = mask & ~clipped
     candidates &= (covariance > limits.clip_cov_lb) & (covariance < limits.clip_cov_ub)
@@ -72,10 +71,9 @@ def select_kl_cov(
     The max(int(kl_cov_ratio N), 1) target tokens of highest cov, of N; equal ones by `lots`.
     Arguments as in `select_clip_cov`.
     """
-    config = config or PolicyLossConfig()
     terms = token_terms(old_log_prob, log_prob, advantages, response_mask, config)
     mask = response_mask != 0
-    number = max(int(config.policy_loss.kl_cov_ratio * int(mask.sum())), 1)
+    number = max(int(terms.config.policy_loss.kl_cov_ratio * int(mask.sum())), 1)
     if lots is None:
         lots = value_lots(terms.advantages, terms.old_log_prob)
     return _smallest(number, mask, [-_covariance(terms, mask), lots, *_values(terms)])

@@ -34,6 +34,12 @@ def test_verls_arrays_of_objects_work() -> None:
     assert torch.equal(advantages, estimate("gdpo", CASE)[0])
 
 
+def test_group_keys_may_be_a_tensor() -> None:
+    case = replace(CASE, index=["7", "7"])
+    found = estimate("gdpo", case, index=torch.tensor([7, 7]))[0]
+    assert torch.equal(found, estimate("gdpo", case)[0])
+
+
 def test_a_group_of_one_keeps_its_raw_components() -> None:
     case = replace(plain([0.0] * 3, "abb"), reward_parts={"right": [4.0, 0.0, 2.0]}, by_std=False)
     scale = (4.75 + 1e-8) ** 0.5

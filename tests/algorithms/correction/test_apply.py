@@ -180,6 +180,40 @@ def test_metrics_against_loops(dtype: torch.dtype) -> None:
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.parametrize("kind", ["token", "icepop", "sequence", "normalized"])
+def test_weights_and_veto_against_loops(kind: str) -> None:
+    low, high, veto = 0.8, 1.2, 0.75
+    config = RolloutCorrectionConfig(
+        rollout_is="sequence" if kind == "sequence" else "token",
+        rollout_is_threshold="0.8_1.2" if kind == "icepop" else high,
+        rollout_is_batch_normalize=kind == "normalized",
+        rollout_token_veto_threshold=veto,
+    )
+    vetoed = 0
+    for seed in range(4):
+        old, rollout, mask = batch(seed=seed)
+        weights, new_mask, _ = rollout_correction(old, rollout, mask, config)
+        assert weights is not None
+        expected, kept = torch.zeros_like(old), torch.zeros_like(mask)
+        used = []
+        for b in range(len(mask)):
+            at = [t for t in range(mask.shape[1]) if mask[b, t]]
+            rho = {t: float(old[b, t] - rollout[b, t]) for t in at}
+            keep = all(math.exp(x) >= veto for x in rho.values())
+            vetoed += not keep
+            for t in at:
+                ratio = math.exp(sum(rho.values()) if kind == "sequence" else rho[t])
+                one = min(ratio, high) if kind != "icepop" else ratio * (low <= ratio <= high)
+                kept[b, t] = keep
+                expected[b, t] = one
+                used.append(one)
+        if kind == "normalized":
+            expected /= sum(used) / len(used)
+        torch.testing.assert_close(weights, expected * kept, rtol=1e-12, atol=0)
+        assert torch.equal(new_mask, kept)
+    assert vetoed > 0
+
+
 def loop_keep(option: str, rho: list[float], low: float, high: float) -> list[bool]:
     """Which tokens of one sequence stay, in ratio units for `ratio` and `k1`."""
     level, statistic = RS_OPTIONS[option]
@@ -237,13 +271,30 @@ EVERYTHING = RolloutCorrectionConfig(
 )
 
 
-@given(st.integers(0, 1000), st.permutations(range(5)), st.integers(0, 3))
+CORRECTIONS = {
+    "everything": EVERYTHING,
+    "token": RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.2),
+    "icepop": RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="0.8_1.2"),
+    "geometric": RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs="geometric", rollout_rs_threshold=1.3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@given(
+    seed=st.integers(0, 1000),
+    order=st.permutations(range(5)),
+    padding=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
 @settings(max_examples=25, deadline=None)
 def test_order_padding_and_garbage_change_nothing(
-    seed: int, order: list[int], padding: int
+    name: str, seed: int, order: list[int], padding: int, dtype: torch.dtype
 ) -> None:
-    old, rollout, mask = batch(seed=seed)
-    weights, new_mask, metrics = rollout_correction(old, rollout, mask, EVERYTHING)
+    config, tolerance = CORRECTIONS[name], 1e-12 if dtype == torch.float64 else 1e-6
+    old, rollout, mask = (values.to(dtype) for values in batch(seed=seed))
+    weights, new_mask, metrics = rollout_correction(old, rollout, mask, config)
     assert weights is not None
 
     def spoilt(values: Tensor, garbage: float) -> Tensor:
@@ -254,13 +305,13 @@ def test_order_padding_and_garbage_change_nothing(
     wide_mask = torch.zeros(5, 6 + padding, dtype=mask.dtype)
     wide_mask[:, :6] = mask
     other = rollout_correction(
-        spoilt(old, math.nan), spoilt(rollout, -math.inf), wide_mask[order], EVERYTHING
+        spoilt(old, math.nan), spoilt(rollout, -math.inf), wide_mask[order], config
     )
     assert other[0] is not None
-    torch.testing.assert_close(other[0][:, :6], weights[order], rtol=1e-12, atol=0)
+    torch.testing.assert_close(other[0][:, :6], weights[order], rtol=tolerance, atol=0)
     assert torch.equal(other[1][:, :6], new_mask[order])
     assert float(other[0][:, 6:].abs().sum() + other[1][:, 6:].sum()) == 0.0
-    assert other[2] == pytest.approx(metrics, rel=1e-12, abs=1e-12)
+    assert other[2] == pytest.approx(metrics, rel=tolerance, abs=tolerance)
 
 
 def test_results_carry_no_gradient_and_masks_may_be_weights() -> None:

@@ -72,6 +72,13 @@ def test_presets() -> None:
     assert methods | {"disabled"} == set(PRESETS)
 
 
+def test_a_threshold_without_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rollout_is_threshold=3\.0: needs rollout_is,"):
+        RolloutCorrectionConfig(rollout_is_threshold=3.0)
+    # VERL's files have the usual one beside rollout_is=null.
+    assert not RolloutCorrectionConfig(rollout_is_threshold=2.0).enabled
+
+
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'decoupled_token_is'"):
         RolloutCorrectionConfig.preset("decoupled_tokn_is")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from slipstream.algorithms import (
     LossAggMode,
     Normalizers,
+    PolicyLossConfig,
     PolicyLossModeConfig,
     get_policy_loss_fn,
     policy_loss_names,
@@ -167,19 +170,67 @@ def test_float32_is_close_to_float64(name: str) -> None:
 def test_reinforce_of_the_bypass_equals_its_reference_too() -> None:
     batch = make_batch(4)
     config = replace(CONFIG, policy_loss=PolicyLossModeConfig(loss_type="reinforce"))
-    args = (batch.old, batch.new, batch.advantages, batch.mask)
-    expected = reference(
-        "gpg",
-        batch.old.tolist(),
-        batch.new.tolist(),
-        batch.advantages.tolist(),
-        batch.mask.tolist(),
-        "token-mean",
-        Settings(),
-        batch.weights.tolist(),
-    )
-    loss, _ = get_policy_loss_fn("bypass_mode")(*args, "token-mean", config, batch.weights)
-    assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
+    for mode in MODES:
+        expected = reference(
+            "gpg",
+            batch.old.tolist(),
+            batch.new.tolist(),
+            batch.advantages.tolist(),
+            batch.mask.tolist(),
+            mode,
+            Settings(horizon=HORIZON),
+            batch.weights.tolist(),
+        )
+        leaf = batch.new.clone().requires_grad_()
+        loss, _ = get_policy_loss_fn("bypass_mode")(
+            batch.old, leaf, batch.advantages, batch.mask, mode, config, batch.weights
+        )
+        (grad,) = torch.autograd.grad(loss, leaf)
+        assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
+        torch.testing.assert_close(
+            grad, torch.tensor(expected.grad, dtype=torch.float64), rtol=1e-11, atol=1e-14
+        )
+
+
+def as_verl(config: PolicyLossConfig, counts: dict[str, Any]) -> dict[str, Any]:
+    """Settings as VERL's files have them, with what it lacks as null, and another section."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    values["policy_loss"] = {
+        f.name: getattr(config.policy_loss, f.name) for f in fields(config.policy_loss)
+    }
+    del values["normalizers"]
+    return values | {"global_batch_info": counts, "tau_neg": None, "strategy": "fsdp"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_may_be_verls(name: str) -> None:
+    batch = make_batch(2)
+    config = with_selection(name, batch)
+    given = as_verl(config, {})
+    expected = run(name, batch, config=config)
+    for other in (given, SimpleNamespace(**given)):
+        loss, grad, metrics = run(name, batch, config=other)  # type: ignore[arg-type]
+        assert (loss, metrics) == (expected[0], expected[2])
+        assert torch.equal(grad, expected[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_counts_may_be_verls(mode: LossAggMode) -> None:
+    batch = make_batch(2)
+    counts = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12}
+    # Half of it is on another rank, whose gradient will be averaged with this one.
+    norm = Normalizers(num_tokens=20, num_sequences=6, horizon=HORIZON)
+    expected = run("vanilla", batch, mode, replace(CONFIG, normalizers=norm))
+    given: Any = as_verl(CONFIG, counts)
+    assert run("vanilla", batch, mode, given)[0] == expected[0]
+    given = as_verl(replace(CONFIG, loss_scale_factor=None), counts)
+    wide = replace(CONFIG, normalizers=replace(norm, horizon=batch.mask.shape[1]))
+    assert run("vanilla", batch, mode, given)[0] == run("vanilla", batch, mode, wide)[0]
+
+
+def test_impossible_settings_of_verls_making_are_refused() -> None:
+    with pytest.raises(ValueError, match="clip_ratio must be >= 0, got -1"):
+        run("vanilla", make_batch(1), config={"clip_ratio": -1})  # type: ignore[arg-type]
 
 
 def test_losses_see_zeros_in_masked_places() -> None:

@@ -147,6 +147,45 @@ def test_on_policy_all_losses_have_one_gradient() -> None:
         torch.testing.assert_close(grad_of(kind), expected)
 
 
+@pytest.mark.parametrize("kind", ["grpo_loss", "ppo_loss"])
+def test_seed_losses_and_their_gradients_equal_loops(kind: str) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(6, (4, 5), generator=generator)
+    mask = (torch.rand(4, 5, generator=generator) < 0.7).double()
+    advantages = torch.tensor([0.5, -1.0, 2.0, -0.3], dtype=torch.float64)
+    old = -3 * torch.rand(4, 5, generator=generator, dtype=torch.float64)
+    z = logits.clone().requires_grad_()
+    loss = (
+        grpo_loss(z, labels, mask, advantages)
+        if kind == "grpo_loss"
+        else ppo_loss(z, labels, mask, advantages, old)
+    )
+    (grad,) = torch.autograd.grad(loss, z)
+    total, slopes, binds = 0.0, torch.zeros_like(logits), 0
+    for b in range(4):
+        for t in range(5):
+            if not mask[b, t]:
+                continue
+            exps = [math.exp(x) for x in logits[b, t].tolist()]
+            p = [x / sum(exps) for x in exps]
+            a, label = float(advantages[b]), int(labels[b, t])
+            if kind == "grpo_loss":
+                total, slope = total - a * math.log(p[label]), -a
+            else:
+                ratio = p[label] / math.exp(float(old[b, t]))
+                clipped = min(max(ratio, 0.8), 1.2)
+                total += max(-a * ratio, -a * clipped)
+                slope = -a * ratio if -a * ratio >= -a * clipped else 0.0
+                binds += slope == 0.0
+            for v in range(6):
+                slopes[b, t, v] = slope * ((v == label) - p[v])
+    n = float(mask.sum())
+    assert loss.item() == pytest.approx(total / n, rel=1e-12)
+    torch.testing.assert_close(grad, slopes / n, rtol=1e-10, atol=1e-14)
+    assert binds or kind == "grpo_loss"
+
+
 def test_seed_losses_by_hand() -> None:
     # Label probabilities: 0.5, 0.25 in the first row; 0.75 and a masked one in the second.
     logits = torch.tensor([[[0.5, 0.5], [0.25, 0.75]], [[0.25, 0.75], [0.5, 0.5]]]).log()
