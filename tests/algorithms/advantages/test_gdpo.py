@@ -35,8 +35,9 @@ def test_verls_arrays_of_objects_work() -> None:
 
 
 def test_group_keys_may_be_a_tensor() -> None:
-    case = replace(CASE, index=["7", "7"])
-    found = estimate("gdpo", case, index=torch.tensor([7, 7]))[0]
+    parts = {"right": [1.0, 0.0, 0.0, 1.0], "short": [0.0, 8.0, 4.0, 2.0]}
+    case = replace(plain([0.0] * 4, "abab"), reward_parts=parts)
+    found = estimate("gdpo", case, index=torch.tensor([7, 5, 7, 5]))[0]
     assert torch.equal(found, estimate("gdpo", case)[0])
 
 
