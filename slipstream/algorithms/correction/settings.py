@@ -57,6 +57,10 @@ class Rejection:
     high: float
 
 
+USUAL_THRESHOLD = 2.0
+"""VERL's bound of importance weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
     """How updates account for rollouts drawn from another law than the trained policy's.
@@ -85,7 +89,7 @@ class RolloutCorrectionConfig:
     """
 
     rollout_is: str | None = None
-    rollout_is_threshold: float | str = 2.0
+    rollout_is_threshold: float | str = USUAL_THRESHOLD
     rollout_is_batch_normalize: bool = False
     rollout_rs: str | None = None
     rollout_rs_threshold: float | str | None = None
@@ -113,8 +117,7 @@ class RolloutCorrectionConfig:
             raise _bad(
                 "rollout_is_batch_normalize", True, "rollout_is, whose weights it normalizes"
             )
-        usual = type(self).__dataclass_fields__["rollout_is_threshold"].default
-        if self.rollout_is is None and self.rollout_is_threshold != usual:
+        if self.rollout_is is None and self.rollout_is_threshold != USUAL_THRESHOLD:
             raise _bad(
                 "rollout_is_threshold",
                 self.rollout_is_threshold,
