@@ -1,7 +1,8 @@
-"""Wiring: the only place that reads the whole configuration and puts objects together.
+"""Wiring: with the other `build_*` modules the only place that reads the whole configuration and
+puts objects together.
 
 Every function takes the configuration and gives one part. One process and a cluster differ only in
-what this module makes. What holds tensors is made on the compute thread that will work on it
+what these modules make. What holds tensors is made on the compute thread that will work on it
 (`training.compute_thread`); the callers see to that.
 """
 
