@@ -320,6 +320,20 @@ def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
         train(tiny_backend(), correction=bypass, max_skipped_batches=1)
 
 
+def test_a_batch_in_which_no_response_has_a_token_is_no_update() -> None:
+    class Masks(Scorer):
+        async def score_sample(self, sample: Sample) -> Score:
+            last = sample.segments[-1]
+            last.loss_mask = [0.0] * len(last.ids)
+            return await super().score_sample(sample)
+
+    for size in (None, 2):
+        history = train(tiny_backend(), scorer=Masks(), mini_batch_size=size)
+        assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
+    with pytest.raises(TrainingError, match="no response has a token"):
+        train(tiny_backend(), scorer=Masks(), max_skipped_batches=1)
+
+
 class UnlikelyEnds(SingleProcessBackend):
     """Whose log-probs are those of the rollout, but for the last token of each response."""
 
