@@ -7,17 +7,16 @@
     in chains     the same, with chains alone, where the settings allow trees
 
 Each run is a process of its own with the settings of the policy's run, from the same weights and
-the same seed. All must write the same responses and end with the same weights, to the last bit;
-what they may differ in is time, and what the head is like at the end.
+the same seed; they take turns of a step (`turns`). All must write the same responses and end with
+the same weights, to the last bit; what they may differ in is time, and what the head is like at the
+end.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -25,8 +24,9 @@ from tempfile import TemporaryDirectory
 
 from slipstream.bench.moved import nats_moved
 from slipstream.bench.record import Row, Spread, median_of, this_machine
-from slipstream.bench.rl_line import run_line, start_of
-from slipstream.bench.timing import alternate, ratio
+from slipstream.bench.rl_line import start_of
+from slipstream.bench.timing import ratio, step_ratio
+from slipstream.bench.turns import SETTINGS, run_in_turns
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
 from slipstream.loops.snapshot import head_folder, policy_folder
@@ -95,19 +95,18 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     arms = arms_of(head, trees=trees)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
     moved: list[float] = []
-    with TemporaryDirectory() as folder:
-
-        def train(name: str) -> None:
-            target = Path(folder) / f"{name}-{len(outcomes[name])}"
-            say(f"RL, {name}, {len(outcomes[name]) + 1} of {bench.rounds}")
-            run_line(command(bench, start, arms[name], target), say)
-            outcomes[name].append(read_outcome(target))
+    for number in range(bench.rounds):
+        with TemporaryDirectory() as folder:
+            targets = {name: Path(folder) / name for name in arms}
+            say(f"RL, {', '.join(arms)} in turns, {number + 1} of {bench.rounds}")
+            lines = {name: command(bench, start, arms[name], targets[name]) for name in arms}
+            run_in_turns(lines, say, config.actor_rollout_ref.model.external_lib)
+            for name in arms:
+                outcomes[name].append(read_outcome(targets[name]))
             # Once: all end with the same weights, or the comparison has failed.
-            if name == PLAIN and not moved:
-                moved.append(nats_moved(start, policy_folder(target), last_rollouts(target)))
-
-        calls = {name: partial(train, name) for name in arms}
-        alternate(calls, rounds=bench.rounds, warm_up=0)
+            if not number:
+                last = targets[PLAIN]
+                moved.append(nats_moved(start, policy_folder(last), last_rollouts(last)))
     rows = [_row(bench, name, outcomes, head) for name in arms]
     return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
 
@@ -129,21 +128,20 @@ def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
 
 
 def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> list[str]:
-    """The line of one run, into the folder `target`."""
+    """What `slipstream` is told for one run, into the folder `target`."""
     steps = [] if bench.steps is None else [f"trainer.total_training_steps={bench.steps}"]
     return [
-        *(sys.executable, "-m", "slipstream.cli", "rl"),
-        *("--config", str(bench.policy / CONFIG_FILE)),
+        *("rl", "--config", str(bench.policy / CONFIG_FILE)),
         f"actor_rollout_ref.model.path={start}",
         "actor_rollout_ref.model.init=null",
         f"trainer.default_local_dir={target}",
         "trainer.resume_mode=disable",
-        "trainer.logger=[file]",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
         *steps,
         *bench.settings,
         *arm,
+        *SETTINGS,
     ]
 
 
@@ -191,6 +189,9 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
     chains = [row for row in ours if row.contender == CHAINS]
     if chains:
         found["trees_over_chains"] = median_of(chains[0].values["rollouts_with_trees"])
+        by_step = "by_step_with_trees"
+        found["trees_over_chains_by_step"] = median_of(chains[0].values[by_step])
+        found["trees_over_chains_error"] = median_of(chains[0].values[f"{by_step}_error"])
     if {FROZEN, COTRAINED} <= ends.keys():
         found["accept_length_over_frozen"] = ends[COTRAINED] / ends[FROZEN] - 1
     return found
@@ -224,6 +225,9 @@ def _row(
     if name == CHAINS:
         trees = outcomes[COTRAINED]
         values["rollouts_with_trees"] = ratio(seconds(mine, "gen"), seconds(trees, "gen"))
+        steps = [[s for o in of for s in o.values("timing_s/gen")] for of in (mine, trees)]
+        by_step, error = step_ratio(*steps)
+        values |= {"by_step_with_trees": by_step, "by_step_with_trees_error": error}
     for part in PARTS:
         values[f"share_{part}"] = median(o.seconds(part) / o.seconds("step") for o in mine)
     values["idle_core_seconds"] = median(sum(o.values("rollout/idle_core_seconds")) for o in mine)

@@ -814,7 +814,11 @@ def _say_ab(rows: Sequence[Row]) -> bool:
         print(f"  at the end, the head that learned over the one that did not: {gained:+.1%}")
     over = summary.get("trees_over_chains")
     if isinstance(over, float):
-        print(f"  rollouts with trees allowed, over those with chains alone: {over:.3f}x")
+        by_step, error = (summary[f"trees_over_chains_{name}"] for name in ("by_step", "error"))
+        print(
+            f"  rollouts with trees allowed, over those with chains alone: {over:.3f}x; the median "
+            f"of steps {by_step:.3f}x ±{error:.3f}"
+        )
     return same
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from slipstream.errors import EngineError
 from slipstream.loops.snapshot import policy_folder
@@ -24,8 +25,12 @@ def run_line(line: Sequence[str], say: Callable[[str], None]) -> None:
         assert process.stdout is not None
         output = process.stdout.read()
     if process.returncode:
-        say(output[-2000:])
-        raise EngineError(
-            f"`{' '.join(line[2:])}` ended with status {process.returncode}; its last lines are "
-            "above"
-        )
+        say_failed(line[2:], process.returncode, output, say)
+
+
+def say_failed(
+    line: Sequence[str], status: int, output: str, say: Callable[[str], None]
+) -> NoReturn:
+    """Hand on the last of what a command has said, and raise EngineError."""
+    say(output[-2000:])
+    raise EngineError(f"`{' '.join(line)}` ended with status {status}; its last lines are above")

@@ -5,9 +5,11 @@ Knows nothing about what it times. Used by all benchmarks.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from types import MappingProxyType
 
 from slipstream.bench.record import Spread
@@ -53,3 +55,12 @@ def alternate(
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
     """`above / below` round by round: what both shared in a round cancels."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def step_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+    """The median of `above / below`, of steps that were taken in turns, and its standard error as a
+    share of it: that of a median of what is spread normally, from the median deviation."""
+    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
+    middle = median(logs)
+    deviation = 1.4826 * median(abs(log - middle) for log in logs)
+    return math.exp(middle), 1.2533 * deviation / math.sqrt(len(logs))

@@ -23,6 +23,7 @@ from slipstream.bench.ab import (
     read_outcome,
     summary,
 )
+from slipstream.bench.turns import SETTINGS
 from slipstream.cli import main
 from slipstream.errors import CheckpointError, ConfigError, EngineError
 from slipstream.loops.snapshot import policy_folder
@@ -60,10 +61,10 @@ def test_where_trees_are_allowed_chains_run_beside_them(
     seconds = {PLAIN: 4.0, FROZEN: 2.0, COTRAINED: 1.0, CHAINS: 1.5}
 
     def outcome(folder: Path) -> Outcome:
-        step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name.rpartition("-")[0]]}
+        step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name]}
         return Outcome(steps=[step], responses="same", weights="same")
 
-    monkeypatch.setattr(ab, "run_line", lambda line, say: None)
+    monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
     monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
@@ -71,7 +72,10 @@ def test_where_trees_are_allowed_chains_run_beside_them(
     wide = ("speculative.eagle.spec_topk=2", "speculative.eagle.spec_verify_tokens=6")
     rows = ab.run(AbBench(policy=policy, settings=wide), lambda text: None)
     assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED, CHAINS]
-    assert summary(rows)["trees_over_chains"] == 1.5
+    found = summary(rows)
+    assert found["trees_over_chains"] == pytest.approx(1.5)
+    assert found["trees_over_chains_by_step"] == pytest.approx(1.5)
+    assert found["trees_over_chains_error"] == 0
     bandit = ("speculative.eagle.tune_algorithm=EG", "speculative.eagle.mab_configs=['2_2_4']")
     rows = ab.run(AbBench(policy=policy, settings=(*wide, *bandit)), lambda text: None)
     assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED]
@@ -80,7 +84,7 @@ def test_where_trees_are_allowed_chains_run_beside_them(
 def test_settings_of_all_runs_come_before_those_of_one(tmp_path: Path) -> None:
     bench = AbBench(policy=a_run(tmp_path), steps=3, settings=("trainer.seed=7",))
     line = command(bench, Path("start"), ["speculative.enable=true"], Path("target"))
-    assert line[-2:] == ["trainer.seed=7", "speculative.enable=true"]
+    assert line[-2 - len(SETTINGS) :] == ["trainer.seed=7", "speculative.enable=true", *SETTINGS]
     assert "trainer.total_training_steps=3" in line
     assert "actor_rollout_ref.model.path=start" in line
     assert "trainer.default_local_dir=target" in line
@@ -139,7 +143,7 @@ def test_rows_hold_one_run_against_the_other(
     ran: list[str] = []
 
     def outcome(folder: Path) -> Outcome:
-        name = folder.name.rpartition("-")[0]
+        name = folder.name
         ran.append(name)
         weights = "other" if len(ran) > 3 and name == COTRAINED else "same"
         step = {"timing_s/step": 8 + seconds[name], "timing_s/gen": seconds[name]}
@@ -147,7 +151,7 @@ def test_rows_hold_one_run_against_the_other(
             step["spec/accept_length"] = {FROZEN: 2.0, COTRAINED: 2.5}[name]
         return Outcome(steps=[step], responses="same", weights=weights)
 
-    monkeypatch.setattr(ab, "run_line", lambda line, say: None)
+    monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
     monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)

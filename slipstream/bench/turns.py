@@ -1,0 +1,138 @@
+"""RL runs in turns of a step, each a process of its own.
+
+A shared machine's speed changes within seconds by more than runs differ by, so one whole run after
+the other says little. Here all runs are up at once, one of them takes a step, and then the next.
+What a run waits for is where it logs a step's metrics, after that step's clock and before the next
+one's. Used by `ab`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from slipstream.bench.rl_line import say_failed
+from slipstream.metrics.loggers import LoggerContext, MetricsLogger, register_logger
+
+_LOGGER = "turns"
+
+SETTINGS = (
+    f"trainer.logger=[file,{_LOGGER}]",
+    f"actor_rollout_ref.model.external_lib={__name__}",
+)
+"""Of such runs."""
+
+_SOCKET = "SLIPSTREAM_TURNS_SOCKET"
+"""Environment variable: the open socket to who says whose turn it is."""
+
+_READY, _GO = b"r", b"g"
+
+_BESIDE = "SLIPSTREAM_TURNS_BESIDE"
+"""Environment variable: a module of the user's to import, too."""
+
+_COMMAND = ("-m", "slipstream.cli")
+
+if _BESIDE in os.environ:
+    importlib.import_module(os.environ[_BESIDE])
+
+
+class TurnLogger:
+    """Logs nothing, and waits for the run's next turn."""
+
+    def __init__(self, socket_number: int) -> None:
+        self._socket = socket.socket(fileno=socket_number)
+        self._wait()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After a step."""
+        self._wait()
+
+    def close(self) -> None:
+        """The other side sees that there is no next turn."""
+        self._socket.close()
+
+    def _wait(self) -> None:
+        self._socket.sendall(_READY)
+        if not self._socket.recv(1):
+            # No error of a logger, which a run goes on without.
+            raise SystemExit("nobody is left to say whose turn it is")
+
+
+@register_logger(_LOGGER)
+def _turns(context: LoggerContext) -> MetricsLogger:
+    return TurnLogger(int(os.environ[_SOCKET]))
+
+
+@dataclass(slots=True)
+class _Run:
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    line: Sequence[str]
+    output: Path
+
+    def until_ready(self) -> bool:
+        """Whether it waits for a turn; False once it has ended."""
+        return self.socket.recv(1) == _READY
+
+    def take_turn(self) -> bool:
+        """A step; whether it waits for another turn."""
+        self.socket.sendall(_GO)
+        return self.until_ready()
+
+
+def run_in_turns(
+    lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
+) -> None:
+    """Run commands of RL, arguments of `slipstream` with `SETTINGS`: a step of each, then the next
+    one of each the other way round, until all have ended. `external_lib`: what they import besides.
+    Raises EngineError where one fails, and stops the others."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        runs = list[_Run]()
+        # One after the other: what starts beside another is slower, and that is no step's time.
+        for name, line in lines.items():
+            run = _start(line, Path(folder) / name, external_lib)
+            stack.callback(_stop, run)
+            if run.until_ready():
+                runs.append(run)
+            else:
+                _end(run, say)
+        while runs:
+            left = [run for run in runs if run.take_turn()]
+            for run in runs:
+                if run not in left:
+                    _end(run, say)
+            runs = left[::-1]
+
+
+def _start(line: Sequence[str], output: Path, external_lib: str | None) -> _Run:
+    ours, theirs = socket.socketpair()
+    beside = {} if external_lib is None else {_BESIDE: external_lib}
+    with theirs, output.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, *_COMMAND, *line],
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **beside, _SOCKET: str(theirs.fileno())},
+            pass_fds=[theirs.fileno()],
+        )
+    return _Run(process, ours, line, output)
+
+
+def _end(run: _Run, say: Callable[[str], None]) -> None:
+    if run.process.wait():
+        output = run.output.read_text(encoding="utf-8", errors="replace")
+        say_failed(["slipstream", *run.line], run.process.returncode, output, say)
+
+
+def _stop(run: _Run) -> None:
+    run.socket.close()
+    run.process.kill()
+    run.process.wait()

@@ -1,0 +1,45 @@
+"""Runs that take a step each in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.bench import turns
+from slipstream.bench.turns import run_in_turns
+from slipstream.errors import EngineError
+
+RUN = """import sys
+from pathlib import Path
+import slipstream.bench.turns
+from slipstream.metrics.loggers import build_loggers
+assert "json.tool" in sys.modules
+name, steps, file = sys.argv[1:]
+logger = build_loggers(["turns"], Path(), "", "")
+for step in range(int(steps)):
+    with open(file, "a") as out:
+        out.write(name)
+    logger.log(step, {})
+logger.close()
+sys.exit(name == "x")
+"""
+"""A run whose steps are a letter in a file each, and which fails if that is an x."""
+
+
+def letters(monkeypatch: pytest.MonkeyPatch, file: Path, **steps: int) -> str:
+    monkeypatch.setattr(turns, "_COMMAND", ("-c", RUN))
+    lines = {name: [name, str(count), str(file)] for name, count in steps.items()}
+    run_in_turns(lines, lambda text: None, "json.tool")
+    return file.read_text()
+
+
+def test_each_takes_a_step_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert letters(monkeypatch, tmp_path / "steps", a=3, b=5, c=3) == "abccbaabcbb"
+
+
+def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "steps"
+    with pytest.raises(EngineError, match=r"`slipstream x 1 .*` ended with status 1"):
+        letters(monkeypatch, file, x=1, a=100)
+    assert file.read_text() == "xaa"
