@@ -6,12 +6,15 @@ managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards import countdown
+from slipstream.rewards.scorers import geometry3k, gsm8k, math_boxed, math_dapo, search_qa
+
+_SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+"""Search-R1's sets of questions."""
 
 
 class ComputeScore(Protocol):
@@ -54,65 +57,26 @@ def exact_match(
     return 1.0 if solution_str.strip() in {str(a).strip() for a in accepted} else 0.0
 
 
-# GSM8K (Cobbe et al. 2021) writes the final answer after "####". The two ways to read it, and
-# reading the end of the response only, follow VERL's scorer.
-_GSM8K_TAIL = 300
-_GSM8K_STRICT = re.compile(r"#### (-?[0-9.,$]+)")
-_GSM8K_FLEXIBLE = re.compile(r"-?[0-9.,]+")
-
-
-def gsm8k_answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final number in the last 300 characters of a response, without commas and `$`, or None.
-
-    `strict` takes the last number after `#### `; `flexible` the last thing that looks like one.
-    """
-    tail = solution_str[-_GSM8K_TAIL:]
-    if method == "strict":
-        found = _GSM8K_STRICT.findall(tail)
-        return _plain_number(found[-1]) if found else None
-    if method != "flexible":
-        raise ConfigError(f"gsm8k: unknown method {method!r}; use strict or flexible")
-    found = [text for text in _GSM8K_FLEXIBLE.findall(tail) if any(c.isdigit() for c in text)]
-    return _plain_number(found[-1]) if found else None
-
-
-def _plain_number(text: str) -> str:
-    return text.replace(",", "").replace("$", "").rstrip(".")
-
-
-def gsm8k(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    method: Literal["strict", "flexible"] = "strict",
-    format_score: float = 0.0,
-    score: float = 1.0,
-) -> float:
-    """`score` for the right final answer, `format_score` for a wrong one, 0.0 for none.
-
-    Answers are compared as text after removing commas and `$`.
-    """
-    if ground_truth is None:
-        raise ValueError(f"gsm8k: no ground truth (data_source {data_source!r})")
-    answer = gsm8k_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    return score if answer == _plain_number(str(ground_truth).strip()) else format_score
-
-
 _BY_SOURCE: dict[str, SyncComputeScore] = {
     "countdown": countdown.compute_score,
     "exact_match": exact_match,
-    "gsm8k": gsm8k,
-    "openai/gsm8k": gsm8k,
+    **dict.fromkeys(("gsm8k", "openai/gsm8k"), gsm8k.compute_score),
+    **dict.fromkeys(
+        ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+        math_boxed.compute_score,
+    ),
+    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_dapo.compute_score),
+    "hiyouga/geometry3k": geometry3k.compute_score,
+    **dict.fromkeys((f"searchR1_{name}" for name in _SEARCHED), search_qa.compute_score),
 }
+
+_BY_PREFIX: dict[str, SyncComputeScore] = {"aime": math_dapo.compute_score}
+"""For sources whose names begin so."""
 
 
 def data_sources() -> list[str]:
-    """The `data_source` values with a built-in reward function, sorted."""
-    return sorted(_BY_SOURCE)
+    """The `data_source` values with a built-in reward function, sorted; `*`: whatever follows."""
+    return sorted([*_BY_SOURCE, *(f"{begin}*" for begin in _BY_PREFIX)])
 
 
 def register_reward(data_source: str, function: SyncComputeScore) -> None:
@@ -134,6 +98,9 @@ def default_compute_score(
     whatever the policy for failures.
     """
     function = _BY_SOURCE.get(data_source)
+    if function is None:
+        prefixes = (f for begin, f in _BY_PREFIX.items() if data_source.startswith(begin))
+        function = next(prefixes, None)
     if function is None:
         raise RewardError(
             f"no built-in reward function for data_source {data_source!r} (known: "

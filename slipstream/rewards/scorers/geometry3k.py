@@ -1,0 +1,38 @@
+r"""Geometry problems (Geometry3K, Lu et al. 2021): think in a `<think>` block, then put the answer
+into a box. The weights are VERL's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.rewards.scorers.boxed import last_boxed
+from slipstream.rewards.scorers.latex import same
+
+_FORM_WEIGHT = 0.1
+
+_THINK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+
+
+def has_form(solution_str: str) -> bool:
+    """Whether a response is a think block and then a box."""
+    thought = _THINK.match(solution_str)
+    return thought is not None and last_boxed(solution_str[thought.end() :]) is not None
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """0.9 for the right answer in the last box, 0.1 for the form.
+
+    Raises ValueError where there is no ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError(f"geometry3k: no ground truth (data_source {data_source!r})")
+    answer = last_boxed(solution_str)
+    right = answer is not None and same(answer, str(ground_truth))
+    return (1 - _FORM_WEIGHT) * right + _FORM_WEIGHT * has_form(solution_str)

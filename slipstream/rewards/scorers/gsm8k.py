@@ -1,0 +1,60 @@
+"""Word problems of GSM8K (Cobbe et al. 2021), whose answer is a number after `####`.
+
+The two ways to read it, and reading the end of the response only, follow VERL's scorer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from slipstream.errors import ConfigError
+
+_TAIL = 300
+_STRICT = re.compile(r"#### (-?[0-9.,$]+)")
+_FLEXIBLE = re.compile(r"-?[0-9.,]+")
+
+
+def extract_answer(
+    solution_str: str, method: Literal["strict", "flexible"] = "strict"
+) -> str | None:
+    """The final number in the last 300 characters of a response, without commas and `$`, or None.
+
+    `strict` takes the last number after `#### `; `flexible` the last thing that looks like one.
+    """
+    tail = solution_str[-_TAIL:]
+    if method == "strict":
+        found = _STRICT.findall(tail)
+        return _plain_number(found[-1]) if found else None
+    if method != "flexible":
+        raise ConfigError(f"gsm8k: unknown method {method!r}; use strict or flexible")
+    found = [text for text in _FLEXIBLE.findall(tail) if any(c.isdigit() for c in text)]
+    return _plain_number(found[-1]) if found else None
+
+
+def _plain_number(text: str) -> str:
+    return text.replace(",", "").replace("$", "").rstrip(".")
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` for the right final answer, `format_score` for a wrong one, 0.0 for none.
+
+    Answers are compared as text after removing commas and `$`. Raises ValueError where there is no
+    ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError(f"gsm8k: no ground truth (data_source {data_source!r})")
+    answer = extract_answer(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if answer == _plain_number(str(ground_truth).strip()) else format_score

@@ -1,0 +1,25 @@
+r"""Mathematics whose answer is in a box (MATH, Hendrycks et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.rewards.scorers.boxed import last_boxed
+from slipstream.rewards.scorers.latex import same
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+) -> float:
+    """1.0 where the last box holds the ground truth, written alike (`latex.normalised`), else 0.0.
+
+    Raises ValueError where there is no ground truth.
+    """
+    if ground_truth is None:
+        raise ValueError(f"math: no ground truth (data_source {data_source!r})")
+    answer = last_boxed(solution_str)
+    return 1.0 if answer is not None and same(answer, str(ground_truth)) else 0.0

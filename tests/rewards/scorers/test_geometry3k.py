@@ -1,0 +1,45 @@
+"""Thought, then a box."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.rewards.scorers.geometry3k import compute_score
+
+THOUGHT = "<think>so</think>"
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("", 0.0),
+        (THOUGHT, 0.0),
+        (r"\boxed{5}", 0.9),
+        (rf"{THOUGHT}\boxed{{5}}", 1.0),
+        (rf"{THOUGHT} the answer is \boxed{{5}}.", 1.0),
+        (f"\n {THOUGHT}\n\\boxed{{5}}", 1.0),
+        ("<think>\nso\n</think>\\boxed{5}", 1.0),
+        (rf"{THOUGHT}\boxed{{4}}", 0.1),
+        (rf"first {THOUGHT}\boxed{{5}}", 0.9),
+        (r"<think>so \boxed{5}", 0.9),
+        (r"<think>\boxed{5}</think>", 0.9),
+        (r"<think>\boxed{4}</think>\boxed{5}", 1.0),
+        (r"<think>\boxed{5}</think>\boxed{4}", 0.1),
+        (r"<think></think>\boxed{5}", 1.0),
+        (rf"{THOUGHT}\boxed{{5", 0.0),
+        (rf"{THOUGHT}\boxed{{5.0}}", 0.1),
+        (rf"{THOUGHT}\boxed{{5\text{{ cm}}}}", 1.0),
+        (rf"{THOUGHT}\boxed{{5^\circ}}", 1.0),
+        (rf"{THOUGHT}\boxed{{-5}}", 0.1),
+        (rf"{THOUGHT}\boxed{{x=5}}", 1.0),
+        (THOUGHT + "\\boxed{\uff15}", 0.1),
+        (rf"<think>{'x' * 1_000_000}</think>\boxed{{5}}", 1.0),
+    ],
+)
+def test_scores(response: str, score: float) -> None:
+    assert compute_score("hiyouga/geometry3k", response, "5") == pytest.approx(score)
+
+
+def test_no_ground_truth_is_an_error_of_the_data() -> None:
+    with pytest.raises(ValueError, match="no ground truth"):
+        compute_score("hiyouga/geometry3k", r"\boxed{5}", None)

@@ -1,0 +1,61 @@
+"""Answers written in one way."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.rewards.scorers.latex import normalised, same
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("", ""),
+        ("5", "5"),
+        (" 5 \n", "5"),
+        ("-5", "-5"),
+        ("1,000", "1,000"),
+        (r"1\!000", "1000"),
+        (r"\$5", "5"),
+        (r"50\%", "50"),
+        ("50%", "50"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"5\text{ cm}", "5"),
+        (r"5 \text{ cm}^2", "5"),
+        (r"\text{east}", r"\text{east}"),
+        (".5", r"\frac{1}{2}"),
+        ("0.50", "0.50"),
+        ("1 .5", "10.5"),
+        ("{.25}", "{0.25}"),
+        ("1/2", r"\frac{1}{2}"),
+        ("-1/2", r"\frac{-1}{2}"),
+        ("a/b", "a/b"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\dfrac12", r"\frac{1}{2}"),
+        (r"\tfrac{1}{2}", r"\frac{1}{2}"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"-\frac34x", r"-\frac{3}{4}x"),
+        (r"\frac1", r"\frac1"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        (r"\sqrt 3", r"\sqrt{3}"),
+        (r"\sqrt{3}", r"\sqrt{3}"),
+        ("x = 5", "5"),
+        ("x=5", "5"),
+        ("xyz=5", "xyz=5"),
+        ("x=y=5", "x=y=5"),
+        (r"\left(1, 2\right)", "(1,2)"),
+        ("\\begin{pmatrix}1\\\\\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+        ("½", "½"),
+        ("9" * 100_000 + "/2", r"\frac{" + "9" * 100_000 + "}{2}"),
+    ],
+)
+def test_normalised(answer: str, expected: str) -> None:
+    assert normalised(answer) == expected
+
+
+def test_equal_answers_may_be_written_apart() -> None:
+    assert same(r"\dfrac{1}{2}", "0.5")
+    assert same(r"x = \left( 3, \frac{\pi}2 \right)", r"(3,\frac{\pi}2)")
+    assert not same("0.50", "0.5")
+    assert not same("2/4", "1/2")
