@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.rewards.signatures import COMPLETIONS, VerlSignature, is_trl
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERLS = VerlSignature.ARGUMENTS
 
 
 def get_custom_reward_fn(
@@ -26,10 +27,9 @@ def get_custom_reward_fn(
 ) -> Callable[..., Any]:
     """The function `name` of the file `path`, with `reward_kwargs` bound.
 
-    It is called with the keywords `data_source, solution_str, ground_truth, extra_info` and
-    returns a number or a mapping with the key `score`; it may be `async def` (VERL's signature).
-    Raises `ConfigError` for a missing file or name, a file that does not import, and a signature
-    that does not take these arguments.
+    It has VERL's signature or TRL's (`rewards.signatures`), and may be `async def`. Raises
+    `ConfigError` for a missing file or name, a file that does not import, and a signature that
+    does not take these arguments.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -87,18 +87,37 @@ def _defined(module: ModuleType) -> list[str]:
 def _check_signature(
     function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: Path
 ) -> None:
-    clash = sorted(set(kwargs) & set(ARGUMENTS))
+    given = (COMPLETIONS, "prompts", "completion_ids") if is_trl(function) else _VERLS
+    clash = sorted(set(kwargs) & set(given))
     if clash:
         raise ConfigError(
             f"custom_reward_function.reward_kwargs must not contain {', '.join(clash)}: these come "
             "from the data"
         )
     signature = inspect.signature(function)
+    if is_trl(function):
+        _check_known(signature, kwargs, name, file)
+        return
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        signature.bind(**dict.fromkeys(_VERLS), **kwargs)
     except TypeError as error:
         extra = f" and the reward_kwargs {', '.join(kwargs)}" if kwargs else ""
         raise ConfigError(
-            f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(ARGUMENTS)}"
+            f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(_VERLS)}"
             f"{extra}: {error}"
         ) from error
+
+
+def _check_known(
+    signature: inspect.Signature, kwargs: Mapping[str, Any], name: str, file: Path
+) -> None:
+    """Of TRL's functions: which columns a row has is known only when it comes."""
+    parameters = signature.parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(set(kwargs) - set(parameters))
+    if unknown:
+        raise ConfigError(
+            f"{name}{signature} in {str(file)!r} does not take the reward_kwargs "
+            f"{', '.join(unknown)}{did_you_mean(unknown[0], parameters)}"
+        )

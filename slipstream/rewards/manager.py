@@ -22,6 +22,7 @@ from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, RewardManager, Score
 from slipstream.rewards.runner import DeadlineRunner, is_async
+from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.types import Sample
 
 Decode = Callable[[list[int]], str]
@@ -32,11 +33,10 @@ _ON_FAILURE = ("zero", "drop", "stop")
 class NaiveRewardManager:
     """Scores every sample by itself with one function.
 
-    `compute_score` has VERL's signature (see `rewards.custom`), or is a `Reward`, which sees the
-    whole sample. `decode` turns response ids into text, without special tokens. `timeout_s` is the
-    deadline of one call, counted from its start; at most `num_workers` calls run at once.
-    `extra_info` gains `num_turns`, the number of assistant segments. `failures` and `timeouts`
-    count since the start.
+    `compute_score` has VERL's or TRL's signature (`rewards.signatures`), or is a `Reward`, which
+    sees the whole sample. `decode` turns response ids into text, without special tokens.
+    `timeout_s` is the deadline of one call, counted from its start; at most `num_workers` calls run
+    at once. `failures` and `timeouts` count since the start.
     """
 
     def __init__(
@@ -58,6 +58,9 @@ class NaiveRewardManager:
         self._runner = DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers)
         self._reward = compute_score if isinstance(compute_score, Reward) else None
         self._compute_score = None if isinstance(compute_score, Reward) else compute_score
+        self._signature: Signature = (
+            VerlSignature() if isinstance(compute_score, Reward) else signature_of(compute_score)
+        )
         target = compute_score.score if isinstance(compute_score, Reward) else compute_score
         self._asynchronous = is_async(target)
         self._name = _name(compute_score)
@@ -81,10 +84,16 @@ class NaiveRewardManager:
         outcome = await self._runner.run(
             self._call(sample), name=self._name, asynchronous=self._asynchronous
         )
-        result = outcome.failure if outcome.failure is not None else read_result(outcome.value)
+        result = outcome.failure if outcome.failure is not None else self._read(outcome.value)
         if isinstance(result, str):
             return self._failed(sample, result)
         return self.finish(sample, result)
+
+    def _read(self, returned: Any) -> Score | str:
+        try:
+            return read_result(self._signature.result(returned))
+        except ValueError as error:
+            return str(error)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
         """One score for each sample, in order, computed at the same time.
@@ -116,14 +125,8 @@ class NaiveRewardManager:
         if self._reward is not None:
             return functools.partial(self._reward.score, sample)
         assert self._compute_score is not None
-        turns = sum(1 for segment in sample.segments if segment.role == "assistant")
-        return functools.partial(
-            self._compute_score,
-            data_source=sample.data_source,
-            solution_str=self._decode(sample.response_ids),
-            ground_truth=sample.ground_truth,
-            extra_info={**sample.extra_info, "num_turns": turns},
-        )
+        response = self._decode(sample.response_ids)
+        return functools.partial(self._compute_score, **self._signature.arguments(sample, response))
 
     def _failed(self, sample: Sample, reason: str) -> Score:
         self.failures += 1

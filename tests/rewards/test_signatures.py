@@ -1,0 +1,130 @@
+"""Reward functions as they are written for VERL and for TRL."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.rewards.custom import get_custom_reward_fn
+from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.protocol import Score
+from slipstream.rewards.signatures import TRLSignature, VerlSignature, is_trl, signature_of
+from slipstream.types import Message, Sample, Segment, Status
+
+
+def sample(prompt: str | list[Message] = "2 + 3?") -> Sample:
+    return Sample(
+        prompt=prompt,
+        segments=[Segment.given("prompt", [9]), Segment.given("assistant", [5, 6])],
+        data_source="sums",
+        ground_truth="5",
+        extra_info={"answer": "five"},
+        status=Status.COMPLETED,
+    )
+
+
+def scored(function: Any, one: Sample | None = None) -> Score:
+    manager = NaiveRewardManager(function, decode=lambda ids: f"text of {ids}", timeout_s=5.0)
+    return anyio.run(manager.score_sample, one or sample())
+
+
+def test_parameters_tell() -> None:
+    def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+        return 0.0
+
+    def trl(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0]
+
+    def loose(**kwargs: Any) -> float:
+        return 0.0
+
+    assert [is_trl(f) for f in (verl, trl, loose, partial(trl, scale=1), max)] == [
+        *(False, True, False, True, False)
+    ]
+    assert isinstance(signature_of(trl), TRLSignature)
+    assert isinstance(signature_of(loose), VerlSignature)
+
+
+def test_verls_arguments() -> None:
+    assert VerlSignature().arguments(sample(), "5") == {
+        "data_source": "sums",
+        "solution_str": "5",
+        "ground_truth": "5",
+        "extra_info": {"answer": "five", "num_turns": 1},
+    }
+
+
+def test_trls_arguments_are_lists_of_one() -> None:
+    def all_of_it(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        return [0.0]
+
+    def few(completions: Any, answer: Any) -> list[float]:
+        return [0.0]
+
+    row = {"answer": ["five"], "ground_truth": ["5"], "data_source": ["sums"]}
+    assert TRLSignature(all_of_it).arguments(sample(), "5") == {
+        "prompts": ["2 + 3?"],
+        "completions": ["5"],
+        "completion_ids": [[5, 6]],
+        **row,
+    }
+    assert TRLSignature(few).arguments(sample(), "5") == {"completions": ["5"], "answer": ["five"]}
+    bound = TRLSignature(partial(few, answer=["six"]))
+    assert bound.arguments(sample(), "5") == {"completions": ["5"]}
+    messages: list[Message] = [{"role": "user", "content": "2 + 3?"}]
+    spoken = TRLSignature(all_of_it).arguments(sample(messages), "5")
+    assert spoken["prompts"] == [messages]
+    assert spoken["completions"] == [[{"role": "assistant", "content": "5"}]]
+
+
+@pytest.mark.parametrize(
+    ("returned", "score"),
+    [
+        ([0.5], Score(0.5)),
+        ((1,), Score(1.0)),
+        (np.array([0.5]), Score(0.5)),
+        (torch.tensor([0.5]), Score(0.5)),
+        ([{"score": 0.5, "format": 1.0}], Score(0.5, {"format": 1.0})),
+        ([None], Score(0.0, failure="returned None: no reward for this response")),
+        ([], Score(0.0, failure="returned 0 rewards for 1 response")),
+        ([1.0, 2.0], Score(0.0, failure="returned 2 rewards for 1 response")),
+        (1.0, Score(0.0, failure="returned float, not a list of rewards")),
+        (torch.tensor(1.0), Score(0.0, failure="returned Tensor, not a list of rewards")),
+        ("1", Score(0.0, failure="returned str, not a list of rewards")),
+        ({"a": 1}, Score(0.0, failure="returned dict, not a list of rewards")),
+        (["1"], Score(0.0, failure="returned str, not a number")),
+        ([float("nan")], Score(0.0, failure="returned nan, not a finite number")),
+    ],
+)
+def test_what_trls_functions_return(returned: Any, score: Score) -> None:
+    assert scored(lambda completions: returned) == score
+
+
+def test_trls_functions_run_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def length(completions, scale=1.0, **kwargs):\n"
+        "    return [scale * len(text) for text in completions]\n"
+        "async def right(completions, ground_truth):\n"
+        "    return [float(truth in text) for text, truth in zip(completions, ground_truth)]\n"
+        "def needs(completions, solution):\n"
+        "    return [1.0]\n"
+    )
+    text = "text of [5, 6]"
+    assert scored(get_custom_reward_fn(file, "length")) == Score(float(len(text)))
+    assert scored(get_custom_reward_fn(file, "length", {"scale": 0.5})) == Score(len(text) / 2)
+    assert scored(get_custom_reward_fn(file, "right")) == Score(1.0)
+    missing = scored(get_custom_reward_fn(file, "needs")).failure
+    assert missing is not None
+    assert "missing 1 required positional argument: 'solution'" in missing
+    with pytest.raises(ConfigError, match=r"right\(completions, ground_truth\) .* scal"):
+        get_custom_reward_fn(file, "right", {"scal": 1})
+    with pytest.raises(ConfigError, match="must not contain completions"):
+        get_custom_reward_fn(file, "length", {"completions": []})
