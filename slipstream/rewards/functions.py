@@ -11,7 +11,14 @@ from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards import countdown
-from slipstream.rewards.scorers import geometry3k, gsm8k, math_boxed, math_dapo, search_qa
+from slipstream.rewards.scorers import (
+    geometry3k,
+    gsm8k,
+    math_boxed,
+    math_dapo,
+    math_verified,
+    search_qa,
+)
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """Search-R1's sets of questions."""
@@ -66,6 +73,7 @@ _BY_SOURCE: dict[str, SyncComputeScore] = {
         math_boxed.compute_score,
     ),
     **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_dapo.compute_score),
+    "math_verify": math_verified.compute_score,
     "hiyouga/geometry3k": geometry3k.compute_score,
     **dict.fromkeys((f"searchR1_{name}" for name in _SEARCHED), search_qa.compute_score),
 }

@@ -40,6 +40,7 @@ TRUTH = {"numbers": [1, 2, 4], "target": 6}
         ("math_dapo", "Answer: 3", "3", {"score": 1.0, "acc": True, "pred": "3"}),
         ("math_dapo_reasoning", "Answer: 3", "3", {"score": 1.0, "acc": True, "pred": "3"}),
         ("aime2024", "Answer: 3", "3", {"score": 1.0, "acc": True, "pred": "3"}),
+        ("math_verify", r"\boxed{6/2}", "3", 1.0),
         ("hiyouga/geometry3k", r"<think></think>\boxed{3}", "3", 1.0),
         ("searchR1_nq", "<answer>3</answer>", {"target": "3"}, 1.0),
         ("searchR1_bamboogle", "<answer>3</answer>", {"target": "3"}, 1.0),

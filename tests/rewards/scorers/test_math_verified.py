@@ -1,0 +1,82 @@
+"""Mathematics compared by value."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from typing import Any
+
+import pytest
+
+from slipstream.errors import RewardError
+from slipstream.rewards.scorers import math_verified
+from slipstream.rewards.scorers.math_verified import compute_score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("", "5", 0.0),
+        ("no idea", "5", 0.0),
+        ("5", "5", 1.0),
+        ("so x = 5", "5", 1.0),
+        ("The answer is 5.", 5, 1.0),
+        ("1000 dollars", "1000", 1.0),
+        (r"\boxed{5}", "5", 1.0),
+        (r"\boxed{5.0}", "5", 1.0),
+        (r"\boxed{-5}", "5", 0.0),
+        (r"\boxed{+5}", "5", 1.0),
+        (r"\boxed{x = 5}", "5", 1.0),
+        (r"\boxed{1,000}", "1000", 1.0),
+        (r"\boxed{1{,}000}", "1000", 1.0),
+        (r"\boxed{\$5}", "5", 1.0),
+        (r"\boxed{5\text{ cm}}", "5", 1.0),
+        (r"\boxed{1/2}", r"\frac12", 1.0),
+        (r"\boxed{2/4}", r"\frac12", 1.0),
+        (r"\boxed{.5}", r"\frac12", 1.0),
+        (r"\boxed{0.333}", r"\frac13", 0.0),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt2", 1.0),
+        (r"\boxed{2^3}", "8", 1.0),
+        (r"\boxed{\pi}", "3.14", 0.0),
+        (r"\boxed{\frac{\pi}{2}}", r"\pi/2", 1.0),
+        (r"\boxed{(1,2)}", "(1, 2)", 1.0),
+        (r"\boxed{(2,1)}", "(1, 2)", 0.0),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1.0),
+        (r"\boxed{(0,1]}", "[0,1)", 0.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        (r"\boxed{4} no, \boxed{5}", "5", 1.0),
+        (r"\boxed{5} no, \boxed{4}", "5", 0.0),
+        (r"\boxed{\boxed{5}}", "5", 1.0),
+        ("x" * 1_000_000 + r"\boxed{5}", "5", 1.0),
+    ],
+)
+def test_scores(response: str, truth: object, score: float) -> None:
+    assert compute_score("math_verify", response, truth) == score
+
+
+def test_it_needs_no_signals() -> None:
+    found: list[float] = []
+    other = threading.Thread(target=lambda: found.append(compute_score("m", "1/2", "0.5")))
+    other.start()
+    other.join()
+    assert found == [1.0]
+
+
+@pytest.mark.parametrize("truth", [None, ""])
+def test_a_ground_truth_that_is_none_is_an_error_of_the_data(truth: object) -> None:
+    with pytest.raises(ValueError, match="cannot be read as an answer"):
+        compute_score("math_verify", "5", truth)
+
+
+def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "math_verify":
+            raise ImportError("none")
+        return found(name, *rest, **more)
+
+    math_verified._library.cache_clear()
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RewardError, match=r"pip install 'slipstream-rl\[math\]'"):
+        compute_score("math_verify", "5", "5")
