@@ -98,7 +98,8 @@ class CustomRewardFunctionConfig:
     path: str | None = None
     """Python file that holds it; null: the reward function that the data names."""
     name: str = "compute_score"
-    """Function in that file: `(data_source, solution_str, ground_truth, extra_info, **kwargs)`."""
+    """Function in that file: `(data_source, solution_str, ground_truth, extra_info, **kwargs)`, or
+    with TRL's parameters."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Extra keyword arguments of the call."""
 
