@@ -18,7 +18,7 @@ from slipstream.environment.sft import load_sft_samples, sft_samples
 from slipstream.environment.tokenizer import build_tokenizer, load_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
-from slipstream.rewards.manager import load_reward_manager
+from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
 from slipstream.types import Prompt, Sample
 

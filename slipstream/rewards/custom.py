@@ -21,6 +21,9 @@ from slipstream.rewards.signatures import COMPLETIONS, VerlSignature, is_trl
 
 _VERLS = VerlSignature.ARGUMENTS
 
+_PREFIX = "slipstream_custom_reward_"
+"""Of the names of modules that files become."""
+
 
 def get_custom_reward_fn(
     path: str | Path, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
@@ -51,10 +54,27 @@ def get_custom_reward_fn(
     return functools.partial(function, **kwargs) if kwargs else function
 
 
+def is_custom(function: Callable[..., Any]) -> bool:
+    """Whether a function, or what keywords were bound to, is of a user's file."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(inner, "__module__", "")).startswith(_PREFIX)
+
+
+def call_custom(path: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the function `name` of a user's file; for a process that has not loaded it."""
+    return _loaded(path, name)(*args, **kwargs)
+
+
+@functools.cache
+def _loaded(path: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(_import_file(Path(path)), name)
+    return function
+
+
 def _import_file(file: Path) -> ModuleType:
     # The name depends on the full path, so that two files of one name do not replace each other.
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
-    module_name = f"slipstream_custom_reward_{file.stem}_{digest}"
+    module_name = f"{_PREFIX}{file.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(

@@ -12,16 +12,14 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
-from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, RewardManager, Score
-from slipstream.rewards.runner import DeadlineRunner, is_async
+from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
+from slipstream.rewards.runner import DeadlineRunner, Outcome, is_async
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.types import Sample
 
@@ -81,13 +79,14 @@ class NaiveRewardManager:
         Raises `RewardError` on a failure with policy "stop", on any `RewardError` of the function
         (no reward for this data source) and when too many calls hang.
         """
-        outcome = await self._runner.run(
-            self._call(sample), name=self._name, asynchronous=self._asynchronous
-        )
+        outcome = await self._outcome(self._call(sample))
         result = outcome.failure if outcome.failure is not None else self._read(outcome.value)
         if isinstance(result, str):
             return self._failed(sample, result)
         return self.finish(sample, result)
+
+    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+        return await self._runner.run(call, name=self._name, asynchronous=self._asynchronous)
 
     def _read(self, returned: Any) -> Score | str:
         try:
@@ -121,7 +120,7 @@ class NaiveRewardManager:
         """A hook for managers that adjust a successful score."""
         return score
 
-    def _call(self, sample: Sample) -> Callable[[], Any]:
+    def _call(self, sample: Sample) -> functools.partial[Any]:
         if self._reward is not None:
             return functools.partial(self._reward.score, sample)
         assert self._compute_score is not None
@@ -264,71 +263,3 @@ def compute_reward(sample: Sample) -> float:
         f"sample {sample.uid!r} has no reward: score it with a reward manager, or let its "
         "environment set metadata['correct']"
     )
-
-
-_MANAGERS: dict[str, Callable[..., RewardManager]] = {
-    "naive": NaiveRewardManager,
-    "dapo": DAPORewardManager,
-}
-
-
-def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
-    """Add a manager; the factory takes what `NaiveRewardManager` takes, and its own options."""
-    if name in _MANAGERS:
-        raise ConfigError(f"reward manager {name!r} exists already; choose another name")
-    _MANAGERS[name] = factory
-
-
-def load_reward_manager(
-    name: str = "naive",
-    *,
-    decode: Decode,
-    timeout_s: float = 30.0,
-    on_failure: OnFailure = "zero",
-    num_workers: int = 4,
-    custom_path: str | Path | None = None,
-    custom_name: str = "compute_score",
-    custom_kwargs: Mapping[str, Any] | None = None,
-    reward_kwargs: Mapping[str, Any] | None = None,
-) -> RewardManager:
-    """The manager `name` around the user's reward function, or the built-in ones.
-
-    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`;
-    `reward_kwargs` are the manager's own options. Raises `ConfigError` for unknown ones.
-    """
-    factory = _MANAGERS.get(name)
-    if factory is None:
-        raise ConfigError(
-            f"reward_model.reward_manager {name!r} is unknown; use {', '.join(sorted(_MANAGERS))}"
-        )
-    if custom_path is None and custom_kwargs:
-        raise ConfigError(
-            "custom_reward_function.reward_kwargs are set, but custom_reward_function.path is not: "
-            "the built-in reward functions take none"
-        )
-    compute_score = (
-        default_compute_score
-        if custom_path is None
-        else get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
-    )
-    options: dict[str, Any] = {
-        "decode": decode,
-        "timeout_s": timeout_s,
-        "on_failure": on_failure,
-        "num_workers": num_workers,
-    }
-    clash = sorted(set(options) & set(reward_kwargs or {}))
-    if clash:
-        raise ConfigError(
-            f"reward_model.reward_kwargs must not contain {', '.join(clash)}: these are settings "
-            "of their own (reward_model.*)"
-        )
-    options.update(reward_kwargs or {})
-    try:
-        inspect.signature(factory).bind(compute_score, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward_model.reward_kwargs {sorted(reward_kwargs or {})} do not fit the manager "
-            f"{name!r}: {error}"
-        ) from error
-    return factory(compute_score, **options)

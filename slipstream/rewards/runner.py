@@ -65,12 +65,13 @@ class DeadlineRunner:
 
         Raises `RewardError` naming the function when too many of its calls hang.
         """
-        async with self._limiter():
+        async with self.slot():
             if asynchronous:
                 return await self._run_async(function)
             return await self._run_in_thread(function, name)
 
-    def _limiter(self) -> anyio.CapacityLimiter:
+    def slot(self) -> anyio.CapacityLimiter:
+        """To be held during a call: there are `num_workers`."""
         # A limiter belongs to one event loop; a runner may outlive it.
         loop = anyio.lowlevel.current_token()
         if self._slots is None or self._loop != loop:
@@ -88,7 +89,7 @@ class DeadlineRunner:
             except RewardError:
                 raise
             except (Exception, SystemExit) as error:  # supervisor: keeps the reason
-                return Outcome(failure=_reason(error))
+                return Outcome(failure=failure_of(error))
         return self._timed_out()
 
     async def _run_in_thread(self, function: Callable[[], Any], name: str) -> Outcome:
@@ -111,11 +112,12 @@ class DeadlineRunner:
         if isinstance(error, RewardError):
             raise error
         if error is not None:  # supervisor: SystemExit, too, keeps the reason
-            return Outcome(failure=_reason(error))
+            return Outcome(failure=failure_of(error))
         return Outcome(value=call.result())
 
 
-def _reason(error: BaseException) -> str:
+def failure_of(error: BaseException) -> str:
+    """What an error says, in one line."""
     try:
         text = str(error)
     except Exception:  # it is a user's class

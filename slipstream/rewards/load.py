@@ -1,0 +1,87 @@
+"""Reward managers by name, with the user's function or the built-in ones. Called by the loops."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.rewards.custom import get_custom_reward_fn
+from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.limited import LimitedRewardManager
+from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardManager
+from slipstream.rewards.prime import PrimeRewardManager
+from slipstream.rewards.protocol import OnFailure, RewardManager
+
+_MANAGERS: dict[str, Callable[..., RewardManager]] = {
+    "naive": NaiveRewardManager,
+    "dapo": DAPORewardManager,
+    "prime": PrimeRewardManager,
+    "limited": LimitedRewardManager,
+    "rate_limited": LimitedRewardManager,
+}
+
+
+def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
+    """Add a manager; the factory takes what `NaiveRewardManager` takes, and its own options."""
+    if name in _MANAGERS:
+        raise ConfigError(f"reward manager {name!r} exists already; choose another name")
+    _MANAGERS[name] = factory
+
+
+def load_reward_manager(
+    name: str = "naive",
+    *,
+    decode: Decode,
+    timeout_s: float = 30.0,
+    on_failure: OnFailure = "zero",
+    num_workers: int = 4,
+    custom_path: str | Path | None = None,
+    custom_name: str = "compute_score",
+    custom_kwargs: Mapping[str, Any] | None = None,
+    reward_kwargs: Mapping[str, Any] | None = None,
+) -> RewardManager:
+    """The manager `name` around the user's reward function, or the built-in ones.
+
+    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`;
+    `reward_kwargs` are the manager's own options. Raises `ConfigError` for unknown ones.
+    """
+    factory = _MANAGERS.get(name)
+    if factory is None:
+        raise ConfigError(
+            f"reward_model.reward_manager {name!r} is unknown{did_you_mean(name, _MANAGERS)}; use "
+            f"{', '.join(sorted(_MANAGERS))}"
+        )
+    if custom_path is None and custom_kwargs:
+        raise ConfigError(
+            "custom_reward_function.reward_kwargs are set, but custom_reward_function.path is not: "
+            "the built-in reward functions take none"
+        )
+    compute_score = (
+        default_compute_score
+        if custom_path is None
+        else get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
+    )
+    options: dict[str, Any] = {
+        "decode": decode,
+        "timeout_s": timeout_s,
+        "on_failure": on_failure,
+        "num_workers": num_workers,
+    }
+    clash = sorted(set(options) & set(reward_kwargs or {}))
+    if clash:
+        raise ConfigError(
+            f"reward_model.reward_kwargs must not contain {', '.join(clash)}: these are settings "
+            "of their own (reward_model.*)"
+        )
+    options.update(reward_kwargs or {})
+    try:
+        inspect.signature(factory).bind(compute_score, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward_model.reward_kwargs {sorted(reward_kwargs or {})} do not fit the manager "
+            f"{name!r}: {error}"
+        ) from error
+    return factory(compute_score, **options)

@@ -1,0 +1,92 @@
+"""Scoring in processes, which can be stopped: VERL's `prime` manager.
+
+A thread that never returns cannot be stopped, and one function that computes keeps all others
+waiting (Python runs one thread at a time). A process can be killed, and dies alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from anyio import BrokenWorkerProcess, to_process
+
+from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.custom import call_custom, is_custom
+from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.manager import Decode, NaiveRewardManager
+from slipstream.rewards.protocol import OnFailure, Reward
+from slipstream.rewards.runner import Outcome, failure_of, is_async
+
+
+class PrimeRewardManager(NaiveRewardManager):
+    """Naive scoring, each call in one of `num_workers` processes, which are kept. One that does not
+    answer within `timeout_s` is killed.
+
+    Raises ConfigError for functions that no other process can be told of, and async ones.
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] | Reward = default_compute_score,
+        *,
+        decode: Decode,
+        timeout_s: float = 30.0,
+        on_failure: OnFailure = "zero",
+        num_workers: int = 4,
+    ) -> None:
+        super().__init__(
+            compute_score,
+            decode=decode,
+            timeout_s=timeout_s,
+            on_failure=on_failure,
+            num_workers=num_workers,
+        )
+        function = compute_score.score if isinstance(compute_score, Reward) else compute_score
+        if is_async(function):
+            raise ConfigError(
+                "reward_model.reward_manager=prime calls functions in processes, and this one is "
+                "async; set reward_model.reward_manager=naive"
+            )
+        self._portable = _portable(function)
+        self._killed = 0
+
+    @property
+    def timeouts(self) -> int:
+        return self._killed
+
+    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+        there = functools.partial(self._portable, *call.args, **call.keywords)
+        async with self._runner.slot():
+            with anyio.move_on_after(self._runner.timeout_s):
+                try:
+                    return Outcome(value=await to_process.run_sync(there, cancellable=True))
+                except RewardError:
+                    raise
+                except BrokenWorkerProcess:
+                    return Outcome(failure="the scoring process ended")
+                except Exception as error:  # supervisor: keeps the reason
+                    return Outcome(failure=failure_of(error))
+        self._killed += 1
+        return Outcome(failure=f"no answer within {self._runner.timeout_s:g} s")
+
+
+def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as another process can be told of it."""
+    if is_custom(function):
+        inner = function.func if isinstance(function, functools.partial) else function
+        bound = function.keywords if isinstance(function, functools.partial) else {}
+        return functools.partial(call_custom, inspect.getfile(inner), inner.__name__, **bound)
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise ConfigError(
+            f"reward_model.reward_manager=prime cannot hand {function!r} to another process "
+            f"({type(error).__name__}: {error}); define it at the top of a module, or set "
+            "reward_model.reward_manager=naive"
+        ) from error
+    return function
