@@ -14,6 +14,7 @@ from slipstream.rewards.limited import LimitedRewardManager
 from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardManager
 from slipstream.rewards.prime import PrimeRewardManager
 from slipstream.rewards.protocol import OnFailure, RewardManager
+from slipstream.rewards.remote import RemoteRewardManager
 
 _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "naive": NaiveRewardManager,
@@ -21,6 +22,7 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "prime": PrimeRewardManager,
     "limited": LimitedRewardManager,
     "rate_limited": LimitedRewardManager,
+    "remote": RemoteRewardManager,
 }
 
 

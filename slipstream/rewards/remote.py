@@ -1,0 +1,143 @@
+"""Scoring by a service over HTTP, which may be slow, busy or down for a while.
+
+A call is a POST of VERL's arguments as JSON, and is answered with a number or a mapping that has
+`score`. What is worth another try (no connection, no answer in time, 408, 425, 429, 5xx) is tried
+again after a pause that doubles, or as long as `Retry-After` says.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import ssl
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import anyio
+import httpx2
+
+from slipstream.errors import ConfigError
+from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.limited import LimitedRewardManager
+from slipstream.rewards.manager import Decode
+from slipstream.rewards.protocol import OnFailure, Score
+from slipstream.rewards.runner import Outcome, failure_of
+from slipstream.types import Sample
+
+_WORTH_ANOTHER_TRY = frozenset({408, 425, 429})
+
+
+class RemoteRewardManager(LimitedRewardManager):
+    """Scores by POST to `url`, with `headers`; `timeout_s` is the deadline of one attempt. After
+    the first one there are up to `max_retries`, the n-th after `backoff_s` 2^(n-1) seconds, at most
+    `max_backoff_s`. Limits are those of `limited`, and every attempt counts. `retries` counts since
+    the start.
+    """
+
+    def __init__(
+        self,
+        compute_score: Callable[..., Any] = default_compute_score,
+        *,
+        decode: Decode,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+        on_failure: OnFailure = "zero",
+        num_workers: int = 4,
+        max_retries: int = 16,
+        backoff_s: float = 1.0,
+        max_backoff_s: float = 30.0,
+        sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
+        **limits: Any,
+    ) -> None:
+        super().__init__(
+            decode=decode,
+            timeout_s=timeout_s,
+            on_failure=on_failure,
+            num_workers=num_workers,
+            **limits,
+        )
+        if compute_score is not default_compute_score:
+            raise ConfigError(
+                f"reward_model.reward_manager=remote scores at {url}, and "
+                "custom_reward_function.path names a function here; unset one of them"
+            )
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"reward_model.reward_kwargs.url={url!r} is no address; give one like "
+                "http://localhost:8000/score"
+            )
+        if max_retries < 0 or backoff_s <= 0 or max_backoff_s < backoff_s:
+            raise ConfigError(
+                f"reward_model.reward_kwargs: max_retries={max_retries}, backoff_s={backoff_s:g}, "
+                f"max_backoff_s={max_backoff_s:g}: retries must be 0 or more, and pauses from "
+                "backoff_s above 0 up to max_backoff_s"
+            )
+        self.retries = 0
+        self._name = url
+        self._url, self._headers = url, dict(headers or {})
+        self._attempts = 1 + max_retries
+        self._pause, self._longest_pause = backoff_s, max_backoff_s
+        self._sleep = sleep
+        self._late = 0
+        # Reading the system's certificates takes longer than many a request.
+        self._ssl = ssl.create_default_context() if url.startswith("https") else False
+
+    @property
+    def timeouts(self) -> int:
+        return self._late
+
+    async def score_sample(self, sample: Sample) -> Score:
+        # The limits are those of attempts, not of samples.
+        return await super(LimitedRewardManager, self).score_sample(sample)
+
+    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+        body = json.dumps(call.keywords, default=str).encode()
+        for attempt in range(1, self._attempts + 1):
+            outcome, pause = await self._attempt(body)
+            if pause is None:
+                return outcome
+            if attempt == self._attempts:
+                tries = f" after {attempt} attempts" if attempt > 1 else ""
+                return Outcome(failure=f"{outcome.failure}{tries}")
+            self.retries += 1
+            doubled = min(self._pause * 2 ** (attempt - 1), self._longest_pause)
+            await self._sleep(max(pause, doubled))
+        raise AssertionError("an attempt at least")
+
+    async def _attempt(self, body: bytes) -> tuple[Outcome, float | None]:
+        """What came of it, and, where it is worth another try, seconds to wait at least."""
+        async with self.limits.request(self._tokens), self._runner.slot():
+            with anyio.move_on_after(self._runner.timeout_s):
+                try:
+                    response = await self._post(body)
+                except httpx2.HTTPError as error:
+                    return Outcome(failure=failure_of(error)), 0.0
+                return self._answer(response)
+        self._late += 1
+        return Outcome(failure=f"no answer within {self._runner.timeout_s:g} s"), 0.0
+
+    async def _post(self, body: bytes) -> httpx2.Response:
+        headers = {"Content-Type": "application/json", **self._headers}
+        async with httpx2.AsyncClient(verify=self._ssl, timeout=None) as client:
+            return await client.post(self._url, content=body, headers=headers)
+
+    def _answer(self, response: httpx2.Response) -> tuple[Outcome, float | None]:
+        status = response.status_code
+        said = response.text[:200].strip()
+        if status in _WORTH_ANOTHER_TRY or status >= 500:
+            return Outcome(failure=f"HTTP {status}: {said}"), _asked_to_wait(response)
+        if status != 200:
+            return Outcome(failure=f"HTTP {status}: {said}"), None
+        try:
+            return Outcome(value=response.json()), None
+        except ValueError:
+            return Outcome(failure=f"answered with what is no JSON: {said!r}"), None
+
+
+def _asked_to_wait(response: httpx2.Response) -> float:
+    """Seconds of `Retry-After`; 0 where it says nothing, or a date."""
+    try:
+        return max(float(response.headers.get("Retry-After", "0")), 0.0)
+    except ValueError:
+        return 0.0

@@ -1,0 +1,202 @@
+"""A real server on this machine, which misbehaves as it is told."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import anyio
+import pytest
+
+from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.load import load_reward_manager
+from slipstream.rewards.protocol import Score
+from slipstream.rewards.remote import RemoteRewardManager
+from tests.rewards.helpers import decode, sample
+
+Answer = tuple[int, dict[str, str], bytes | None]
+
+
+@dataclass
+class Server:
+    """Answers in turn (status, headers, body); the last one again and again. A body of None: never,
+    until the end; of b"": it hangs up."""
+
+    answers: list[Answer]
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
+
+
+@contextmanager
+def serving(*answers: Answer) -> Iterator[Server]:
+    told = Server(list(answers))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            told.seen.append(json.loads(body))
+            told.headers.append(dict(self.headers))
+            status, headers, answer = told.answers[0]
+            if len(told.answers) > 1:
+                told.answers.pop(0)
+            if answer is None:
+                told.over.wait()
+                return
+            if answer == b"":
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    told.url = f"http://127.0.0.1:{server.server_address[1]}/score"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield told
+    finally:
+        told.over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+class Remote:
+    """A manager whose pauses take no time, but are kept."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.paused: list[float] = []
+        options = {"timeout_s": 20.0, "max_retries": 3} | options
+        self.manager = RemoteRewardManager(decode=decode, url=url, sleep=self._sleep, **options)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.paused.append(seconds)
+
+    def score(self) -> Score:
+        return anyio.run(self.manager.score_sample, sample(1, 2))
+
+
+RIGHT: Answer = (200, {}, b'{"score": 0.5, "format": 1}')
+BUSY: Answer = (429, {}, b"slow down")
+DOWN: Answer = (503, {}, b"down")
+
+
+def test_verls_arguments_go_out_and_a_score_comes_back() -> None:
+    with serving(RIGHT, (200, {}, b"0.25")) as server:
+        remote = Remote(server.url, headers={"Authorization": "Bearer me"})
+        assert remote.score() == Score(0.5, {"format": 1.0})
+        assert remote.score() == Score(0.25)
+    assert server.seen[0] == {
+        "data_source": "exact_match",
+        "solution_str": "1 2",
+        "ground_truth": "1 2",
+        "extra_info": {"index": 4, "num_turns": 1},
+    }
+    assert server.headers[0]["Authorization"] == "Bearer me"
+    assert remote.paused == []
+
+
+def test_busy_and_down_are_tried_again_after_pauses_that_double() -> None:
+    with serving(BUSY, DOWN, (500, {}, b""), RIGHT) as server:
+        remote = Remote(server.url, backoff_s=2.0, max_backoff_s=5.0)
+        assert remote.score().value == 0.5
+    assert remote.paused == [2.0, 4.0, 5.0]
+    assert remote.manager.retries == 3
+    assert len(server.seen) == 4
+
+
+def test_retry_after_is_heeded() -> None:
+    waits = [(429, {"Retry-After": text}, b"busy") for text in ("7", "0.5", "Wed, 21 Oct 2026")]
+    with serving(*waits, RIGHT) as server:
+        remote = Remote(server.url)
+        assert remote.score().value == 0.5
+    assert remote.paused == [7.0, 2.0, 4.0]
+
+
+def test_one_that_stays_down_is_a_failure_with_its_reason() -> None:
+    with serving(DOWN) as server:
+        remote = Remote(server.url)
+        assert remote.score() == Score(0.0, failure="HTTP 503: down after 4 attempts")
+        assert Remote(server.url, max_retries=0).score().failure == "HTTP 503: down"
+        stopping = Remote(server.url, max_retries=0, on_failure="stop")
+        with pytest.raises(RewardError, match=r"http://127.* failed on sample 'u1'.*HTTP 503"):
+            stopping.score()
+    assert remote.paused == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
+def test_what_no_retry_repairs_is_not_tried_again(status: int) -> None:
+    with serving((status, {}, b"no such thing")) as server:
+        remote = Remote(server.url)
+        assert remote.score().failure == f"HTTP {status}: no such thing"
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        (b"<html>", "answered with what is no JSON: '<html>'"),
+        (b'{"scor": 1}', "returned a mapping without 'score' (keys: scor)"),
+        (b'"1"', "returned str, not a number"),
+        (b"NaN", "returned nan, not a finite number"),
+        (b"[1]", "returned list, not a number"),
+        (b"\xff\xfe", "answered with what is no JSON: "),
+    ],
+)
+def test_garbage_is_a_failure(body: bytes, failure: str) -> None:
+    with serving((200, {}, body)) as server:
+        found = Remote(server.url).score().failure
+    assert found is not None
+    assert found.startswith(failure)
+
+
+def test_no_answer_and_no_connection_are_tried_again() -> None:
+    with serving((200, {}, None), (200, {}, b""), RIGHT) as server:
+        remote = Remote(server.url, timeout_s=0.5)
+        assert remote.score().value == 0.5
+    assert remote.manager.timeouts == 1
+    assert remote.paused == [1.0, 2.0]
+    # Nobody listens there any more.
+    gone = Remote(server.url, max_retries=1).score().failure
+    assert gone is not None
+    assert gone.startswith("ConnectError")
+    assert gone.endswith("after 2 attempts")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "localhost:80"}, r"url='localhost:80' is no address"),
+        ({"url": "http://x", "max_retries": -1}, "retries must be 0 or more"),
+        ({"url": "http://x", "backoff_s": 9, "max_backoff_s": 3}, "up to max_backoff_s"),
+        ({"url": "http://x", "max_rpm": 0}, "lets nothing pass"),
+        ({}, "url"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_reward_manager("remote", decode=decode, reward_kwargs=options)
+
+
+def test_a_function_of_ones_own_beside_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unset one of them"):
+        RemoteRewardManager(lambda **_: 1.0, decode=decode, url="http://x")
