@@ -17,9 +17,15 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.rewards.signatures import COMPLETIONS, VerlSignature, is_trl
+from slipstream.rewards.signatures import (
+    COMPLETIONS,
+    SOLUTIONS,
+    VerlBatchSignature,
+    VerlSignature,
+    takes,
+)
 
-_VERLS = VerlSignature.ARGUMENTS
+_TRLS = (COMPLETIONS, "prompts", "completion_ids")
 
 _PREFIX = "slipstream_custom_reward_"
 """Of the names of modules that files become."""
@@ -107,7 +113,10 @@ def _defined(module: ModuleType) -> list[str]:
 def _check_signature(
     function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: Path
 ) -> None:
-    given = (COMPLETIONS, "prompts", "completion_ids") if is_trl(function) else _VERLS
+    trl = takes(function, COMPLETIONS)
+    batch = takes(function, SOLUTIONS)
+    verls = VerlBatchSignature.ARGUMENTS if batch else VerlSignature.ARGUMENTS
+    given = _TRLS if trl else verls
     clash = sorted(set(kwargs) & set(given))
     if clash:
         raise ConfigError(
@@ -115,15 +124,15 @@ def _check_signature(
             "from the data"
         )
     signature = inspect.signature(function)
-    if is_trl(function):
+    if trl:
         _check_known(signature, kwargs, name, file)
         return
     try:
-        signature.bind(**dict.fromkeys(_VERLS), **kwargs)
+        signature.bind(**dict.fromkeys(given), **kwargs)
     except TypeError as error:
         extra = f" and the reward_kwargs {', '.join(kwargs)}" if kwargs else ""
         raise ConfigError(
-            f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(_VERLS)}"
+            f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(given)}"
             f"{extra}: {error}"
         ) from error
 

@@ -1,6 +1,7 @@
 """How a reward function wants to be called, which its parameters tell.
 
     VERL  compute_score(data_source, solution_str, ground_truth, extra_info, ...) -> number or dict
+          compute_score(data_sources, solution_strs, ground_truths, extra_infos, ...) -> list
     TRL   reward(completions, prompts, completion_ids, <columns>, ...) -> list of numbers
 
 Knows samples, and nothing of what a function computes. Used by `custom` and by the managers.
@@ -17,6 +18,9 @@ from slipstream.types import Sample
 
 COMPLETIONS = "completions"
 """The parameter that all of TRL's reward functions have."""
+
+SOLUTIONS = "solution_strs"
+"""The same of VERL's for batches."""
 
 
 class Signature(Protocol):
@@ -82,25 +86,45 @@ class TRLSignature:
         }
 
     def result(self, returned: Any) -> Any:
-        listed = returned.tolist() if hasattr(returned, "tolist") else returned
-        if isinstance(listed, str | Mapping) or not hasattr(listed, "__len__"):
-            raise ValueError(f"returned {type(returned).__name__}, not a list of rewards")
-        if len(listed) != 1:
-            raise ValueError(f"returned {len(listed)} rewards for 1 response")
-        if listed[0] is None:
-            raise ValueError("returned None: no reward for this response")
-        return listed[0]
+        return only_one(returned)
+
+
+class VerlBatchSignature:
+    """That of VERL's `batch` manager: its arguments as lists, of one entry each."""
+
+    ARGUMENTS = tuple(f"{name}s" for name in VerlSignature.ARGUMENTS)
+
+    def arguments(self, sample: Sample, response: str) -> dict[str, Any]:
+        values = VerlSignature().arguments(sample, response).values()
+        return {name: [value] for name, value in zip(self.ARGUMENTS, values, strict=True)}
+
+    def result(self, returned: Any) -> Any:
+        return only_one(returned)
+
+
+def only_one(returned: Any) -> Any:
+    """The entry of a list of one, an array, or a tensor. Raises ValueError for what is none."""
+    listed = returned.tolist() if hasattr(returned, "tolist") else returned
+    if isinstance(listed, str | Mapping) or not hasattr(listed, "__len__"):
+        raise ValueError(f"returned {type(returned).__name__}, not a list of rewards")
+    if len(listed) != 1:
+        raise ValueError(f"returned {len(listed)} rewards for 1 response")
+    if listed[0] is None:
+        raise ValueError("returned None: no reward for this response")
+    return listed[0]
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """By the names of its parameters; VERL's where nothing tells of another."""
-    return TRLSignature(function) if is_trl(function) else VerlSignature()
+    """By the names of its parameters; VERL's for one sample where nothing tells of another."""
+    if takes(function, COMPLETIONS):
+        return TRLSignature(function)
+    return VerlBatchSignature() if takes(function, SOLUTIONS) else VerlSignature()
 
 
-def is_trl(function: Callable[..., Any]) -> bool:
-    """Whether a function has TRL's signature."""
+def takes(function: Callable[..., Any], parameter: str) -> bool:
+    """Whether a function has a parameter of that name."""
     try:
-        return COMPLETIONS in inspect.signature(function).parameters
+        return parameter in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Built-in functions may have none.
+        # Built-in functions may have no signature.
         return False

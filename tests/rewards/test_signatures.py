@@ -15,7 +15,14 @@ from slipstream.errors import ConfigError
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.manager import NaiveRewardManager
 from slipstream.rewards.protocol import Score
-from slipstream.rewards.signatures import TRLSignature, VerlSignature, is_trl, signature_of
+from slipstream.rewards.signatures import (
+    COMPLETIONS,
+    TRLSignature,
+    VerlBatchSignature,
+    VerlSignature,
+    signature_of,
+    takes,
+)
 from slipstream.types import Message, Sample, Segment, Status
 
 
@@ -42,13 +49,18 @@ def test_parameters_tell() -> None:
     def trl(completions: list[Any], **kwargs: Any) -> list[float]:
         return [0.0]
 
+    def batch(data_sources: Any, solution_strs: Any, **kwargs: Any) -> list[float]:
+        return [0.0]
+
     def loose(**kwargs: Any) -> float:
         return 0.0
 
-    assert [is_trl(f) for f in (verl, trl, loose, partial(trl, scale=1), max)] == [
-        *(False, True, False, True, False)
+    bound = partial(trl, scale=1)
+    assert [takes(f, COMPLETIONS) for f in (verl, trl, batch, loose, bound, max)] == [
+        *(False, True, False, False, True, False)
     ]
     assert isinstance(signature_of(trl), TRLSignature)
+    assert isinstance(signature_of(batch), VerlBatchSignature)
     assert isinstance(signature_of(loose), VerlSignature)
 
 
@@ -58,6 +70,15 @@ def test_verls_arguments() -> None:
         "solution_str": "5",
         "ground_truth": "5",
         "extra_info": {"answer": "five", "num_turns": 1},
+    }
+
+
+def test_verls_arguments_for_a_batch_are_lists_of_one() -> None:
+    assert VerlBatchSignature().arguments(sample(), "5") == {
+        "data_sources": ["sums"],
+        "solution_strs": ["5"],
+        "ground_truths": ["5"],
+        "extra_infos": [{"answer": "five", "num_turns": 1}],
     }
 
 
@@ -107,13 +128,15 @@ def test_what_trls_functions_return(returned: Any, score: Score) -> None:
     assert scored(lambda completions: returned) == score
 
 
-def test_trls_functions_run_as_they_are(tmp_path: Path) -> None:
+def test_functions_run_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "def length(completions, scale=1.0, **kwargs):\n"
         "    return [scale * len(text) for text in completions]\n"
         "async def right(completions, ground_truth):\n"
         "    return [float(truth in text) for text, truth in zip(completions, ground_truth)]\n"
+        "def verls(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):\n"
+        "    return [{'score': scale * len(text)} for text in solution_strs]\n"
         "def needs(completions, solution):\n"
         "    return [1.0]\n"
     )
@@ -121,10 +144,15 @@ def test_trls_functions_run_as_they_are(tmp_path: Path) -> None:
     assert scored(get_custom_reward_fn(file, "length")) == Score(float(len(text)))
     assert scored(get_custom_reward_fn(file, "length", {"scale": 0.5})) == Score(len(text) / 2)
     assert scored(get_custom_reward_fn(file, "right")) == Score(1.0)
+    assert scored(get_custom_reward_fn(file, "verls", {"scale": 2})) == Score(2.0 * len(text))
     missing = scored(get_custom_reward_fn(file, "needs")).failure
     assert missing is not None
     assert "missing 1 required positional argument: 'solution'" in missing
     with pytest.raises(ConfigError, match=r"right\(completions, ground_truth\) .* scal"):
         get_custom_reward_fn(file, "right", {"scal": 1})
+    with pytest.raises(ConfigError, match=r"verls\(.* cannot be called with data_sources, .* scal"):
+        get_custom_reward_fn(file, "verls", {"scal": 1})
+    with pytest.raises(ConfigError, match="must not contain extra_infos"):
+        get_custom_reward_fn(file, "verls", {"extra_infos": []})
     with pytest.raises(ConfigError, match="must not contain completions"):
         get_custom_reward_fn(file, "length", {"completions": []})
