@@ -228,6 +228,13 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_ROLLOUT}.multi_turn.enable": _NO_MULTI_TURN,
     f"{_ROLLOUT}.multi_turn.tool_config_path": _NO_MULTI_TURN,
     f"{_ROLLOUT}.multi_turn.interaction_config_path": _NO_MULTI_TURN,
+    # VERL 0.6 keeps the left end for `left`, later versions cut it.
+    f"{_ROLLOUT}.multi_turn.tool_response_truncate_side": Neutral(
+        ("middle", None), "there are no tools, whose responses could be cut; leave it out"
+    ),
+    f"{_ROLLOUT}.multi_turn.max_tool_response_length": Neutral(
+        (256, None), "there are no tools, whose responses could be cut; leave it out"
+    ),
     f"{_ROLLOUT}.tools": _NO_MULTI_TURN,
     f"{_ROLLOUT}.interactions": _NO_MULTI_TURN,
     "tools": _NO_MULTI_TURN,

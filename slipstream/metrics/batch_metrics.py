@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from slipstream.errors import DataError
+from slipstream.metrics.resampled import best_and_worst, subset_sizes
 from slipstream.types import Group, Sample, Status
 
 Z_95 = 1.959963984540054
@@ -81,11 +82,11 @@ def validation_metrics(
     """Accuracy per data source with its interval, in VERL's `val-core` and `val-aux` names.
 
     A sample's accuracy is its reward part `acc` where there is one, else its reward; a failed
-    sample counts 0. With N responses per prompt: mean@N, best@N, and best@k for the powers of two
-    below N, as the exact expectation of the best of k drawn without replacement (for right and
-    wrong it is the unbiased pass@k of Chen et al., 2021). The interval is Wilson's, each prompt one
-    trial: with N > 1 it is wider than needed, never too narrow; for accuracies outside [0, 1] it is
-    left out.
+    sample counts 0. With N responses per prompt: mean@N and std@N; for the powers of two below N,
+    and N, pass@k, the exact expectation of the best of k drawn without replacement (for right and
+    wrong the unbiased estimate of Chen et al., 2021), and VERL's best@k and worst@k, which are
+    drawn with replacement (`resampled`). The interval is Wilson's, each prompt one trial: with
+    N > 1 it is wider than needed, never too narrow; for accuracies outside [0, 1] it is left out.
     Raises DataError where prompts of one source have different numbers of responses.
     """
     metrics: dict[str, float] = {}
@@ -160,13 +161,15 @@ def _validation_of(
         _, low, high = accuracy_interval(means)
         metrics[f"{aux}/acc/mean@{n}/ci_low"] = low
         metrics[f"{aux}/acc/mean@{n}/ci_high"] = high
-    k = 2
-    while k < n:
+    for k in subset_sizes(n):
         best = [_best_of(row, k) for row in rows]
-        metrics[f"{aux}/acc/best@{k}/mean"] = math.fsum(best) / len(best)
-        k *= 2
+        metrics[f"{aux}/acc/pass@{k}"] = math.fsum(best) / len(best)
+        for name, value in best_and_worst(rows, k).items():
+            # VERL's core has what is drawn of all of them.
+            core_one = k == n and name == f"best@{n}/mean"
+            metrics[f"{core if core_one else f'{aux}/acc'}/{name}"] = value
     if n > 1:
-        metrics[f"{core}/best@{n}/mean"] = math.fsum(map(max, rows)) / len(rows)
+        metrics[f"{aux}/acc/std@{n}"] = math.fsum(map(float, np.std(rows, axis=1))) / len(rows)
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.response_length for sample in samples]
     metrics[f"{aux}/num_prompts"] = float(len(groups))

@@ -322,14 +322,22 @@ SECTIONS: tuple[Section, ...] = (
                 "95 % Wilson interval of it; a prompt counts as one trial",
             ),
             Metric(
-                "val-core/<source>/acc/best@<N>/mean",
-                "share",
-                "prompts with a right one among N responses",
+                "val-aux/<source>/acc/std@<N>", "share", "deviation over N responses, by prompt"
             ),
             Metric(
-                "val-aux/<source>/acc/best@<k>/mean",
+                "val-aux/<source>/acc/pass@<k>",
                 "share",
-                "chance of a right one among k responses (exact expectation, not resampled)",
+                "chance of a right one among k of the N responses (exact: without replacement)",
+            ),
+            Metric(
+                "val-core/<source>/acc/best@<N>/mean",
+                "share",
+                "the same of N by VERL's resampling: 1,000 draws with replacement, seed 42",
+            ),
+            Metric(
+                "val-aux/<source>/acc/{best,worst}@<k>/{mean,std}",
+                "share",
+                "the best and the worst of k, likewise: mean and deviation over the draws",
             ),
             Metric("val-aux/<source>/num_prompts", "prompts", "prompts evaluated"),
             Metric("val-aux/<source>/num_failed", "samples", "responses that failed"),

@@ -153,6 +153,16 @@ def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
             f"{ROLLOUT}.multi_turn.enable=true",
             "single turns",
         ),
+        (
+            f"{ROLLOUT}.multi_turn.tool_response_truncate_side=middle",
+            f"{ROLLOUT}.multi_turn.tool_response_truncate_side=left",
+            "there are no tools",
+        ),
+        (
+            f"{ROLLOUT}.multi_turn.max_tool_response_length=256",
+            f"{ROLLOUT}.multi_turn.max_tool_response_length=99",
+            "there are no tools",
+        ),
         ("critic.model.lora_rank=0", "critic.model.lora_rank=8", "trains all weights"),
         ("data.custom_cls.path=null", "data.custom_cls.path=a.py", "parquet or JSONL"),
         ("reward_model.model.path=null", "+reward_model.model.path=m", "null"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 
 import pytest
 
@@ -16,6 +17,7 @@ from slipstream.metrics.batch_metrics import (
     validation_metrics,
 )
 from slipstream.metrics.names import check_names
+from slipstream.metrics.resampled import best_and_worst
 from slipstream.types import Group, Prompt, Sample, Segment, Status
 
 
@@ -182,20 +184,28 @@ def test_validation_of_one_response_per_prompt() -> None:
     }
 
 
-def test_best_of_k_is_the_mean_over_all_subsets() -> None:
+def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     rewards = [[1.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5, [1.0, 1.0, 0.0, 1.0, 0.0]]
     groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
     metrics = validation_metrics(groups)
     check_names(metrics)
-    for k in (2, 4):
+    for k in (2, 4, 5):
         subsets = [
             sum(max(c) for c in itertools.combinations(row, k))
             / len([*itertools.combinations(row, k)])
             for row in rewards
         ]
-        assert metrics[f"val-aux/countdown/acc/best@{k}/mean"] == pytest.approx(sum(subsets) / 3)
-    assert metrics["val-core/countdown/acc/best@5/mean"] == pytest.approx(2 / 3)
+        assert metrics[f"val-aux/countdown/acc/pass@{k}"] == pytest.approx(sum(subsets) / 3)
+    assert metrics["val-aux/countdown/acc/pass@5"] == pytest.approx(2 / 3)
     assert metrics["val-core/countdown/acc/mean@5"] == pytest.approx(4 / 15)
+    deviations = [statistics.pstdev(row) for row in rewards]
+    assert metrics["val-aux/countdown/acc/std@5"] == pytest.approx(sum(deviations) / 3)
+    # VERL's, which draw with replacement.
+    resampled = {k: best_and_worst(rewards, k) for k in (2, 4, 5)}
+    assert metrics["val-core/countdown/acc/best@5/mean"] == resampled[5]["best@5/mean"]
+    assert metrics["val-aux/countdown/acc/best@5/std"] == resampled[5]["best@5/std"]
+    assert metrics["val-aux/countdown/acc/worst@4/mean"] == resampled[4]["worst@4/mean"]
+    assert "val-aux/countdown/acc/best@5/mean" not in metrics
 
 
 def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_interval() -> None:

@@ -1,0 +1,52 @@
+"""The best and the worst of k responses as VERL estimates them: by drawing k of a prompt's N, with
+replacement, a thousand times.
+
+Each prompt is drawn from by the same generator of the same seed, so all prompts have the same
+draws. The exact value, without replacement, is pass@k (`batch_metrics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+RESAMPLES, SEED = 1000, 42
+"""VERL's."""
+
+_AT_ONCE = 1 << 22
+"""Numbers that are drawn at once."""
+
+
+def subset_sizes(responses: int) -> list[int]:
+    """The powers of two below N, and N; none of a single response."""
+    sizes = []
+    k = 2
+    while k < responses:
+        sizes.append(k)
+        k *= 2
+    return [*sizes, responses] if responses > 1 else []
+
+
+def best_and_worst(rows: Sequence[Sequence[float]], k: int) -> dict[str, float]:
+    """`best@k/{mean,std}` and `worst@k/{mean,std}` of values (P, N): of each prompt over the
+    resamples, averaged over prompts."""
+    values = np.array(rows, dtype=np.float64)
+    draws = _draws(values.shape[1], k)
+    found: dict[str, list[npt.NDArray[np.float64]]] = {}
+    step = max(1, _AT_ONCE // draws.size)
+    for start in range(0, len(values), step):
+        drawn = values[start : start + step, draws]
+        for name, extreme in (("best", drawn.max(2)), ("worst", drawn.min(2))):
+            found.setdefault(f"{name}@{k}/mean", []).append(extreme.mean(1))
+            found.setdefault(f"{name}@{k}/std", []).append(extreme.std(1))
+    return {name: float(np.concatenate(parts).mean()) for name, parts in found.items()}
+
+
+@cache
+def _draws(count: int, k: int) -> npt.NDArray[np.int64]:
+    """Which of `count` responses each resample (R, k) is."""
+    # The generator that `numpy.random.seed` seeds, in VERL's order: resample by resample.
+    return np.random.RandomState(SEED).choice(count, (RESAMPLES, k)).astype(np.int64)

@@ -1,0 +1,52 @@
+"""The best of k as VERL draws it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from slipstream.metrics import resampled
+from slipstream.metrics.resampled import best_and_worst, subset_sizes
+
+
+def verls(values: Sequence[float], k: int) -> list[tuple[float, float]]:
+    """Of one prompt, as its formula says: seeded, then resample by resample."""
+    np.random.seed(42)
+    best, worst = [], []
+    for _ in range(1000):
+        chosen = [values[i] for i in np.random.choice(len(values), size=k, replace=True)]
+        best.append(max(chosen))
+        worst.append(min(chosen))
+    return [(float(np.mean(x)), float(np.std(x))) for x in (best, worst)]
+
+
+@pytest.mark.parametrize(("count", "k"), [(2, 2), (5, 2), (5, 4), (5, 5), (16, 8)])
+def test_verls_numbers(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(count)
+    rows = [list(rng.integers(0, 2, count) * 1.0) for _ in range(3)] + [list(rng.random(count))]
+    expected = np.mean([verls(row, k) for row in rows], axis=0)
+    # Whatever is drawn at once.
+    for at_once in (1 << 22, 1, 2 * 1000 * k):
+        monkeypatch.setattr(resampled, "_AT_ONCE", at_once)
+        found = best_and_worst(rows, k)
+        names = [f"{name}@{k}/{part}" for name in ("best", "worst") for part in ("mean", "std")]
+        assert list(found) == names
+        assert list(found.values()) == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+
+
+def test_it_is_an_estimate_with_replacement() -> None:
+    values = [1.0, 0.0, 0.0, 0.0]
+    with_replacement = [max(c) for c in itertools.product(values, repeat=4)]
+    exact = sum(with_replacement) / len(with_replacement)
+    assert best_and_worst([values], 4)["best@4/mean"] == pytest.approx(exact, abs=0.05)
+    # One of the four is right, whichever four they are.
+    assert exact < 0.7
+
+
+def test_subset_sizes() -> None:
+    assert [subset_sizes(n) for n in (1, 2, 3, 4, 5, 8)] == [
+        *([], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8])
+    ]
