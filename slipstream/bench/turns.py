@@ -40,9 +40,6 @@ _BESIDE = "SLIPSTREAM_TURNS_BESIDE"
 
 _COMMAND = ("-m", "slipstream.cli")
 
-if _BESIDE in os.environ:
-    importlib.import_module(os.environ[_BESIDE])
-
 
 class TurnLogger:
     """Logs nothing, and waits for the run's next turn."""
@@ -66,9 +63,15 @@ class TurnLogger:
             raise SystemExit("nobody is left to say whose turn it is")
 
 
-@register_logger(_LOGGER)
 def _turns(context: LoggerContext) -> MetricsLogger:
     return TurnLogger(int(os.environ[_SOCKET]))
+
+
+# In a run that takes turns; elsewhere there is no such logger.
+if _SOCKET in os.environ:
+    register_logger(_LOGGER)(_turns)
+if _BESIDE in os.environ:
+    importlib.import_module(os.environ[_BESIDE])
 
 
 @dataclass(slots=True)
