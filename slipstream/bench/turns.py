@@ -87,7 +87,11 @@ class _Run:
 
     def take_turn(self) -> bool:
         """A step; whether it waits for another turn."""
-        self.socket.sendall(_GO)
+        try:
+            self.socket.sendall(_GO)
+        except BrokenPipeError:
+            # Killed while it waited.
+            return False
         return self.until_ready()
 
 

@@ -99,7 +99,7 @@ class CustomRewardFunctionConfig:
     """Python file that holds it; null: the reward function that the data names."""
     name: str = "compute_score"
     """Function in that file: `(data_source, solution_str, ground_truth, extra_info, **kwargs)`, or
-    with TRL's parameters."""
+    with the parameters of VERL's batch manager or of TRL."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Extra keyword arguments of the call."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slipstream.errors import ConfigError
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limits import Limits
 from slipstream.rewards.manager import Decode, NaiveRewardManager
-from slipstream.rewards.protocol import OnFailure, Reward, Score
-from slipstream.types import Sample
+from slipstream.rewards.protocol import OnFailure, Reward
+from slipstream.rewards.runner import Outcome
 
 
 class LimitedRewardManager(NaiveRewardManager):
@@ -46,9 +47,15 @@ class LimitedRewardManager(NaiveRewardManager):
                 f"reward_model.reward_kwargs.max_concurrent={max_concurrent} calls at once need as "
                 f"many workers; set reward_model.num_workers={max_concurrent} (it is {num_workers})"
             )
+        if not estimated_tokens_per_request > 0:
+            raise ConfigError(
+                "reward_model.reward_kwargs.estimated_tokens_per_request="
+                f"{estimated_tokens_per_request:g}: a call counts as that many tokens of max_tpm; "
+                "set it above 0"
+            )
         self.limits = Limits(max_rpm=max_rpm, max_tpm=max_tpm, max_concurrent=max_concurrent)
         self._tokens = estimated_tokens_per_request
 
-    async def score_sample(self, sample: Sample) -> Score:
+    async def _outcome(self, call: partial[Any]) -> Outcome:
         async with self.limits.request(self._tokens):
-            return await super().score_sample(sample)
+            return await super()._outcome(call)

@@ -20,9 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
 from slipstream.rewards.manager import Decode
-from slipstream.rewards.protocol import OnFailure, Score
+from slipstream.rewards.protocol import OnFailure
 from slipstream.rewards.runner import Outcome, failure_of
-from slipstream.types import Sample
 
 _WORTH_ANOTHER_TRY = frozenset({408, 425, 429})
 
@@ -48,14 +47,20 @@ class RemoteRewardManager(LimitedRewardManager):
         backoff_s: float = 1.0,
         max_backoff_s: float = 30.0,
         sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
-        **limits: Any,
+        max_rpm: float | None = None,
+        max_tpm: float | None = None,
+        max_concurrent: int | None = None,
+        estimated_tokens_per_request: float = 2000,
     ) -> None:
         super().__init__(
             decode=decode,
             timeout_s=timeout_s,
             on_failure=on_failure,
             num_workers=num_workers,
-            **limits,
+            max_rpm=max_rpm,
+            max_tpm=max_tpm,
+            max_concurrent=max_concurrent,
+            estimated_tokens_per_request=estimated_tokens_per_request,
         )
         if compute_score is not default_compute_score:
             raise ConfigError(
@@ -87,11 +92,8 @@ class RemoteRewardManager(LimitedRewardManager):
     def timeouts(self) -> int:
         return self._late
 
-    async def score_sample(self, sample: Sample) -> Score:
-        # The limits are those of attempts, not of samples.
-        return await super(LimitedRewardManager, self).score_sample(sample)
-
     async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+        # Limits are those of attempts.
         body = json.dumps(call.keywords, default=str).encode()
         for attempt in range(1, self._attempts + 1):
             outcome, pause = await self._attempt(body)

@@ -26,9 +26,19 @@ sys.exit(name == "x")
 """
 """A run whose steps are a letter in a file each, and which fails if that is an x."""
 
+KILLED = RUN.replace("    logger.log", "    kill_if(name == 'k')\n    logger.log").replace(
+    "name, steps",
+    """import os, signal, threading
+def kill_if(wanted):
+    if wanted:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+name, steps""",
+)
+"""And one that is killed while it waits, if that is a k."""
 
-def letters(monkeypatch: pytest.MonkeyPatch, file: Path, **steps: int) -> str:
-    monkeypatch.setattr(turns, "_COMMAND", ("-c", RUN))
+
+def letters(monkeypatch: pytest.MonkeyPatch, file: Path, code: str = RUN, **steps: int) -> str:
+    monkeypatch.setattr(turns, "_COMMAND", ("-c", code))
     lines = {name: [name, str(count), str(file)] for name, count in steps.items()}
     run_in_turns(lines, lambda text: None, "json.tool")
     return file.read_text()
@@ -43,3 +53,19 @@ def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(EngineError, match=r"`slipstream x 1 .*` ended with status 1"):
         letters(monkeypatch, file, x=1, a=100)
     assert file.read_text() == "xaa"
+
+
+def test_one_that_is_killed_while_it_waits_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = turns._Run.take_turn
+
+    def later(run: turns._Run) -> bool:
+        ready = taken(run)
+        if run.line[0] == "k":
+            run.process.wait()
+        return ready
+
+    monkeypatch.setattr(turns._Run, "take_turn", later)
+    with pytest.raises(EngineError, match=r"`slipstream k 3 .*` ended with status -9"):
+        letters(monkeypatch, tmp_path / "steps", KILLED, k=3)

@@ -56,6 +56,16 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ),
         (
             "limited",
+            {"reward_kwargs": {"estimated_tokens_per_request": 0}},
+            r"estimated_tokens_per_request=0: .* set it above 0",
+        ),
+        (
+            "remote",
+            {"reward_kwargs": {"url": "http://x", "max_rmp": 5}},
+            r"reward_kwargs \['max_rmp', 'url'\] do not fit.*max_rmp",
+        ),
+        (
+            "limited",
             {"reward_kwargs": {"max_concurrent": 5}},
             r"max_concurrent=5 .* set reward_model\.num_workers=5 \(it is 4\)",
         ),
