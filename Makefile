@@ -29,6 +29,7 @@ quickstart: install ## train a small reasoning model by SFT and RL; SEED=n, ARGS
 	@$(BIN)/slipstream quickstart $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test: install ## the tests; ARGS="tests/models -k rope"
+	@tools/install-bubblewrap.sh
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: install ## lint, format, import ranks and types, each with its time

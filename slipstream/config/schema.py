@@ -25,6 +25,7 @@ from slipstream.config.schema_actor import (
 )
 from slipstream.config.schema_algorithm import AlgorithmConfig
 from slipstream.config.schema_critic import CriticConfig
+from slipstream.config.schema_reward import CustomRewardFunctionConfig, RewardModelConfig
 from slipstream.config.schema_speculative import SpeculativeConfig
 
 
@@ -71,37 +72,6 @@ class DataConfig:
     """What happens to a longer prompt: stop the run, or cut tokens there."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts before training starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelConfig:
-    """How responses are scored."""
-
-    enable: Literal[False] = False
-    """Score with a reward model; always off in this version."""
-    reward_manager: str = "naive"
-    """Registered name of the manager that calls the reward function."""
-    reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
-    """Settings of the manager, passed on as they are."""
-    on_failure: Literal["zero", "drop", "stop"] = "zero"
-    """What becomes of a response whose scoring failed: reward 0, left out, or the run ends."""
-    timeout_s: PositiveFloat = 30.0
-    """Deadline of one scoring call."""
-    num_workers: PositiveInt = 4
-    """Scoring calls that run at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomRewardFunctionConfig:
-    """A reward function of your own."""
-
-    path: str | None = None
-    """Python file that holds it; null: the reward function that the data names."""
-    name: str = "compute_score"
-    """Function in that file: `(data_source, solution_str, ground_truth, extra_info, **kwargs)`, or
-    with the parameters of VERL's batch manager or of TRL."""
-    reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
-    """Extra keyword arguments of the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

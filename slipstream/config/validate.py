@@ -36,6 +36,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
     problems: list[str] = []
     for rule in (
         _registered,
+        _sandbox,
         _data,
         _sft_data,
         _lengths,
@@ -73,6 +74,25 @@ def _registered(config: Config) -> Iterator[str]:
                 f"(known: {', '.join(known)}); the module that "
                 "actor_rollout_ref.model.external_lib names can register others"
             )
+
+
+def _sandbox(config: Config) -> Iterator[str]:
+    local, rewards = config.reward_model.sandbox, config.reward_model
+    total = local.total_timeout_s
+    if total is not None and total + local.run_timeout_s > rewards.timeout_s:
+        yield (
+            f"reward_model.sandbox.total_timeout_s={total:g} and run_timeout_s="
+            f"{local.run_timeout_s:g}: the tests of one program may take longer than "
+            f"reward_model.timeout_s={rewards.timeout_s:g}, which would be a failure; set that to "
+            f"{total + local.run_timeout_s + 2:g}, or total_timeout_s to null"
+        )
+    here = local.python is not None or local.run_untrusted_code_without_isolation
+    if rewards.sandbox_fusion.url is not None and here:
+        yield (
+            "reward_model.sandbox.python and run_untrusted_code_without_isolation are of programs "
+            "on this machine, and reward_model.sandbox_fusion.url sends them to a service; unset "
+            "one of them"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -20,10 +20,16 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
+from slipstream.rewards.sandbox.load import load_sandbox
+from slipstream.rewards.sandbox.protocol import ProgramLimits, Sandbox
 from slipstream.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_SANDBOX_STARTS_S = 2.0
+"""What beginning and ending a program may take beside its run."""
 
 
 def data_seed(config: Config) -> int:
@@ -69,6 +75,31 @@ def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str
     return decode
 
 
+def make_sandbox(config: Config) -> Sandbox:
+    """Where the programs of responses run."""
+    rewards = config.reward_model
+    fusion, local = rewards.sandbox_fusion, rewards.sandbox
+    total = local.total_timeout_s
+    if total is None:
+        total = max(rewards.timeout_s - local.run_timeout_s - _SANDBOX_STARTS_S, 0.0)
+    limits = ProgramLimits(
+        run_timeout_s=local.run_timeout_s,
+        compile_timeout_s=local.compile_timeout_s,
+        total_timeout_s=total,
+        memory_mb=fusion.memory_limit_mb,
+        files_mb=local.files_mb,
+        output_kb=local.output_kb,
+        processes=local.processes,
+    )
+    return load_sandbox(
+        limits,
+        url=fusion.url,
+        max_concurrent=fusion.max_concurrent,
+        python=local.python,
+        isolated=not local.run_untrusted_code_without_isolation,
+    )
+
+
 def make_reward_manager(config: Config, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
     """The scorer of responses."""
     r, custom = config.reward_model, config.custom_reward_function
@@ -78,10 +109,12 @@ def make_reward_manager(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
         timeout_s=r.timeout_s,
         on_failure=r.on_failure,
         num_workers=r.num_workers,
+        sandbox=make_sandbox(config),
         custom_path=custom.path,
         custom_name=custom.name,
         custom_kwargs=custom.reward_kwargs or None,
         reward_kwargs=r.reward_kwargs or None,
+        terms=r.terms or None,
     )
 
 

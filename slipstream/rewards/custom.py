@@ -20,9 +20,11 @@ from slipstream.errors import ConfigError, did_you_mean
 from slipstream.rewards.signatures import (
     COMPLETIONS,
     SOLUTIONS,
+    DataProtoSignature,
     VerlBatchSignature,
     VerlSignature,
     takes,
+    wants_data,
 )
 
 _TRLS = (COMPLETIONS, "prompts", "completion_ids")
@@ -116,6 +118,8 @@ def _check_signature(
     trl = takes(function, COMPLETIONS)
     batch = takes(function, SOLUTIONS)
     verls = VerlBatchSignature.ARGUMENTS if batch else VerlSignature.ARGUMENTS
+    if wants_data(function):
+        verls = DataProtoSignature.ARGUMENTS
     given = _TRLS if trl else verls
     clash = sorted(set(kwargs) & set(given))
     if clash:

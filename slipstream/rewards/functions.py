@@ -11,17 +11,23 @@ from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards import countdown
+from slipstream.rewards.sandbox.protocol import Sandbox
 from slipstream.rewards.scorers import (
+    code,
     geometry3k,
     gsm8k,
     math_boxed,
     math_dapo,
     math_verified,
+    prime_math,
     search_qa,
 )
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """Search-R1's sets of questions."""
+
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+"""NuminaMath's sets of problems."""
 
 
 class ComputeScore(Protocol):
@@ -74,6 +80,7 @@ _BY_SOURCE: dict[str, SyncComputeScore] = {
     ),
     **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_dapo.compute_score),
     "math_verify": math_verified.compute_score,
+    **dict.fromkeys((f"numina_{name}" for name in _NUMINA), prime_math.compute_score),
     "hiyouga/geometry3k": geometry3k.compute_score,
     **dict.fromkeys((f"searchR1_{name}" for name in _SEARCHED), search_qa.compute_score),
 }
@@ -82,14 +89,18 @@ _BY_PREFIX: dict[str, SyncComputeScore] = {"aime": math_dapo.compute_score}
 """For sources whose names begin so."""
 
 
+_CODE = ("codecontests", "apps", "codeforces", "taco")
+"""Sources whose responses are programs."""
+
+
 def data_sources() -> list[str]:
     """The `data_source` values with a built-in reward function, sorted; `*`: whatever follows."""
-    return sorted([*_BY_SOURCE, *(f"{begin}*" for begin in _BY_PREFIX)])
+    return sorted([*_BY_SOURCE, *_CODE, *(f"{begin}*" for begin in _BY_PREFIX)])
 
 
 def register_reward(data_source: str, function: SyncComputeScore) -> None:
     """Give a `data_source` its reward function. Raises `ConfigError` if it has one."""
-    if data_source in _BY_SOURCE:
+    if data_source in _BY_SOURCE or data_source in _CODE:
         raise ConfigError(f"data_source {data_source!r} has a reward function already")
     _BY_SOURCE[data_source] = function
 
@@ -99,12 +110,19 @@ def default_compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    *,
+    sandbox: Sandbox | None = None,
 ) -> float | Mapping[str, Any]:
-    """Score with the function that belongs to `data_source`.
+    """Score with the function that belongs to `data_source`. `sandbox`: where programs run; this
+    machine by default, isolated.
 
     Raises `RewardError` for a source without one: that no response can repair, so it ends the run
     whatever the policy for failures.
     """
+    if data_source in _CODE:
+        return code.compute_score(
+            data_source, solution_str, ground_truth, extra_info, sandbox=sandbox
+        )
     function = _BY_SOURCE.get(data_source)
     if function is None:
         prefixes = (f for begin, f in _BY_PREFIX.items() if data_source.startswith(begin))

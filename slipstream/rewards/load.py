@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardMan
 from slipstream.rewards.prime import PrimeRewardManager
 from slipstream.rewards.protocol import OnFailure, RewardManager
 from slipstream.rewards.remote import RemoteRewardManager
+from slipstream.rewards.runner import DeadlineRunner
+from slipstream.rewards.sandbox.protocol import Sandbox
+from slipstream.rewards.terms import TermsRewardManager, read_terms
 
 _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "naive": NaiveRewardManager,
@@ -40,15 +44,19 @@ def load_reward_manager(
     timeout_s: float = 30.0,
     on_failure: OnFailure = "zero",
     num_workers: int = 4,
+    sandbox: Sandbox | None = None,
     custom_path: str | Path | None = None,
     custom_name: str = "compute_score",
     custom_kwargs: Mapping[str, Any] | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
+    terms: Mapping[str, Any] | None = None,
 ) -> RewardManager:
     """The manager `name` around the user's reward function, or the built-in ones.
 
+    `sandbox`: where the built-in ones run programs; this machine by default, isolated.
     `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`;
-    `reward_kwargs` are the manager's own options. Raises `ConfigError` for unknown ones.
+    `reward_kwargs` are the manager's own options; `terms` what is added to it (`rewards.terms`).
+    Raises `ConfigError` for unknown ones.
     """
     factory = _MANAGERS.get(name)
     if factory is None:
@@ -62,7 +70,7 @@ def load_reward_manager(
             "the built-in reward functions take none"
         )
     compute_score = (
-        default_compute_score
+        _built_in(sandbox)
         if custom_path is None
         else get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
     )
@@ -86,4 +94,32 @@ def load_reward_manager(
             f"reward_model.reward_kwargs {sorted(reward_kwargs or {})} do not fit the manager "
             f"{name!r}: {error}"
         ) from error
-    return factory(compute_score, **options)
+    manager = factory(compute_score, **options)
+    if not terms:
+        return manager
+    weight, parsed = read_terms(terms)
+    alone = (term for term in parsed if term.custom and not term.group)
+    return TermsRewardManager(
+        manager,
+        weight,
+        parsed,
+        {
+            term.name: NaiveRewardManager(
+                term.function,
+                decode=decode,
+                timeout_s=timeout_s,
+                on_failure=on_failure,
+                num_workers=num_workers,
+            )
+            for term in alone
+        },
+        decode=decode,
+        runner=DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers),
+        on_failure=on_failure,
+    )
+
+
+def _built_in(sandbox: Sandbox | None) -> Callable[..., Any]:
+    if sandbox is None:
+        return default_compute_score
+    return functools.partial(default_compute_score, sandbox=sandbox)

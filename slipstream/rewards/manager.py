@@ -90,7 +90,7 @@ class NaiveRewardManager:
 
     def _read(self, returned: Any) -> Score | str:
         try:
-            return read_result(self._signature.result(returned))
+            return read_result(self._signature.results(returned, 1)[0])
         except ValueError as error:
             return str(error)
 
@@ -125,7 +125,8 @@ class NaiveRewardManager:
             return functools.partial(self._reward.score, sample)
         assert self._compute_score is not None
         response = self._decode(sample.response_ids)
-        return functools.partial(self._compute_score, **self._signature.arguments(sample, response))
+        arguments = self._signature.arguments([sample], [response])
+        return functools.partial(self._compute_score, **arguments)
 
     def _failed(self, sample: Sample, reason: str) -> Score:
         self.failures += 1

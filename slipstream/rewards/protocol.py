@@ -50,6 +50,18 @@ class RewardManager(Protocol):
         ...
 
 
+@runtime_checkable
+class GroupRewardManager(RewardManager, Protocol):
+    """One whose scores depend on the other responses to a prompt, too."""
+
+    async def finish_group(self, samples: Sequence[Sample]) -> None:
+        """Change the rewards of a group whose samples all have theirs (`apply_score`).
+
+        Raises `RewardError` where a failure must end the run.
+        """
+        ...
+
+
 SCORE_PART = "score"
 
 REWARD_FAILURE = "reward_failure"

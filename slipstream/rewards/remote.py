@@ -62,7 +62,7 @@ class RemoteRewardManager(LimitedRewardManager):
             max_concurrent=max_concurrent,
             estimated_tokens_per_request=estimated_tokens_per_request,
         )
-        if compute_score is not default_compute_score:
+        if getattr(compute_score, "func", compute_score) is not default_compute_score:
             raise ConfigError(
                 f"reward_model.reward_manager=remote scores at {url}, and "
                 "custom_reward_function.path names a function here; unset one of them"

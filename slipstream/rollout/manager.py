@@ -28,7 +28,7 @@ from slipstream.errors import (
     check_at_least_one,
 )
 from slipstream.inference.protocol import InferenceEngine
-from slipstream.rewards.protocol import RewardManager, apply_score
+from slipstream.rewards.protocol import GroupRewardManager, RewardManager, apply_score
 from slipstream.rollout.filters import GroupFilter, run_filter
 from slipstream.rollout.occupancy import Occupancy
 from slipstream.types import (
@@ -219,12 +219,15 @@ class AsyncRolloutManager:
 
     async def _run_group(self, group: Group, batch: _Batch) -> None:
         engine = self._engines[group.index % len(self._engines)]
+        pending = [sample for sample in group.members if sample.status is Status.PENDING]
         async with anyio.create_task_group() as tasks:
-            for sample in group.members:
-                if sample.status is Status.PENDING:
-                    tasks.start_soon(self._run_sample, sample, engine, batch)
+            for sample in pending:
+                tasks.start_soon(self._run_sample, sample, engine, batch)
         if any(sample.status is Status.PENDING for sample in group.members):
             return  # stopped: `_keep_unfinished` finds it among the running ones
+        # A surplus group of the batch before is finished already.
+        if pending and isinstance(self._reward, GroupRewardManager):
+            await self._reward.finish_group(group.members)
         del batch.running[group.index]
         verdict = run_filter(self._filter, group.samples)
         if not verdict:

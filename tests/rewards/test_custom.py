@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0
 async def slow(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return kwargs["bonus"]
 
-def compute_reward(data, **kwargs):
+def compute_reward(answers, **kwargs):
     return 0
 
 _private = compute_reward
@@ -92,7 +92,7 @@ def test_signatures_are_checked_before_the_run(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"compute_reward\(data, \*\*kwargs\) in .* cannot be called with",
+        match=r"compute_reward\(answers, \*\*kwargs\) in .* cannot be called with",
     ):
         get_custom_reward_fn(path, "compute_reward")
     with pytest.raises(ConfigError, match=r"reward_kwargs scal: got an unexpected keyword"):

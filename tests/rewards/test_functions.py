@@ -53,7 +53,7 @@ def test_dispatch_by_data_source(data_source: str, response: str, truth: Any, sc
 def test_a_source_without_a_function_is_refused() -> None:
     with pytest.raises(
         RewardError,
-        match=r"data_source 'mystery' \(known: .*aime\*, countdown, .*\): set "
+        match=r"data_source 'mystery' \(known: .*aime\*, apps, .*\): set "
         r"custom_reward_function\.path",
     ):
         default_compute_score("mystery", "", "")

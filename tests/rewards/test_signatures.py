@@ -17,6 +17,7 @@ from slipstream.rewards.manager import NaiveRewardManager
 from slipstream.rewards.protocol import Score
 from slipstream.rewards.signatures import (
     COMPLETIONS,
+    DataProtoSignature,
     TRLSignature,
     VerlBatchSignature,
     VerlSignature,
@@ -65,7 +66,7 @@ def test_parameters_tell() -> None:
 
 
 def test_verls_arguments() -> None:
-    assert VerlSignature().arguments(sample(), "5") == {
+    assert VerlSignature().arguments([sample()], ["5"]) == {
         "data_source": "sums",
         "solution_str": "5",
         "ground_truth": "5",
@@ -74,7 +75,7 @@ def test_verls_arguments() -> None:
 
 
 def test_verls_arguments_for_a_batch_are_lists_of_one() -> None:
-    assert VerlBatchSignature().arguments(sample(), "5") == {
+    assert VerlBatchSignature().arguments([sample()], ["5"]) == {
         "data_sources": ["sums"],
         "solution_strs": ["5"],
         "ground_truths": ["5"],
@@ -90,17 +91,20 @@ def test_trls_arguments_are_lists_of_one() -> None:
         return [0.0]
 
     row = {"answer": ["five"], "ground_truth": ["5"], "data_source": ["sums"]}
-    assert TRLSignature(all_of_it).arguments(sample(), "5") == {
+    assert TRLSignature(all_of_it).arguments([sample()], ["5"]) == {
         "prompts": ["2 + 3?"],
         "completions": ["5"],
         "completion_ids": [[5, 6]],
         **row,
     }
-    assert TRLSignature(few).arguments(sample(), "5") == {"completions": ["5"], "answer": ["five"]}
+    assert TRLSignature(few).arguments([sample()], ["5"]) == {
+        "completions": ["5"],
+        "answer": ["five"],
+    }
     bound = TRLSignature(partial(few, answer=["six"]))
-    assert bound.arguments(sample(), "5") == {"completions": ["5"]}
+    assert bound.arguments([sample()], ["5"]) == {"completions": ["5"]}
     messages: list[Message] = [{"role": "user", "content": "2 + 3?"}]
-    spoken = TRLSignature(all_of_it).arguments(sample(messages), "5")
+    spoken = TRLSignature(all_of_it).arguments([sample(messages)], ["5"])
     assert spoken["prompts"] == [messages]
     assert spoken["completions"] == [[{"role": "assistant", "content": "5"}]]
 
@@ -156,3 +160,66 @@ def test_functions_run_as_they_are(tmp_path: Path) -> None:
         get_custom_reward_fn(file, "verls", {"extra_infos": []})
     with pytest.raises(ConfigError, match="must not contain completions"):
         get_custom_reward_fn(file, "length", {"completions": []})
+
+
+def test_a_data_proto_of_one_row() -> None:
+    seen: list[Any] = []
+
+    def compute_reward(data: Any, scale: float = 1.0) -> torch.Tensor:
+        seen.append(data)
+        return torch.full((len(data.batch),), 0.5 * scale)
+
+    assert isinstance(signature_of(compute_reward), DataProtoSignature)
+    assert scored(partial(compute_reward, scale=3.0)) == Score(1.5)
+    (data,) = seen
+    assert data.batch["responses"].tolist() == [[5, 6]]
+    assert data[0].non_tensor_batch["reward_model"]["ground_truth"] == "5"
+    assert data.batch["answer"][0] == "five"
+    assert data.batch["response_text"][0] == "text of [5, 6]"
+
+
+class Manager:
+    """As VERL's managers are written."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def __call__(self, data: Any, return_dict: bool = False) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "score"),
+    [
+        (torch.tensor([0.25]), Score(0.25)),
+        (torch.tensor([[0.0, 0.5, 1.0]]), Score(1.5)),
+        ([2], Score(2.0)),
+        (np.array([[0.5, 0.0]]), Score(0.5)),
+        (
+            {"reward_tensor": torch.tensor([[0.0, 1.0]]), "reward_extra_info": {"acc": [True]}},
+            Score(1.0, {"acc": 1.0}),
+        ),
+        ((torch.tensor([1.0]), {"acc": [0]}), Score(1.0, {"acc": 0.0})),
+    ],
+)
+def test_what_managers_return(returned: Any, score: Score) -> None:
+    assert scored(Manager(returned)) == score
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        (torch.tensor(0.5), "returned Tensor, not a list of rewards"),
+        (torch.tensor([0.5, 0.5]), "returned 2 rewards for 1 response"),
+        (torch.tensor([[float("nan")]]), "returned nan, not a finite number"),
+        ({"score": [1.0]}, "returned a mapping without 'reward_tensor' (keys: score)"),
+        (
+            (torch.tensor([1.0]), 3),
+            "returned a tuple that is not of rewards and what goes with them",
+        ),
+        (None, "returned NoneType, not a list of rewards"),
+        ([["a"]], "rewards of tokens that are no numbers"),
+    ],
+)
+def test_what_managers_must_not_return(returned: Any, reason: str) -> None:
+    assert reason in (scored(Manager(returned)).failure or "")

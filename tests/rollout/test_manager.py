@@ -525,3 +525,21 @@ def test_an_interrupted_turn_stays_one_turn_with_its_versions() -> None:
     assert sample.rollout_log_probs == [0.0] * 3 + [-4.0, -5.0, -6.0, -7.0, -8.0]
     assert sample.loss_mask == [0.0] * 3 + [1.0] * 5
     assert sample.segments[1].spans == [VersionSpan(3, 0, 3), VersionSpan(4, 3, 5)]
+
+
+class GroupScorer(Scorer):
+    """Adds how many there are, once."""
+
+    async def finish_group(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            assert sample.status is not Status.PENDING
+            sample.reward += len(samples)
+
+
+def test_groups_are_finished_once_with_those_carried_over_too() -> None:
+    rollouts = manager(
+        scorer=GroupScorer(), batch_size=2, over_sampling=1.0, partial_rollout=True, n=3
+    )
+    for _ in range(4):
+        for group in batch(rollouts):
+            assert [sample.reward for sample in group.samples] == [4.0] * 3

@@ -17,16 +17,14 @@ from slipstream.rewards.scorers.boxed import last_boxed
 
 
 @cache
-def _library() -> tuple[
-    Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]
-]:
+def library() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]]:
     """What reads a ground truth, what reads a response, what compares. Raises RewardError where
     the library is missing: no response can repair that."""
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise RewardError(
-            f"data_source math_verify needs the package math-verify ({error}); run: "
+            f"mathematics compared by value needs the package math-verify ({error}); run: "
             "pip install 'slipstream-rl[math]'"
         ) from error
     # It warns of the limit that is left out.
@@ -56,7 +54,7 @@ def compute_score(
     Raises ValueError where the ground truth cannot be read, RewardError where the library is
     missing.
     """
-    of_truth, of_response, verify = _library()
+    of_truth, of_response, verify = library()
     truth = [] if ground_truth is None else of_truth(rf"\boxed{{{ground_truth}}}")
     if not truth:
         raise ValueError(

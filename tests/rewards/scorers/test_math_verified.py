@@ -76,7 +76,7 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
             raise ImportError("none")
         return found(name, *rest, **more)
 
-    math_verified._library.cache_clear()
+    math_verified.library.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(RewardError, match=r"pip install 'slipstream-rl\[math\]'"):
         compute_score("math_verify", "5", "5")

@@ -1,0 +1,161 @@
+"""VERL's `DataProto`, as far as reward functions and managers of whole batches use it.
+
+Named tensors in `batch`, everything else in `non_tensor_batch`. Knows samples; nothing else in
+Slipstream speaks of batches by such keys (`compat.verl` offers it to code written for VERL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.types import Sample
+
+
+class Batch(dict[str, Any]):
+    """Named tensors of one length, which is the length of the batch.
+
+    What is no tensor is found here, too: code that was written before VERL split them looks for the
+    fields of its own data set (`batch["state"]`) beside `batch["responses"]`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], others: Mapping[str, Any], size: int) -> None:
+        super().__init__(tensors)
+        self._others, self._size = others, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __missing__(self, key: str) -> Any:
+        if key in self._others:
+            return self._others[key]
+        known = ", ".join([*self, *self._others])
+        raise KeyError(f"{key!r} is not a field of the batch (there are: {known})")
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return torch.Size([self._size])
+
+
+class DataProto:
+    """Rows of tensors and of other values. `data[i]` is one row, without the first dimension;
+    `data[i:j]`, and a list of places, are batches again."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, torch.Tensor] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError where the fields differ in length."""
+        tensors = dict(batch or {})
+        self.non_tensor_batch = {k: _objects(v) for k, v in (non_tensor_batch or {}).items()}
+        lengths = {k: len(v) for k, v in tensors.items()}
+        lengths |= {k: len(v) for k, v in self.non_tensor_batch.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the fields of a batch differ in length: {lengths}")
+        self.batch = Batch(tensors, self.non_tensor_batch, next(iter(lengths.values()), 0))
+        self.meta_info = dict(meta_info or {})
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """Tensors apart from the rest, as a `collate_fn` gives both."""
+        tensors = {k: v for k, v in data.items() if isinstance(v, torch.Tensor)}
+        others = {k: v for k, v in data.items() if k not in tensors}
+        return cls(tensors, others, meta_info)
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def __getitem__(self, place: Any) -> Any:
+        if not isinstance(place, int | np.integer):
+            return DataProto(
+                {k: v[place] for k, v in self.batch.items()},
+                {k: v[place] for k, v in self.non_tensor_batch.items()},
+                self.meta_info,
+            )
+        at = int(place)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"row {at} of a batch of {len(self)}")
+        return DataProtoItem(
+            {k: v[at] for k, v in self.batch.items()},
+            {k: v[at] for k, v in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[i] for i in range(len(self)))
+
+
+class DataProtoItem:
+    """One row: the values of each field."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        non_tensor_batch: Mapping[str, Any],
+        meta_info: Mapping[str, Any],
+    ) -> None:
+        self.non_tensor_batch = dict(non_tensor_batch)
+        self.batch = Batch(batch, self.non_tensor_batch, 1)
+        self.meta_info = dict(meta_info)
+
+
+def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
+    """Finished samples as VERL has them where rewards are computed.
+
+    B rows of P prompt and R response tokens, the longest ones: `prompts` (B, P) padded on the left,
+    `responses` (B, R) and `response_mask` on the right, `input_ids`, `attention_mask` and
+    `position_ids` (B, P + R); padding is 0. Beside them `data_source`, `reward_model` (with
+    `ground_truth`), `extra_info`, `uid`, `raw_prompt`, `response_text`, and what `extra_info`
+    holds, by its own names. `responses` are the texts.
+    """
+    width = max((len(s.prompt_ids) for s in samples), default=0)
+    length = max((s.response_length for s in samples), default=0)
+    prompts = torch.zeros((len(samples), width), dtype=torch.long)
+    answers = torch.zeros((len(samples), length), dtype=torch.long)
+    there = torch.zeros((len(samples), width + length), dtype=torch.long)
+    mask = torch.zeros((len(samples), length), dtype=torch.long)
+    for i, sample in enumerate(samples):
+        prompt, answer = sample.prompt_ids, sample.response_ids
+        prompts[i, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
+        answers[i, : len(answer)] = torch.tensor(answer, dtype=torch.long)
+        there[i, width - len(prompt) : width + len(answer)] = 1
+        written = sample.loss_mask[len(prompt) :]
+        mask[i, : len(answer)] = torch.tensor(written).ne(0).long()
+    fields: dict[str, list[Any]] = {
+        "data_source": [s.data_source for s in samples],
+        "reward_model": [{"ground_truth": s.ground_truth, "style": "rule"} for s in samples],
+        "extra_info": [s.extra_info for s in samples],
+        "uid": [s.uid for s in samples],
+        "raw_prompt": [s.prompt for s in samples],
+        "response_text": list(responses),
+    }
+    own = {key: None for s in samples for key in s.extra_info if key not in fields}
+    fields |= {key: [s.extra_info.get(key) for s in samples] for key in own}
+    return DataProto(
+        {
+            "prompts": prompts,
+            "responses": answers,
+            "input_ids": torch.cat([prompts, answers], dim=1),
+            "attention_mask": there,
+            "position_ids": (there.cumsum(1) - 1).clamp(min=0),
+            "response_mask": mask,
+        },
+        fields,
+    )
+
+
+def _objects(values: Any) -> np.ndarray[Any, Any]:
+    """An array of objects, one for each row, whatever they are."""
+    if isinstance(values, np.ndarray) and values.dtype == object:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array

@@ -1,0 +1,131 @@
+"""Programs at a Sandbox Fusion service (ByteDance), over HTTP.
+
+One run is one POST; the service isolates, and knows more languages than this machine.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx2
+
+from slipstream.errors import ConfigError
+from slipstream.rewards.sandbox.protocol import (
+    DEFAULT_LIMITS,
+    Program,
+    ProgramLimits,
+    Ran,
+    SandboxError,
+    Verdict,
+    in_time,
+)
+
+_ATTEMPTS = 3
+_BUSY = 504
+"""The only status that is worth another attempt: the service's own gateway gave up waiting."""
+
+_GRACE_S = 10.0
+"""What a reply may take beyond the time limits of its program."""
+
+
+class FusionSandbox:
+    """Runs programs at `url` (that of `/run_code`), at most `max_concurrent` at once."""
+
+    def __init__(
+        self,
+        url: str,
+        limits: ProgramLimits = DEFAULT_LIMITS,
+        *,
+        max_concurrent: int = 64,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"reward_model.sandbox_fusion.url={url!r} is no address; give one like "
+                "http://localhost:8080/run_code"
+            )
+        if max_concurrent < 1:
+            raise ConfigError(
+                f"reward_model.sandbox_fusion.max_concurrent={max_concurrent} must be at least 1"
+            )
+        self._url, self._limits, self._sleep = url, limits, sleep
+        self._slots = threading.Semaphore(max_concurrent)
+        self._ssl = ssl.create_default_context() if url.startswith("https") else False
+
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+        """See `Sandbox.run`."""
+        timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
+        with httpx2.Client(verify=self._ssl, timeout=timeout) as client:
+            for stdin in in_time(stdins, self._limits):
+                came = self._reply(self._posted(client, self._request(program, stdin)))
+                yield came
+                if came.verdict == "compile":
+                    return
+
+    def _request(self, program: Program, stdin: str) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "code": program.code,
+            "language": program.language,
+            "stdin": stdin,
+            "compile_timeout": limits.compile_timeout_s,
+            "run_timeout": limits.run_timeout_s,
+            "memory_limit_MB": limits.memory_mb,
+            "files": {},
+            "fetch_files": [],
+        }
+
+    def _posted(self, client: httpx2.Client, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        said = ""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with self._slots:
+                    response = client.post(self._url, json=request)
+            except httpx2.HTTPError as error:
+                raise SandboxError(f"{self._url}: {type(error).__name__}: {error}") from error
+            said = f"{self._url}: HTTP {response.status_code}: {response.text[:200].strip()}"
+            if response.status_code == _BUSY:
+                if attempt < _ATTEMPTS:
+                    self._sleep(float(attempt))
+                continue
+            if response.status_code != 200:
+                raise SandboxError(said)
+            try:
+                reply = response.json()
+            except ValueError as error:
+                raise SandboxError(f"{self._url}: no JSON: {response.text[:200]!r}") from error
+            if not isinstance(reply, Mapping):
+                raise SandboxError(f"{self._url}: not a mapping: {response.text[:200]!r}")
+            return reply
+        raise SandboxError(f"{said} after {_ATTEMPTS} attempts")
+
+    def _reply(self, reply: Mapping[str, Any]) -> Ran:
+        """A reply as what came of the run. A program that fails is "Failed", too; what could not be
+        run at all is "SandboxError", or has no results."""
+        status = reply.get("status")
+        if status not in ("Success", "Failed"):
+            raise SandboxError(f"{self._url}: {status}: {reply.get('message', '')}")
+        compiled, ran = reply.get("compile_result"), reply.get("run_result")
+        if isinstance(compiled, Mapping) and (
+            compiled.get("status") != "Finished" or compiled.get("return_code")
+        ):
+            return _told("compile", compiled)
+        if not isinstance(ran, Mapping):
+            raise SandboxError(f"{self._url}: a reply without run_result ({status})")
+        if ran.get("status") == "TimeLimitExceeded":
+            return _told("time", ran)
+        good = ran.get("status") == "Finished" and not ran.get("return_code")
+        return _told("ok" if good else "failed", ran)
+
+
+def _told(verdict: Verdict, result: Mapping[str, Any]) -> Ran:
+    return Ran(
+        verdict,
+        stdout=str(result.get("stdout") or ""),
+        stderr=str(result.get("stderr") or ""),
+        seconds=float(result.get("execution_time") or 0.0),
+    )

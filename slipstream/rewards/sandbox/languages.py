@@ -1,0 +1,98 @@
+"""How a program of each language is compiled and started on this machine."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.errors import RewardError, did_you_mean
+
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Where a system keeps programs and libraries, and no data of anybody's."""
+
+PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """`source` and `binary`: names of files in the program's folder; a program that is not compiled
+    is its own binary. `folders`: what has to be readable besides the system's."""
+
+    source: str
+    run: tuple[str, ...]
+    compile: tuple[str, ...] = ()
+    binary: str = ""
+    folders: tuple[str, ...] = ()
+
+
+def toolchain(language: str, python: str | None, *, for_all: bool) -> Toolchain:
+    """The toolchain of a language; `python`: which one, None for the system's, or the one that runs
+    this where the system has none. `for_all`: it must be readable by every user.
+
+    Raises RewardError, naming the remedy, for what is not here.
+    """
+    if language == "python":
+        executable, folders = _python(python, for_all)
+        return Toolchain("main.py", (executable, "-I", "-B", "main.py"), folders=folders)
+    if language not in _COMPILERS:
+        known = ["python", *_COMPILERS]
+        raise RewardError(
+            f"no program in {language!r} can be run here{did_you_mean(language, known)} (known: "
+            f"{', '.join(known)}); a Sandbox Fusion service may know it: set "
+            "reward_model.sandbox_fusion.url"
+        )
+    compiler, source = _COMPILERS[language]
+    if shutil.which(compiler, path=PATH) is None:
+        raise RewardError(
+            f"programs in {language} need {compiler}, which is not in {PATH}; on Debian and "
+            "Ubuntu: apt install g++"
+        )
+    command = (compiler, "-O2", "-o", "program", source, "-lm")
+    return Toolchain(source, ("./program",), command, "program")
+
+
+_COMPILERS = {"c": ("gcc", "main.c"), "cpp": ("g++", "main.cpp")}
+
+
+def _python(chosen: str | None, for_all: bool) -> tuple[str, tuple[str, ...]]:
+    import sys
+
+    candidates = [chosen] if chosen else ["/usr/bin/python3", "/usr/local/bin/python3"]
+    if not chosen:
+        candidates.append(os.path.realpath(sys.executable))
+    for candidate in candidates:
+        if (folders := _folders(candidate)) is None:
+            continue
+        if for_all and not all(_open_to_all(Path(f)) for f in (*folders, candidate)):
+            continue
+        outside = (f for f in folders if not f.startswith(tuple(f"{s}/" for s in SYSTEM_FOLDERS)))
+        return candidate, tuple(f for f in outside if f not in SYSTEM_FOLDERS)
+    who = "that every user may read " if for_all else ""
+    raise RewardError(
+        f"no Python {who}to run programs with among {', '.join(map(str, candidates))}; install the "
+        "system's (on Debian and Ubuntu: apt install python3), or set reward_model.sandbox.python"
+    )
+
+
+@functools.cache
+def _folders(python: str) -> tuple[str, ...] | None:
+    """What an interpreter is installed in; None where it does not run."""
+    ask = "import sys, json; print(json.dumps(sorted({sys.prefix, sys.base_prefix})))"
+    try:
+        told = subprocess.run(
+            [python, "-I", "-c", ask], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(json.loads(told.stdout))
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether users who own nothing can get there and read it."""
+    inside = path.resolve()
+    return all(p.stat().st_mode & 0o1 for p in (inside, *inside.parents))

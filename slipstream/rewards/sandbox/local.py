@@ -1,0 +1,281 @@
+"""Programs on this machine: isolated by bubblewrap, or, where a setting says so, not at all.
+
+Isolated means: a user, process, network, mount and IPC namespace of its own; of the file system the
+system's programs and libraries, read-only, and an empty folder in memory; no capabilities, a filter
+of system calls, and limits of time, memory, processes, files and output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from slipstream.errors import RewardError
+from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, toolchain
+from slipstream.rewards.sandbox.protocol import (
+    DEFAULT_LIMITS,
+    Program,
+    ProgramLimits,
+    Ran,
+    SandboxError,
+    Verdict,
+    in_time,
+)
+from slipstream.rewards.sandbox.system_calls import call_filter
+from slipstream.rewards.sandbox.watched import Ended, run_watched
+
+_BOX = "/box"
+_BINARY_BYTES = 64 << 20
+_MB = 1 << 20
+_NOBODY = 65534
+
+_ENVIRONMENT = {
+    "PATH": PATH,
+    "HOME": _BOX,
+    "LANG": "C.UTF-8",
+    # The same answer for the same program, and one thread of those libraries that would take all.
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+_REMEDY = (
+    "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), set "
+    "reward_model.sandbox_fusion.url to a Sandbox Fusion service, or set "
+    "reward_model.sandbox.run_untrusted_code_without_isolation=true, with which programs that a "
+    "model wrote can read, change and send whatever you can"
+)
+
+
+class BubblewrapSandbox:
+    """Isolates by `bwrap`. `python`: the interpreter; None: the system's."""
+
+    def __init__(
+        self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
+    ) -> None:
+        self._limits = limits
+        self._python = python
+
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+        """See `Sandbox.run`."""
+        _check_bubblewrap()
+        tools = toolchain(program.language, self._python, for_all=os.getuid() == 0)
+        binary = program.code.encode("utf-8", "replace")
+        if tools.compile:
+            ended = self._compiled(tools, binary)
+            if ended.verdict != "ok" or ended.status:
+                yield Ran("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
+                return
+            binary = ended.stdout
+        for stdin in in_time(stdins, self._limits):
+            yield ran(self._once(tools, binary, stdin))
+
+    def _once(self, tools: Toolchain, binary: bytes, stdin: str) -> Ended:
+        limits = self._limits
+        return self._boxed(
+            tools,
+            (tools.binary or tools.source, binary),
+            [*resource_limits(limits, limits.run_timeout_s), *tools.run],
+            stdin=stdin.encode("utf-8", "replace"),
+            timeout_s=limits.run_timeout_s,
+            output_bytes=limits.output_kb * 1024,
+        )
+
+    def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
+        """A compiler is the system's, but what it is given may make it compute for ever; its
+        product comes back by standard output."""
+        limits = self._limits
+        script = '"$@" && cat program'
+        return self._boxed(
+            tools,
+            (tools.source, source),
+            [
+                *resource_limits(limits, limits.compile_timeout_s),
+                *("/bin/sh", "-c", script, "sh", *tools.compile),
+            ],
+            stdin=b"",
+            timeout_s=limits.compile_timeout_s,
+            output_bytes=_BINARY_BYTES,
+        )
+
+    def _boxed(
+        self,
+        tools: Toolchain,
+        file: tuple[str, bytes],
+        command: Sequence[str],
+        *,
+        stdin: bytes,
+        timeout_s: float,
+        output_bytes: int,
+    ) -> Ended:
+        name, content = file
+        with ExitStack() as stack:
+            given = stack.enter_context(_holding(content))
+            calls = stack.enter_context(_holding(call_filter()))
+            told = stack.enter_context(tempfile.TemporaryFile())
+            fds = [given.fileno(), calls.fileno(), told.fileno()]
+            bwrap = [
+                *_as_nobody(),
+                *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns"),
+                *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "box"),
+                *("--seccomp", str(fds[1]), "--json-status-fd", str(fds[2])),
+                *_file_system(tools.folders, self._limits.files_mb * _MB),
+                *("--perms", "0555", "--ro-bind-data", str(fds[0]), f"{_BOX}/{name}"),
+                *("--remount-ro", "/", "--chdir", _BOX, "--", *command),
+            ]
+            ended = run_watched(
+                bwrap,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                memory_mb=self._limits.memory_mb,
+                output_bytes=output_bytes,
+                environment=_ENVIRONMENT,
+                fds=fds,
+            )
+            told.seek(0)
+            if ended.verdict == "ok" and not _has_run(told.read()):
+                raise SandboxError(f"bwrap ended with {ended.status}: {_text(ended.stderr)[-500:]}")
+            return ended
+
+
+class UnisolatedSandbox:
+    """No sandbox: programs run as this user does, with limits of time, output and of what one
+    process may use. For a machine that is one itself, a container without any data."""
+
+    def __init__(
+        self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
+    ) -> None:
+        self._limits = limits
+        self._python = python
+
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+        """See `Sandbox.run`."""
+        limits = self._limits
+        tools = toolchain(program.language, self._python, for_all=False)
+        with tempfile.TemporaryDirectory(prefix="slipstream-code-") as folder:
+            source = Path(folder, tools.source)
+            source.write_bytes(program.code.encode("utf-8", "replace"))
+            if tools.compile:
+                ended = self._in(folder, tools.compile, b"", limits.compile_timeout_s)
+                if ended.verdict != "ok" or ended.status:
+                    yield Ran("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
+                    return
+            for stdin in in_time(stdins, self._limits):
+                data = stdin.encode("utf-8", "replace")
+                yield ran(self._in(folder, tools.run, data, limits.run_timeout_s))
+
+    def _in(self, folder: str, command: Sequence[str], stdin: bytes, timeout_s: float) -> Ended:
+        limits = self._limits
+        return run_watched(
+            # Its user's processes are all counted, so that their number is not limited.
+            [*resource_limits(limits, timeout_s, processes=False), *command],
+            stdin=stdin,
+            timeout_s=timeout_s,
+            memory_mb=limits.memory_mb,
+            output_bytes=limits.output_kb * 1024,
+            environment={**_ENVIRONMENT, "HOME": folder},
+            cwd=Path(folder),
+        )
+
+
+def ran(ended: Ended) -> Ran:
+    """What the end of a process means for its program."""
+    verdict: Verdict = ended.verdict
+    if verdict == "ok" and ended.status:
+        # bwrap and shells tell of a signal by 128 and its number.
+        by_clock = ended.status in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+        verdict = "time" if by_clock else "failed"
+    return Ran(verdict, _text(ended.stdout), _text(ended.stderr), ended.seconds)
+
+
+def resource_limits(
+    limits: ProgramLimits, timeout_s: float, *, processes: bool = True
+) -> tuple[str, ...]:
+    """The beginning of a command line, by which what follows has limits that it cannot lift."""
+    seconds = math.ceil(timeout_s)
+    memory, files = limits.memory_mb * _MB, limits.files_mb * _MB
+    return (
+        "prlimit",
+        f"--cpu={seconds}:{seconds + 1}",
+        f"--as={memory}:{memory}",
+        f"--fsize={files}:{files}",
+        "--core=0:0",
+        "--nofile=256:256",
+        "--memlock=0:0",
+        *([f"--nproc={limits.processes}:{limits.processes}"] if processes else []),
+        "--",
+    )
+
+
+def _file_system(folders: Sequence[str], size: int) -> list[str]:
+    shown: list[str] = []
+    for folder in SYSTEM_FOLDERS:
+        if os.path.islink(folder):
+            shown += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            shown += ["--ro-bind", folder, folder]
+    for folder in folders:
+        shown += ["--ro-bind", folder, folder]
+    # Libraries that are found by links of the system's choice, and by its index.
+    for file in ("/etc/alternatives", "/etc/ld.so.cache"):
+        shown += ["--ro-bind-try", file, file]
+    memory = ["--size", str(size), "--tmpfs"]
+    return [
+        *shown,
+        *("--proc", "/proc", "--dev", "/dev", *memory, "/dev/shm", "--remount-ro", "/dev"),
+        *(*memory, "/tmp", *memory, _BOX),
+    ]
+
+
+def _as_nobody() -> tuple[str, ...]:
+    """Root's processes are never too many: only those of other users can be limited in number."""
+    if os.getuid() != 0:
+        return ()
+    nobody = f"--reuid={_NOBODY}", f"--regid={_NOBODY}"
+    return ("setpriv", *nobody, "--clear-groups", "--")
+
+
+def _has_run(told: bytes) -> bool:
+    """Whether the command was started, and has ended, by what bwrap tells: one mapping a line."""
+    return any("exit-code" in json.loads(line) for line in told.splitlines() if line.strip())
+
+
+def _holding(content: bytes) -> IO[bytes]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+@cache
+def _check_bubblewrap() -> None:
+    """Raises RewardError where programs cannot be isolated here."""
+    for tool in ("bwrap", "prlimit", *(["setpriv"] if os.getuid() == 0 else [])):
+        if shutil.which(tool) is None:
+            raise RewardError(
+                f"code that a model wrote is run in isolation, and {tool} is not here: {_REMEDY}"
+            )
+    probe = [*_as_nobody(), "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    probe += [*_file_system((), _MB), "--", "true"]
+    tried = subprocess.run(probe, capture_output=True, text=True, env=_ENVIRONMENT, timeout=30)
+    if tried.returncode:
+        raise RewardError(
+            "code that a model wrote is run in isolation, and bubblewrap is not allowed to isolate "
+            f"here ({tried.stderr.strip()[-300:]}): allow user namespaces (sysctl "
+            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; a "
+            f"container: --security-opt seccomp=unconfined), or {_REMEDY.partition(', ')[2]}"
+        )

@@ -1,0 +1,76 @@
+"""A filter that refuses system calls no solution of a programming task needs.
+
+Those refused make memory that limits of processes and files do not count, or widen what a program
+can reach in the kernel. A seccomp program in classic BPF, as `bwrap --seccomp` reads it; the
+numbers are those of Linux.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+from slipstream.errors import RewardError
+
+_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_NUMBER_AT, _MACHINE_AT = 0, 4
+"""Offsets in `struct seccomp_data`."""
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
+"""What is returned; refused calls fail with EPERM."""
+_X32 = 0x40000000
+"""Numbers from here on are those of x32, which runs on x86_64."""
+
+_NUMBERS = {
+    # name: x86_64, aarch64
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "kexec_load": (246, 104),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+}
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column of `_NUMBERS`, and what the kernel calls the machine."""
+
+
+def call_filter(machine: str | None = None) -> bytes:
+    """The filter for a machine, this one by default. Raises RewardError for one not known here."""
+    machine = machine or platform.machine()
+    if machine not in _MACHINES:
+        raise RewardError(
+            f"code cannot be isolated on {machine}, whose system calls are not known here (known: "
+            f"{', '.join(_MACHINES)}); set reward_model.sandbox_fusion.url to a service"
+        )
+    column, audit = _MACHINES[machine]
+    refused = [numbers[column] for numbers in _NUMBERS.values()]
+    code = [
+        (_LOAD_WORD, 0, 0, _MACHINE_AT),
+        (_JUMP_EQUAL, 1, 0, audit),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD_WORD, 0, 0, _NUMBER_AT),
+        (_JUMP_AT_LEAST, len(refused) + 1, 0, _X32),
+        *((_JUMP_EQUAL, len(refused) - i, 0, number) for i, number in enumerate(refused)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    return b"".join(struct.pack("=HBBI", *line) for line in code)

@@ -1,0 +1,215 @@
+"""Sums of rewards by name: what the reward function gives, and how a response is written.
+
+    reward_model:
+      terms: {answer: 1.0, think_format: 0.2, mine: {weight: 0.5, path: mine.py, name: brevity}}
+
+`answer` is the reward function's score, of weight 1 unless given. Knows managers and samples, not
+how responses are made. Called by `load_reward_manager` and by rollouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import ConfigError, RewardError, did_you_mean
+from slipstream.rewards.custom import get_custom_reward_fn
+from slipstream.rewards.manager import Decode, read_result
+from slipstream.rewards.protocol import (
+    REWARD_FAILURE,
+    SCORE_PART,
+    OnFailure,
+    RewardManager,
+    Score,
+    apply_score,
+)
+from slipstream.rewards.runner import DeadlineRunner, is_async
+from slipstream.rewards.shaping import ANSWER, OF_GROUPS, OF_SAMPLES
+from slipstream.rewards.signatures import signature_of
+from slipstream.types import Sample, Status
+
+_FILE_KEYS = ("path", "name", "reward_kwargs", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """`weight` times what `function` gives, with its settings bound. `custom`: a user's, which may
+    fail; `group`: of all samples of a group."""
+
+    name: str
+    weight: float
+    function: Callable[..., Any]
+    custom: bool = False
+    group: bool = False
+
+
+def read_terms(given: Mapping[str, Any]) -> tuple[float, list[Term]]:
+    """The weight of the reward function, and the other terms, in the order given.
+
+    Raises ConfigError for names, weights and settings that are none.
+    """
+    weight, terms = 1.0, []
+    for name, told in given.items():
+        settings = dict(told) if isinstance(told, Mapping) else {"weight": told}
+        number = settings.pop("weight", None)
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not math.isfinite(number)
+        ):
+            raise ConfigError(
+                f"reward_model.terms.{name} has the weight {number!r}; give a number, or a mapping "
+                "with `weight`"
+            )
+        if name == ANSWER:
+            if settings:
+                raise ConfigError(
+                    f"reward_model.terms.{ANSWER} has {', '.join(settings)}; it is the reward "
+                    "function (custom_reward_function), and has a weight only"
+                )
+            weight = float(number)
+        elif "path" in settings:
+            terms.append(_of_file(name, float(number), settings))
+        else:
+            terms.append(_built_in(name, float(number), settings))
+    return weight, terms
+
+
+def _of_file(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
+    if name in (*OF_SAMPLES, *OF_GROUPS, SCORE_PART):
+        raise ConfigError(
+            f"reward_model.terms.{name} has a path; choose another name, that is taken"
+        )
+    unknown = sorted(set(settings) - set(_FILE_KEYS))
+    if unknown:
+        raise ConfigError(
+            f"reward_model.terms.{name} has {unknown[0]}{did_you_mean(unknown[0], _FILE_KEYS)} "
+            f"(known: weight, {', '.join(_FILE_KEYS)})"
+        )
+    function = get_custom_reward_fn(
+        settings["path"], settings.get("name", "compute_score"), settings.get("reward_kwargs")
+    )
+    group = bool(settings.get("group", False))
+    if group and not signature_of(function).many:
+        raise ConfigError(
+            f"reward_model.terms.{name} is of groups, and its function is called with one response "
+            "(solution_str); give it the parameter completions (TRL), solution_strs (VERL's batch) "
+            "or data (DataProto)"
+        )
+    return Term(name, weight, function, custom=True, group=group)
+
+
+def _built_in(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
+    known: dict[str, Callable[..., Any]] = {**OF_SAMPLES, **OF_GROUPS}
+    if name not in known:
+        raise ConfigError(
+            f"reward_model.terms.{name} is not known{did_you_mean(name, known)} (known: {ANSWER}, "
+            f"{', '.join(known)}); a function of your own needs `path`"
+        )
+    function = known[name]
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise ConfigError(f"reward_model.terms.{name}: {error}") from error
+    return Term(name, weight, functools.partial(function, **settings), group=name in OF_GROUPS)
+
+
+class TermsRewardManager:
+    """Adds terms to the score that `answers` gives.
+
+    `scorers` call the users' functions of single samples, by the terms' names; `runner` those of
+    groups, whose `decode` turns response ids into text. A term that fails is a failure of the
+    sample's scoring, or of all of its group.
+    """
+
+    def __init__(
+        self,
+        answers: RewardManager,
+        weight: float,
+        terms: Sequence[Term],
+        scorers: Mapping[str, RewardManager],
+        *,
+        decode: Decode,
+        runner: DeadlineRunner,
+        on_failure: OnFailure,
+    ) -> None:
+        self._answers, self._weight, self._scorers = answers, weight, scorers
+        self._alone = [term for term in terms if not term.group]
+        self._together = [term for term in terms if term.group]
+        self._decode, self._runner, self._on_failure = decode, runner, on_failure
+
+    async def score_sample(self, sample: Sample) -> Score:
+        """See `RewardManager.score_sample`. `answer` and each term are parts of the score."""
+        score = await self._answers.score_sample(sample)
+        if score.failure is not None:
+            return score
+        parts = {**score.parts, ANSWER: score.value}
+        total = self._weight * score.value
+        for term in self._alone:
+            if term.custom:
+                mine = await self._scorers[term.name].score_sample(sample)
+                if mine.failure is not None:
+                    return Score(0.0, ok=mine.ok, failure=f"{term.name}: {mine.failure}")
+                value = mine.value
+            else:
+                value = term.function(sample)
+            parts[term.name] = value
+            total += term.weight * value
+        return Score(total, parts)
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        """See `RewardManager.score_group`; the terms of groups are `finish_group`'s."""
+        return [await self.score_sample(sample) for sample in samples]
+
+    async def finish_group(self, samples: Sequence[Sample]) -> None:
+        """See `GroupRewardManager.finish_group`."""
+        for term in self._together:
+            scored = [s for s in samples if usable(s)]
+            if not scored:
+                return
+            values = await self._values(term, scored)
+            if isinstance(values, str):
+                self._failed(term, scored, values)
+                continue
+            for sample, value in zip(scored, values, strict=True):
+                sample.reward_parts[term.name] = value
+                sample.reward += term.weight * value
+                sample.reward_parts[SCORE_PART] = sample.reward
+
+    async def _values(self, term: Term, samples: Sequence[Sample]) -> list[float] | str:
+        """One for each sample, or why there is none."""
+        if not term.custom:
+            return [float(value) for value in term.function(samples)]
+        signature = signature_of(term.function)
+        texts = [self._decode(sample.response_ids) for sample in samples]
+        call = functools.partial(term.function, **signature.arguments(samples, texts))
+        asynchronous = is_async(term.function)
+        outcome = await self._runner.run(call, name=term.name, asynchronous=asynchronous)
+        if outcome.failure is not None:
+            return outcome.failure
+        try:
+            scores = [read_result(r) for r in signature.results(outcome.value, len(samples))]
+        except ValueError as error:
+            return str(error)
+        wrong = next((score for score in scores if isinstance(score, str)), None)
+        return wrong or [score.value for score in scores if isinstance(score, Score)]
+
+    def _failed(self, term: Term, samples: Sequence[Sample], reason: str) -> None:
+        if self._on_failure == "stop":
+            raise RewardError(
+                f"reward_model.terms.{term.name} failed on the {len(samples)} responses to "
+                f"{samples[0].uid!r}: {reason}. Repair it, or set reward_model.on_failure to zero "
+                "or drop"
+            )
+        for sample in samples:
+            zero = Score(0.0, ok=self._on_failure == "zero", failure=f"{term.name}: {reason}")
+            apply_score(sample, zero)
+
+
+def usable(sample: Sample) -> bool:
+    """Whether a sample's scoring has not failed."""
+    return sample.status is not Status.FAILED and REWARD_FAILURE not in sample.metadata

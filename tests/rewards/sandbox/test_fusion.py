@@ -1,0 +1,156 @@
+"""The protocol of Sandbox Fusion, by a real server that answers as it does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.rewards.sandbox.fusion import FusionSandbox
+from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, Ran, SandboxError
+from tests.rewards.server import Answer, serving
+
+LIMITS = ProgramLimits(run_timeout_s=3, compile_timeout_s=4, memory_mb=77)
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def reply(
+    status: str = "Success",
+    run: dict[str, Any] | None = None,
+    compiled: dict[str, Any] | None = None,
+    **more: Any,
+) -> Answer:
+    body = {"status": status, "run_result": run, "compile_result": compiled, **more}
+    return 200, {}, json.dumps(body).encode()
+
+
+def result(
+    status: str = "Finished", code: int | None = 0, out: str = "", err: str = ""
+) -> dict[str, Any]:
+    ran = {"status": status, "execution_time": 0.25, "stdout": out, "stderr": err}
+    return ran if code is None else {**ran, "return_code": code}
+
+
+def runs(url: str, *stdins: str, pauses: list[float] | None = None) -> list[Ran]:
+    slept = [] if pauses is None else pauses
+    sandbox = FusionSandbox(url, LIMITS, sleep=slept.append)
+    return list(sandbox.run(Program("print(1)"), stdins or ("",)))
+
+
+def test_posts_what_the_service_reads() -> None:
+    with serving(reply(run=result(out="1\n"))) as server:
+        assert runs(server.url, "a", "b") == [Ran("ok", "1\n", "", 0.25)] * 2
+    assert server.seen == [
+        {
+            "code": "print(1)",
+            "language": "python",
+            "stdin": stdin,
+            "compile_timeout": 4,
+            "run_timeout": 3,
+            "memory_limit_MB": 77,
+            "files": {},
+            "fetch_files": [],
+        }
+        for stdin in ("a", "b")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        (reply(run=result()), "ok"),
+        (reply("Failed", result(code=1, err="no")), "failed"),
+        (reply("Failed", result("Error", None)), "failed"),
+        (reply("Failed", result("TimeLimitExceeded", None)), "time"),
+        (reply("Failed", None, result("Error", 1, err="no")), "compile"),
+        (reply("Failed", None, result("TimeLimitExceeded", None)), "compile"),
+        (reply("Success", result(), result()), "ok"),
+    ],
+)
+def test_what_replies_mean(answer: Answer, verdict: str) -> None:
+    with serving(answer) as server:
+        (ran,) = runs(server.url)
+    assert ran.verdict == verdict
+
+
+def test_what_does_not_compile_is_not_tried_again() -> None:
+    with serving(reply("Failed", None, result("Error", 1))) as server:
+        assert len(runs(server.url, "a", "b", "c")) == 1
+    assert len(server.seen) == 1
+
+
+def test_a_gateway_that_gave_up_is_asked_three_times() -> None:
+    pauses: list[float] = []
+    with serving((504, {}, b"late"), (504, {}, b"late"), reply(run=result())) as server:
+        assert runs(server.url, pauses=pauses)[0].verdict == "ok"
+    assert pauses == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "asked"),
+    [
+        ((504, {}, b"late"), "HTTP 504: late after 3 attempts", 3),
+        ((500, {}, b"oh"), "HTTP 500: oh", 1),
+        ((429, {}, b"slow"), "HTTP 429: slow", 1),
+        ((200, {}, b"<html>"), "no JSON: '<html>'", 1),
+        ((200, {}, b"[1]"), r"not a mapping: '\[1\]'", 1),
+        ((200, {}, b""), "RemoteProtocolError", 1),
+        (reply("SandboxError", None, message="full"), "SandboxError: full", 1),
+        (reply("Success", None), "without run_result", 1),
+    ],
+)
+def test_a_service_that_misbehaves(answer: Answer, said: str, asked: int) -> None:
+    with serving(answer) as server, pytest.raises(SandboxError, match=said):
+        runs(server.url)
+    assert len(server.seen) == asked
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(SandboxError, match="ConnectError"):
+        runs("http://127.0.0.1:9/run_code")
+
+
+def test_so_many_at_once() -> None:
+    sandbox = FusionSandbox("http://127.0.0.1:9/run_code", LIMITS, max_concurrent=2)
+    inside, most = 0, 0
+    lock, both = threading.Lock(), threading.Barrier(2)
+
+    class Client:
+        def post(self, url: str, json: Any) -> Any:
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            both.wait(20)
+            with lock:
+                inside -= 1
+            raise SandboxError("over")
+
+    def one() -> None:
+        with pytest.raises(SandboxError):
+            sandbox._posted(Client(), {})  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=one) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == 2
+
+
+@pytest.mark.parametrize("url", ["localhost:8080/run_code", "ftp://x", ""])
+def test_no_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="no address; give one like"):
+        FusionSandbox(url)
+
+
+def test_none_at_once() -> None:
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        FusionSandbox("http://x", max_concurrent=0)

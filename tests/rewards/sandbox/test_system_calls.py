@@ -1,0 +1,63 @@
+"""The filter, run by hand as the kernel would."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from slipstream.errors import RewardError
+from slipstream.rewards.sandbox.system_calls import call_filter
+
+ALLOWED, REFUSED, KILLED = 0x7FFF0000, 0x00050001, 0x80000000
+X86_64, AARCH64, I386 = 0xC000003E, 0xC00000B7, 0x40000003
+
+
+def answer(program: bytes, machine: int, number: int) -> int:
+    lines = list(struct.iter_unpack("=HBBI", program))
+    data = struct.pack("=II", number, machine)
+    at, value = 0, 0
+    while True:
+        code, true, false, k = lines[at]
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from("=I", data, k)
+        elif code == 0x15:
+            at += true if value == k else false
+        elif code == 0x35:
+            at += true if value >= k else false
+        else:
+            assert code == 0x06
+            return int(k)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "shmget", "bpf", "allowed"),
+    [
+        ("x86_64", X86_64, 29, 321, (0, 1, 9, 56, 59, 231)),
+        ("aarch64", AARCH64, 194, 280, (63, 64, 222, 220, 221)),
+    ],
+)
+def test_refuses_what_is_listed(
+    name: str, machine: int, shmget: int, bpf: int, allowed: tuple[int, ...]
+) -> None:
+    program = call_filter(name)
+    for number in (shmget, bpf, 425, 426, 427, 447):
+        assert answer(program, machine, number) == REFUSED
+    for number in allowed:
+        assert answer(program, machine, number) == ALLOWED
+    assert sum(answer(program, machine, n) == REFUSED for n in range(600)) == 25
+
+
+def test_other_machines_calls_end_the_program() -> None:
+    assert answer(call_filter("x86_64"), I386, 0) == KILLED
+
+
+def test_numbers_of_x32() -> None:
+    for number in (0, 29, 321):
+        assert answer(call_filter("x86_64"), X86_64, 0x40000000 + number) == REFUSED
+
+
+def test_a_machine_whose_calls_are_not_known() -> None:
+    with pytest.raises(RewardError, match=r"cannot be isolated on riscv64.*sandbox_fusion"):
+        call_filter("riscv64")

@@ -1,0 +1,130 @@
+"""Programs in responses against tests; what each must get was worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.sandbox.local import UnisolatedSandbox
+from slipstream.rewards.sandbox.protocol import Program, ProgramLimits
+from slipstream.rewards.scorers.code import MOST_TESTS, compute_score, extract_code, read_tests
+
+# Programs of these tests are ours: isolation is tested where it is made.
+SANDBOX = UnisolatedSandbox(ProgramLimits(run_timeout_s=2, total_timeout_s=20, output_kb=64))
+
+DOUBLE = {"inputs": ["1\n", "2\n", "-3\n", "10\n"], "outputs": ["2\n", "4\n", "-6\n", "20\n"]}
+ADD = {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "add"}
+PAIR = {"inputs": ["1\n2"], "outputs": ["[2, 1]"], "fn_name": "swap"}
+HOLD = {"assert_case": ["assert f(1) == 2", "assert f(2) == 4", "assert f(0) == 1"]}
+
+
+def fenced(code: str, tag: str = "python") -> str:
+    return f"So:\n```{tag}\n{code}\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        # Standard input and output.
+        (fenced("print(2 * int(input()))"), DOUBLE, 1.0),
+        (fenced("print(abs(2 * int(input())))"), DOUBLE, 0.75),
+        (fenced("print(int(input()) + 1)"), DOUBLE, 0.25),
+        (fenced("print(2 * int(input()), '  ')\nprint()"), DOUBLE, 1.0),
+        (fenced("print('answer:', 2 * int(input()))"), DOUBLE, 0.0),
+        (fenced("print(2.0 * int(input()))"), DOUBLE, 0.0),
+        (fenced("n = int(input())\nprint(2 * n)\nassert n != 10"), DOUBLE, 0.75),
+        (fenced("n = int(input())\nwhile n == 10: pass\nprint(2 * n)"), DOUBLE, 0.75),
+        (fenced("print(2 * int(input())"), DOUBLE, 0.0),
+        (fenced("print(1)") + fenced("print(2 * int(input()))"), DOUBLE, 1.0),
+        (fenced("print(2 * int(input()))") + fenced("print(1)", "text"), DOUBLE, 1.0),
+        (fenced("print(2 * int(input()))", ""), DOUBLE, 1.0),
+        (fenced("print(2 * int(input()))", "Python3"), DOUBLE, 1.0),
+        ("print(2 * int(input()))", DOUBLE, 0.0),
+        ("```python\nprint(2 * int(input()))", DOUBLE, 0.0),
+        ("", DOUBLE, 0.0),
+        ("x" * 1_000_000 + fenced("print(2 * int(input()))"), DOUBLE, 1.0),
+        ("```\n" * 250_000, DOUBLE, 0.0),
+        (fenced("print('½', '√', input())"), {"inputs": ["ä"], "outputs": ["½ √ ä"]}, 1.0),
+        (fenced("print(input() + input())"), {"inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0),
+        (
+            fenced("#include <iostream>\nint main(){int n;std::cin>>n;std::cout<<2*n;}", "cpp"),
+            DOUBLE,
+            1.0,
+        ),
+        (
+            fenced("#include <iostream>\nint main(){int n;std::cin>>n;std::cout<<2*n;}", "C++"),
+            json.dumps(DOUBLE),
+            1.0,
+        ),
+        # Functions.
+        (fenced("def add(a, b): return a + b"), ADD, 1.0),
+        (fenced("def add(a, b):\n    print('3')\n    return a - b"), ADD, 0.0),
+        (fenced("class Solution:\n    def add(self, a, b): return a + b"), ADD, 1.0),
+        (fenced("def add(a: List[int], b: int) -> int: return a + b"), ADD, 1.0),
+        (fenced("def sub(a, b): return a + b"), ADD, 0.0),
+        (fenced("def swap(a, b): return b, a"), PAIR, 1.0),
+        (fenced("def swap(a, b): return {b, a}"), PAIR, 0.0),
+        (fenced("def add(a, b): return a + b\nif __name__ == '__main__': 1 / 0"), ADD, 1.0),
+        (fenced("def add(a, b): return pow(a, 1, 10) + b"), {**ADD, "inputs": [[1, 2]],
+                                                              "outputs": [[3]]}, 1.0),
+        # Assertions.
+        (fenced("def f(x): return 2 ** x"), HOLD, 1.0),
+        (fenced("def f(x): return 2 * x"), HOLD, 2 / 3),
+        (fenced("raise SystemExit(0)"), HOLD, 0.0),
+        (fenced("import os\nos._exit(0)"), HOLD, 0.0),
+        (fenced("print(input())\nimport os\nos._exit(0)"), HOLD, 0.0),
+        (fenced("def f(x): return 2 ** x\nf.__eq__ = 1\nprint('noise')"), HOLD, 1.0),
+    ],
+)  # fmt: skip
+def test_scores(response: str, truth: Any, score: float) -> None:
+    assert compute_score("taco", response, truth, sandbox=SANDBOX)["score"] == score
+
+
+def test_tells_what_happened() -> None:
+    code = "n = int(input())\nwhile n == 2: pass\nassert n != 1\nprint(2 * n)"
+    told = compute_score("apps", fenced(code), DOUBLE, sandbox=SANDBOX)
+    assert told == {"score": 0.5, "passed": 2, "tests": 4, "timeouts": 1, "errors": 1}
+
+
+def test_runs_no_more_tests_than_ten() -> None:
+    many = {"inputs": [str(i) for i in range(30)], "outputs": [str(i) for i in range(30)]}
+    told = compute_score("apps", fenced("print(input())"), many, sandbox=SANDBOX)
+    assert (told["tests"], told["score"]) == (MOST_TESTS, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("truth", "said"),
+    [
+        (None, "NoneType, not a mapping"),
+        (7, "int, not a mapping"),
+        ("[1]", "list, not a mapping"),
+        ("seven", "no JSON of tests"),
+        ({}, "no list of inputs"),
+        ({"inputs": [], "outputs": []}, "no list of inputs"),
+        ({"inputs": ["1"]}, "no list of outputs"),
+        ({"inputs": "1", "outputs": "1"}, "no list of inputs"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs and 1 outputs"),
+        ({"assert_case": []}, "no list of assert_case"),
+    ],
+)
+def test_a_ground_truth_that_is_none(truth: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_tests(truth)
+
+
+def test_the_last_python_block_else_the_first() -> None:
+    text = fenced("a", "cpp") + fenced("b", "python") + fenced("c", "py") + fenced("d", "java")
+    assert extract_code(text) == Program("c\n")
+    assert extract_code(fenced("a", "C++") + fenced("d", "java")) == Program("a\n", "cpp")
+    assert extract_code("no code") is None
+
+
+def test_is_chosen_by_data_source() -> None:
+    response = fenced("print(2 * int(input()))")
+    for source in ("codecontests", "apps", "codeforces", "taco"):
+        told = default_compute_score(source, response, DOUBLE, sandbox=SANDBOX)
+        assert isinstance(told, dict)
+        assert told["score"] == 1.0

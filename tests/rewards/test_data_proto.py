@@ -1,0 +1,100 @@
+"""Batches by names, as reward functions for VERL read them."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.rewards.data_proto import DataProto, proto_of
+from slipstream.types import Sample, Segment
+
+
+def sample(prompt: list[int], answer: list[int], **extra: object) -> Sample:
+    return Sample(
+        prompt=f"{prompt}?",
+        segments=[
+            Segment.given("prompt", prompt),
+            Segment(
+                role="assistant",
+                ids=answer,
+                loss_mask=[1.0] * len(answer),
+                log_probs=[-1.0] * len(answer),
+                sampling_log_probs=[-1.0] * len(answer),
+            ),
+        ],
+        uid=f"u{len(prompt)}",
+        data_source="sums",
+        ground_truth=sum(prompt),
+        extra_info=extra,
+    )
+
+
+def test_samples_as_verl_has_them() -> None:
+    data = proto_of([sample([1, 2], [7, 8, 9], state="a"), sample([3], [4])], ["x", "y"])
+    expected = {
+        "prompts": [[1, 2], [0, 3]],
+        "responses": [[7, 8, 9], [4, 0, 0]],
+        "response_mask": [[1, 1, 1], [1, 0, 0]],
+        "input_ids": [[1, 2, 7, 8, 9], [0, 3, 4, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]],
+        "position_ids": [[0, 1, 2, 3, 4], [0, 0, 1, 1, 1]],
+    }
+    assert {k: v.tolist() for k, v in data.batch.items()} == expected
+    assert len(data) == len(data.batch) == 2
+    assert data.batch.batch_size == (2,)
+    others = {k: list(v) for k, v in data.non_tensor_batch.items()}
+    assert others == {
+        "data_source": ["sums", "sums"],
+        "reward_model": [
+            {"ground_truth": 3, "style": "rule"},
+            {"ground_truth": 3, "style": "rule"},
+        ],
+        "extra_info": [{"state": "a"}, {}],
+        "uid": ["u2", "u1"],
+        "raw_prompt": ["[1, 2]?", "[3]?"],
+        "response_text": ["x", "y"],
+        "state": ["a", None],
+    }
+    assert data.batch["state"][0] == "a"
+    with pytest.raises(KeyError, match=r"'stat' is not a field of the batch .*responses.*state"):
+        data.batch["stat"]
+
+
+def test_what_a_tool_said_is_not_in_the_mask() -> None:
+    one = sample([1], [2, 3])
+    one.segments.append(Segment.given("tool", [4]))
+    assert proto_of([one], [""]).batch["response_mask"].tolist() == [[1, 1, 0]]
+
+
+def test_rows_and_parts() -> None:
+    data = proto_of([sample([1], [4], k=0), sample([2], [5], k=1), sample([3], [6], k=2)], "abc")
+    row = data[-1]
+    assert row.batch["responses"].tolist() == [6]
+    assert row.non_tensor_batch["k"] == 2
+    assert row.batch["k"] == 2
+    assert [r.non_tensor_batch["response_text"] for r in data] == ["a", "b", "c"]
+    assert data[1:].batch["responses"].tolist() == [[5], [6]]
+    assert list(data[[2, 0]].non_tensor_batch["k"]) == [2, 0]
+    assert list(data[np.array([True, False, True])].non_tensor_batch["k"]) == [0, 2]
+    with pytest.raises(IndexError, match="row 3 of a batch of 3"):
+        data[3]
+
+
+def test_goes_to_other_processes() -> None:
+    data = pickle.loads(pickle.dumps(proto_of([sample([1], [4], k=[1, 2])], ["a"])))
+    assert data.batch["responses"].tolist() == [[4]]
+    assert data.batch["k"][0] == [1, 2]
+    assert len(data.batch) == 1
+
+
+def test_of_a_mapping() -> None:
+    data = DataProto.from_single_dict({"x": torch.zeros(2, 3), "y": ["a", [1]]}, {"step": 4})
+    assert list(data.batch) == ["x"]
+    assert list(data.non_tensor_batch["y"]) == ["a", [1]]
+    assert data.meta_info == {"step": 4}
+    with pytest.raises(ValueError, match=r"differ in length: {'x': 2, 'y': 1}"):
+        DataProto.from_single_dict({"x": torch.zeros(2), "y": ["a"]})
+    assert len(DataProto()) == 0

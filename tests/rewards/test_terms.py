@@ -1,0 +1,184 @@
+"""Sums of named rewards, of samples and of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.load import load_reward_manager
+from slipstream.rewards.protocol import GroupRewardManager, Score, apply_score
+from slipstream.rewards.terms import read_terms
+from slipstream.types import Sample, Segment, Status
+from tests.rewards.helpers import decode
+
+MINE = """
+import time
+
+def brevity(data_source, solution_str, ground_truth, extra_info, per_word=1.0):
+    if solution_str == "4":
+        raise ValueError("four")
+    return -per_word * len(solution_str.split())
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str.split()[0]), "length": len(solution_str)}
+
+def rank(completions, prompts, **columns):
+    order = sorted(completions, key=len)
+    return [float(order.index(c)) for c in completions]
+
+async def later(completions, **columns):
+    return [0.25 for _ in completions]
+
+def few(completions, **columns):
+    return [1.0]
+
+def slow(completions, **columns):
+    time.sleep(30)
+
+def whole(data):
+    return data.batch["response_mask"].sum(1).float()
+"""
+
+
+def sample(*ids: int) -> Sample:
+    return Sample(
+        uid="u",
+        segments=[Segment.given("prompt", [1]), Segment.given("assistant", list(ids))],
+        response=decode(list(ids)),
+        status=Status.COMPLETED,
+    )
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+def scored(terms: Mapping[str, Any], path: str, samples: list[Sample], **options: Any) -> None:
+    """As rollouts do it."""
+    manager = load_reward_manager(
+        decode=decode, custom_path=path, terms=terms, **{"timeout_s": 5.0, **options}
+    )
+    assert isinstance(manager, GroupRewardManager)
+
+    async def run() -> None:
+        for one in samples:
+            apply_score(one, await manager.score_sample(one))
+        await manager.finish_group(samples)
+
+    anyio.run(run)
+
+
+def test_a_weighted_sum_whose_parts_are_named(mine: str) -> None:
+    terms = {
+        "answer": 2.0,
+        "repetition": {"weight": 0.5, "ngram": 1},
+        "mine": {
+            "weight": 0.25,
+            "path": mine,
+            "name": "brevity",
+            "reward_kwargs": {"per_word": 2.0},
+        },
+    }
+    one = sample(7, 7, 8)
+    scored(terms, mine, [one])
+    # 2 * 7 + 0.5 * (2 / 3 - 1) + 0.25 * -2 * 3
+    assert one.reward == pytest.approx(14 - 0.5 / 3 - 1.5)
+    assert one.reward_parts == pytest.approx(
+        {"answer": 7.0, "length": 5.0, "repetition": -1 / 3, "mine": -6.0, "score": one.reward}
+    )
+
+
+def test_the_answer_has_weight_one_unless_given(mine: str) -> None:
+    one = sample(7)
+    scored({"think_format": 1.0}, mine, [one])
+    assert (one.reward, one.reward_parts["think_format"]) == (7.0, 0.0)
+
+
+def test_terms_of_groups_see_all_responses_at_once(mine: str) -> None:
+    terms = {
+        "rank": {"weight": 10.0, "path": mine, "name": "rank", "group": True},
+        "later": {"weight": 2.0, "path": mine, "name": "later", "group": True},
+        "whole": {"weight": 0.1, "path": mine, "name": "whole", "group": True},
+        "relative_length": 1.0,
+    }
+    group = [sample(1, 2, 3), sample(5), sample(6, 1)]
+    scored(terms, mine, group)
+    assert [s.reward_parts["rank"] for s in group] == [2.0, 0.0, 1.0]
+    assert [s.reward_parts["relative_length"] for s in group] == [-0.5, 0.5, 0.0]
+    # The mask of what was given is empty here.
+    assert [s.reward for s in group] == pytest.approx([1 + 20 + 0.5 - 0.5, 5 + 0.5 + 0.5, 16.5])
+    assert all(s.reward_parts["score"] == s.reward for s in group)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("few", "few: returned 1 rewards for 2 responses"),
+        ("slow", "slow: no answer within 0.2 s"),
+    ],
+)
+def test_a_term_of_a_group_that_fails(mine: str, name: str, reason: str) -> None:
+    terms = {name: {"weight": 1.0, "path": mine, "name": name, "group": True}}
+    zero, dropped = [sample(1), sample(2)], [sample(1), sample(2)]
+    scored(terms, mine, zero, timeout_s=0.2)
+    assert [(s.reward, s.status, s.metadata["reward_failure"]) for s in zero] == [
+        (0.0, Status.COMPLETED, reason)
+    ] * 2
+    scored(terms, mine, dropped, timeout_s=0.2, on_failure="drop")
+    assert [(s.status, s.failure) for s in dropped] == [(Status.FAILED, reason)] * 2
+    with pytest.raises(RewardError, match=r"failed on the 2 responses to 'u'.*set reward_model"):
+        scored(terms, mine, [sample(1), sample(2)], timeout_s=0.2, on_failure="stop")
+
+
+def test_a_term_that_fails_is_the_samples_failure(mine: str) -> None:
+    terms = {
+        "mine": {"weight": 1.0, "path": mine, "name": "brevity"},
+        "rank": {"weight": 1.0, "path": mine, "name": "rank", "group": True},
+    }
+    group = [sample(3, 1), sample(4), sample(5)]
+    scored(terms, mine, group)
+    assert [s.reward for s in group] == [3 - 2 + 1, 0.0, 5 - 1]
+    assert group[1].metadata["reward_failure"] == "mine: ValueError: four"
+    assert "rank" not in group[1].reward_parts
+
+
+def test_a_failed_answer_stays_one(mine: str) -> None:
+    manager = load_reward_manager(decode=lambda ids: "x", custom_path=mine, terms={"answer": 2})
+    score = anyio.run(manager.score_sample, sample(1))
+    assert score == Score(0.0, failure="ValueError: could not convert string to float: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        ({"think_fromat": 1.0}, "think_fromat is not known.*did you mean think_format"),
+        ({"think_format": "1"}, "has the weight '1'; give a number"),
+        ({"think_format": float("nan")}, "has the weight nan"),
+        ({"think_format": {}}, "has the weight None"),
+        ({"think_format": True}, "has the weight True"),
+        ({"think_format": {"weight": 1, "promted": True}}, "unexpected.*promted"),
+        ({"overlong": 1.0}, "overlong: missing a required argument: 'max_resp_len'"),
+        ({"answer": {"weight": 1, "ngram": 2}}, "answer has ngram; it is the reward function"),
+        ({"mine": {"weight": 1, "path": "MINE", "grup": True}}, "grup.*did you mean group"),
+        ({"mine": {"weight": 1, "path": "MINE", "name": "brevty"}}, "did you mean brevity"),
+        ({"repetition": {"weight": 1, "path": "MINE"}}, "choose another name"),
+        (
+            {"mine": {"weight": 1, "path": "MINE", "name": "brevity", "group": True}},
+            "is of groups, and its function is called with one response",
+        ),
+    ],
+)  # fmt: skip
+def test_terms_that_are_none(mine: str, terms: dict[str, Any], said: str) -> None:
+    for told in terms.values():
+        if isinstance(told, dict) and told.get("path") == "MINE":
+            told["path"] = mine
+    with pytest.raises(ConfigError, match=said):
+        read_terms(terms)
