@@ -7,10 +7,12 @@ command runs, so that help and settings errors come at once. Settings are `confi
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream import __version__
 from slipstream.bench import command as bench
@@ -153,6 +155,59 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.loops.draft_phase import main as draft
 
     return draft(config)
+
+
+def _reward_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "dump", metavar="DUMP", type=Path, help="JSON lines of a run's rollouts/, or VERL's"
+    )
+    command.add_argument(
+        "--fn",
+        metavar="FILE[:NAME]",
+        help="Python file of the reward function, compute_score unless named (default: the "
+        "built-in one of each line's data source)",
+    )
+    command.add_argument(
+        "--kwargs", metavar="JSON", type=_mapping, help="what the function is called with besides"
+    )
+    command.add_argument(
+        "--data-source", metavar="NAME", help="the data source of all lines, whatever they say"
+    )
+    command.add_argument("--limit", metavar="N", type=positive, help="score the first N only")
+    command.add_argument(
+        "--output", metavar="FILE", type=Path, help="also write scores, failures and times there"
+    )
+    command.add_argument(
+        "--raise",
+        dest="reraise",
+        action="store_true",
+        help="let the first error of the function through, for a debugger",
+    )
+    add_debug_flag(command)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no mapping; write {{"scale": 2}}')
+    return value
+
+
+def _run_reward(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.rewards.foreground import main as reward
+
+    return reward(
+        args.dump,
+        args.fn,
+        kwargs=args.kwargs,
+        data_source=args.data_source,
+        limit=args.limit,
+        output=args.output,
+        reraise=args.reraise,
+    )
 
 
 def _export_flags(command: argparse.ArgumentParser) -> None:
@@ -318,6 +373,19 @@ COMMANDS = (
   slipstream eval --checkpoint checkpoints/slipstream/run/global_step_50 data.seed=7""",
         flags=_eval_flags,
         run=_run_eval,
+    ),
+    Command(
+        name="reward",
+        summary="try a reward function on the responses that a run has written",
+        usage="slipstream reward DUMP [--fn FILE[:NAME]] [--kwargs JSON] [--limit N] "
+        "[--output FILE]",
+        examples="""\
+  slipstream reward runs/quickstart/rollouts/1.jsonl
+  slipstream reward runs/mine/rollouts/20.jsonl --fn my_reward.py:brevity --kwargs '{"scale": 2}'
+  python -m pdb -c continue -m slipstream.cli reward dump.jsonl --fn my_reward.py --raise""",
+        flags=_reward_flags,
+        run=_run_reward,
+        takes_settings=False,
     ),
     Command(
         name="export",

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
 
-_KINDS = "{rollout,decode,speculation,lossless,selector,train,learning,logprob,export,startup}"
+_KINDS = (
+    "{rollout,decode,speculation,lossless,selector,train,learning,logprob,scoring,export,startup}"
+)
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
 
@@ -38,6 +40,7 @@ EXAMPLES = """\
   slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench export --policy runs/llama
   slipstream bench logprob --vocab 151936 --tokens 2048
+  slipstream bench scoring
   slipstream bench startup
   slipstream bench lossless --json lossless.json
   slipstream bench selector --trace runs/mine/speculation.jsonl"""
@@ -64,6 +67,9 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     logprob = kinds.add_parser(
         "logprob", help="log-probs under a large head, by chunks against through all logits"
     )
+    scoring = kinds.add_parser(
+        "scoring", help="answers scored a second, and what slow and stuck reward functions cost"
+    )
     startup = kinds.add_parser("startup", help="`slipstream --help` against an idle Python")
     speculation = kinds.add_parser(
         "speculation", help="a trained policy with drafts: their depth by batch size"
@@ -82,6 +88,10 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     _add_export_flags(export)
     _add_learning_flags(learning)
     _add_logprob_flags(logprob)
+    for name, default in (("answers", 2000), ("responses", 128), ("rounds", 5)):
+        scoring.add_argument(
+            f"--{name}", metavar="N", type=positive, default=default, help=f"default: {default}"
+        )
     selector.add_argument(
         "--trace",
         metavar="FILE",
@@ -119,6 +129,7 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         train,
         learning,
         logprob,
+        scoring,
         export,
         startup,
     )
@@ -372,6 +383,7 @@ def run(args: argparse.Namespace) -> int:
         "train": _train,
         "learning": _learning,
         "logprob": _logprob,
+        "scoring": _scoring,
         "export": _export,
         "startup": _startup,
     }
@@ -384,6 +396,8 @@ def run(args: argparse.Namespace) -> int:
         return 0 if _say_export(rows) else 1
     if args.benchmark == "logprob":
         return 1 if _say_logprob(rows) else 0
+    if args.benchmark == "scoring":
+        return 1 if _say_scoring(rows) else 0
     if args.benchmark == "learning":
         return 1 if _say_learning(rows) else 0
     if args.benchmark == "selector":
@@ -548,6 +562,29 @@ def _logprob(args: argparse.Namespace) -> list[Row]:
     rows = logprob.run(bench)
     _print("log-probs, forward and backward", rows)
     return rows
+
+
+def _scoring(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import scoring
+
+    rows = scoring.run(
+        scoring.ScoringBench(answers=args.answers, responses=args.responses, rounds=args.rounds)
+    )
+    _print("scoring", rows)
+    return rows
+
+
+def _say_scoring(rows: Sequence[Row]) -> int:
+    """Print which floors were missed; how many."""
+    from slipstream.bench import scoring
+
+    missed = scoring.missed(rows)
+    print(
+        f"  floor: {scoring.RATE_FLOOR:,.0f} answers a second, less than {scoring.SLOW_FLOOR:g} s "
+        f"for responses whose function sleeps 1 s, {scoring.STUCK_FLOOR:g} s beyond its deadline "
+        f"for one that is stuck: " + (f"missed: {'; '.join(missed)}" if missed else "reached")
+    )
+    return len(missed)
 
 
 def _say_logprob(rows: Sequence[Row]) -> int:

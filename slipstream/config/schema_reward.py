@@ -64,8 +64,9 @@ class RewardModelConfig:
     """What becomes of a response whose scoring failed: reward 0, left out, or the run ends."""
     timeout_s: PositiveFloat = 30.0
     """Deadline of one scoring call."""
-    num_workers: PositiveInt = 4
-    """Scoring calls that run at once."""
+    num_workers: PositiveInt | None = None
+    """Scoring calls that run at once; null: four, and up to 256 while those that run wait for
+    something and compute nothing."""
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
     """A service that runs code."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)

@@ -38,14 +38,18 @@ def dump_groups(
 
 
 def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:
-    """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in VERL.
+    """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in VERL; `text` is the
+    response as reward functions are given it.
 
     JSON has no number for what is not finite: such a log-prob is null.
     """
     return {
         "input": tokenizer.decode(sample.prompt_ids),
         "output": tokenizer.decode(sample.response_ids),
+        "text": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
         "gts": sample.ground_truth,
+        "data_source": sample.data_source,
+        "extra_info": sample.extra_info,
         "score": sample.reward,
         "step": step,
         "uid": sample.uid,

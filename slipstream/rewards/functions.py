@@ -6,7 +6,8 @@ managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, RewardError
@@ -103,6 +104,15 @@ def register_reward(data_source: str, function: SyncComputeScore) -> None:
     if data_source in _BY_SOURCE or data_source in _CODE:
         raise ConfigError(f"data_source {data_source!r} has a reward function already")
     _BY_SOURCE[data_source] = function
+
+
+def takes_processor(compute_score: Callable[..., Any], data_source: str) -> bool:
+    """Whether a call is known to keep a processor of this machine busy while its thread waits."""
+    bound = compute_score.keywords if isinstance(compute_score, partial) else {}
+    inner = compute_score.func if isinstance(compute_score, partial) else compute_score
+    sandbox: Sandbox | None = bound.get("sandbox")
+    runs_here = sandbox is None or sandbox.here
+    return inner is default_compute_score and data_source in _CODE and runs_here
 
 
 def default_compute_score(

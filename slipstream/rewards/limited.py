@@ -29,7 +29,7 @@ class LimitedRewardManager(NaiveRewardManager):
         decode: Decode,
         timeout_s: float = 30.0,
         on_failure: OnFailure = "zero",
-        num_workers: int = 4,
+        num_workers: int | None = None,
         max_rpm: float | None = None,
         max_tpm: float | None = None,
         max_concurrent: int | None = None,
@@ -42,7 +42,7 @@ class LimitedRewardManager(NaiveRewardManager):
             on_failure=on_failure,
             num_workers=num_workers,
         )
-        if max_concurrent is not None and max_concurrent > num_workers:
+        if max_concurrent and num_workers and max_concurrent > num_workers:
             raise ConfigError(
                 f"reward_model.reward_kwargs.max_concurrent={max_concurrent} calls at once need as "
                 f"many workers; set reward_model.num_workers={max_concurrent} (it is {num_workers})"

@@ -43,7 +43,7 @@ def load_reward_manager(
     decode: Decode,
     timeout_s: float = 30.0,
     on_failure: OnFailure = "zero",
-    num_workers: int = 4,
+    num_workers: int | None = None,
     sandbox: Sandbox | None = None,
     custom_path: str | Path | None = None,
     custom_name: str = "compute_score",

@@ -11,16 +11,19 @@ import functools
 import inspect
 import math
 import numbers
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.functions import default_compute_score, takes_processor
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
 from slipstream.rewards.runner import DeadlineRunner, Outcome, is_async
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
+from slipstream.rewards.slots import Slots
 from slipstream.types import Sample
 
 Decode = Callable[[list[int]], str]
@@ -33,8 +36,9 @@ class NaiveRewardManager:
 
     `compute_score` has VERL's or TRL's signature (`rewards.signatures`), or is a `Reward`, which
     sees the whole sample. `decode` turns response ids into text, without special tokens.
-    `timeout_s` is the deadline of one call, counted from its start; at most `num_workers` calls run
-    at once. `failures` and `timeouts` count since the start.
+    `timeout_s` is the deadline of one call, counted from its start; `num_workers` calls
+    run at once, None: four, and more while those that run compute nothing (`rewards.slots`).
+    `failures` and `timeouts` count since the start.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class NaiveRewardManager:
         decode: Decode,
         timeout_s: float = 30.0,
         on_failure: OnFailure = "zero",
-        num_workers: int = 4,
+        num_workers: int | None = None,
     ) -> None:
         if on_failure not in _ON_FAILURE:
             raise ConfigError(
@@ -59,6 +63,7 @@ class NaiveRewardManager:
         self._signature: Signature = (
             VerlSignature() if isinstance(compute_score, Reward) else signature_of(compute_score)
         )
+        self._processors = Slots(os.cpu_count() or 1, dict)
         target = compute_score.score if isinstance(compute_score, Reward) else compute_score
         self._asynchronous = is_async(target)
         self._name = _name(compute_score)
@@ -79,11 +84,19 @@ class NaiveRewardManager:
         Raises `RewardError` on a failure with policy "stop", on any `RewardError` of the function
         (no reward for this data source) and when too many calls hang.
         """
-        outcome = await self._outcome(self._call(sample))
+        async with self._processor(sample):
+            outcome = await self._outcome(self._call(sample))
         result = outcome.failure if outcome.failure is not None else self._read(outcome.value)
         if isinstance(result, str):
             return self._failed(sample, result)
         return self.finish(sample, result)
+
+    def _processor(self, sample: Sample) -> AbstractAsyncContextManager[None]:
+        """To be held during a call that keeps one busy: its deadline is to begin when it does."""
+        function = self._compute_score
+        if function is not None and takes_processor(function, sample.data_source):
+            return self._processors.one()
+        return nullcontext()
 
     async def _outcome(self, call: functools.partial[Any]) -> Outcome:
         return await self._runner.run(call, name=self._name, asynchronous=self._asynchronous)
@@ -154,7 +167,7 @@ class DAPORewardManager(NaiveRewardManager):
         decode: Decode,
         timeout_s: float = 30.0,
         on_failure: OnFailure = "zero",
-        num_workers: int = 4,
+        num_workers: int | None = None,
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Mapping[str, Any] | None = None,
     ) -> None:

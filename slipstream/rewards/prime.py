@@ -22,10 +22,12 @@ from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
 from slipstream.rewards.runner import Outcome, failure_of, is_async
 
+_PROCESSES = 4
+
 
 class PrimeRewardManager(NaiveRewardManager):
-    """Naive scoring, each call in one of `num_workers` processes, which are kept. One that does not
-    answer within `timeout_s` is killed.
+    """Naive scoring, each call in one of `num_workers` processes (4), which are kept. One that
+    does not answer within `timeout_s` is killed.
 
     Raises ConfigError for functions that no other process can be told of, and async ones.
     """
@@ -37,14 +39,14 @@ class PrimeRewardManager(NaiveRewardManager):
         decode: Decode,
         timeout_s: float = 30.0,
         on_failure: OnFailure = "zero",
-        num_workers: int = 4,
+        num_workers: int | None = None,
     ) -> None:
         super().__init__(
             compute_score,
             decode=decode,
             timeout_s=timeout_s,
             on_failure=on_failure,
-            num_workers=num_workers,
+            num_workers=num_workers or _PROCESSES,
         )
         function = compute_score.score if isinstance(compute_score, Reward) else compute_score
         if is_async(function):

@@ -42,7 +42,7 @@ class RemoteRewardManager(LimitedRewardManager):
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
         on_failure: OnFailure = "zero",
-        num_workers: int = 4,
+        num_workers: int | None = None,
         max_retries: int = 16,
         backoff_s: float = 1.0,
         max_backoff_s: float = 30.0,
@@ -109,7 +109,7 @@ class RemoteRewardManager(LimitedRewardManager):
 
     async def _attempt(self, body: bytes) -> tuple[Outcome, float | None]:
         """What came of it, and, where it is worth another try, seconds to wait at least."""
-        async with self.limits.request(self._tokens), self._runner.slot():
+        async with self.limits.request(self._tokens), self._runner.slot(waits=True):
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
                     response = await self._post(body)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 
 from slipstream.errors import ConfigError, RewardError
+from slipstream.rewards.slots import Clock, Slots
 from slipstream.threads import DaemonThreads, arrival
 
 
@@ -36,21 +37,23 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class DeadlineRunner:
-    """Calls functions with a deadline; `max_abandoned` hung calls may be left at once."""
+    """Calls functions with a deadline, `num_workers` at once (None: as `Slots` finds out);
+    `max_abandoned` hung calls may be left at once."""
 
-    def __init__(self, *, timeout_s: float, num_workers: int, max_abandoned: int = 8) -> None:
+    def __init__(
+        self, *, timeout_s: float, num_workers: int | None = None, max_abandoned: int = 8
+    ) -> None:
         if not 0.0 < timeout_s < float("inf"):
             raise ConfigError(
                 f"reward_model.timeout_s {timeout_s} must be a positive number of seconds"
             )
-        if num_workers < 1:
+        if num_workers is not None and num_workers < 1:
             raise ConfigError(f"reward_model.num_workers {num_workers} must be at least 1")
         self.timeout_s = timeout_s
         self.max_abandoned = max_abandoned
         self.timeouts = 0
-        self._num_workers = num_workers
-        self._slots: anyio.CapacityLimiter | None = None
-        self._loop: anyio.lowlevel.EventLoopToken | None = None
+        self._slots = Slots(num_workers, self._computed)
+        self._clocks: dict[int, Clock] = {}
         self._threads = DaemonThreads("reward")
         self._abandoned: list[Future[Any]] = []
 
@@ -65,18 +68,17 @@ class DeadlineRunner:
 
         Raises `RewardError` naming the function when too many of its calls hang.
         """
-        async with self.slot():
+        async with self.slot(waits=asynchronous):
             if asynchronous:
                 return await self._run_async(function)
             return await self._run_in_thread(function, name)
 
-    def slot(self) -> anyio.CapacityLimiter:
-        """To be held during a call: there are `num_workers`."""
-        # A limiter belongs to one event loop; a runner may outlive it.
-        loop = anyio.lowlevel.current_token()
-        if self._slots is None or self._loop != loop:
-            self._slots, self._loop = anyio.CapacityLimiter(self._num_workers), loop
-        return self._slots
+    def slot(self, *, waits: bool = False) -> AbstractAsyncContextManager[None]:
+        """To be held during a call; `waits`: one that is known to compute nothing here."""
+        return self._slots.one(waits=waits)
+
+    def _computed(self) -> dict[int, float | None]:
+        return {name: clock.seconds() for name, clock in self._clocks.items()}
 
     def _timed_out(self) -> Outcome:
         self.timeouts += 1
@@ -99,11 +101,19 @@ class DeadlineRunner:
                 f"{self.timeout_s:g} s and cannot be stopped: give it a time limit of its own, or "
                 "raise reward_model.timeout_s"
             )
-        call = self._threads.submit(function)
+        clock = Clock()
+
+        def timed() -> Any:
+            clock.begin()
+            return function()
+
+        call = self._threads.submit(timed)
+        self._clocks[id(clock)] = clock
         try:
             with anyio.move_on_after(self.timeout_s):
                 await arrival(call)
         finally:
+            del self._clocks[id(clock)]
             if not call.done():
                 self._abandoned.append(call)
         if not call.done():

@@ -66,7 +66,7 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ),
         (
             "limited",
-            {"reward_kwargs": {"max_concurrent": 5}},
+            {"num_workers": 4, "reward_kwargs": {"max_concurrent": 5}},
             r"max_concurrent=5 .* set reward_model\.num_workers=5 \(it is 4\)",
         ),
         (

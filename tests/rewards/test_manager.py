@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from slipstream.errors import RewardError
+from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.manager import (
     DAPORewardManager,
     NaiveRewardManager,
@@ -23,6 +26,7 @@ from slipstream.rewards.manager import (
     read_result,
 )
 from slipstream.rewards.protocol import OnFailure, Score, apply_score
+from slipstream.rewards.sandbox.protocol import Program, Ran
 from slipstream.types import Sample, Status
 from tests.rewards.helpers import decode, sample
 
@@ -293,3 +297,37 @@ def test_dapo_penalises_the_last_tokens() -> None:
     assert score(manager(enable=False), sample(*range(10))) == Score(1.0, {"acc": 1.0})
     parts = DAPORewardManager(lambda **_: {"score": 1.0, "format": 0.5}, decode=decode)
     assert score(parts, sample(1)) == Score(1.0, {"format": 0.5})
+
+
+def test_programs_take_turns_by_processors() -> None:
+    """So that none is late because of the others."""
+    inside, most, lock = 0, 0, threading.Lock()
+
+    class Counting:
+        here = True
+
+        def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+            nonlocal inside, most
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.02)
+            with lock:
+                inside -= 1
+            yield from (Ran("ok", "1") for _ in stdins)
+
+    def at_once(sandbox: Counting) -> int:
+        nonlocal most
+        most = 0
+        function = partial(default_compute_score, sandbox=sandbox)
+        manager = NaiveRewardManager(function, decode=lambda ids: "```python\nprint(1)\n```")
+        truth = {"inputs": [""], "outputs": ["1"]}
+        samples = [sample(1, source="apps", truth=truth) for _ in range(30)]
+        scores = anyio.run(manager.score_group, samples)
+        assert {score.value for score in scores} == {1.0}
+        return most
+
+    assert at_once(Counting()) == os.cpu_count()
+    elsewhere = Counting()
+    elsewhere.here = False
+    assert at_once(elsewhere) > (os.cpu_count() or 1)

@@ -35,6 +35,8 @@ _GRACE_S = 10.0
 class FusionSandbox:
     """Runs programs at `url` (that of `/run_code`), at most `max_concurrent` at once."""
 
+    here = False
+
     def __init__(
         self,
         url: str,

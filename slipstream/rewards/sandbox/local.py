@@ -60,6 +60,8 @@ _REMEDY = (
 class BubblewrapSandbox:
     """Isolates by `bwrap`. `python`: the interpreter; None: the system's."""
 
+    here = True
+
     def __init__(
         self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
     ) -> None:
@@ -151,6 +153,8 @@ class BubblewrapSandbox:
 class UnisolatedSandbox:
     """No sandbox: programs run as this user does, with limits of time, output and of what one
     process may use. For a machine that is one itself, a container without any data."""
+
+    here = True
 
     def __init__(
         self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None

@@ -67,6 +67,9 @@ class SandboxError(RuntimeError):
 class Sandbox(Protocol):
     """Runs programs that nobody vouches for."""
 
+    here: bool
+    """Whether they take the processors of this machine."""
+
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """Run a program once for each standard input, in order; it is compiled once. There is
         nothing more after a verdict of "compile" and when the total time is up. May be called by
