@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from slipstream.errors import DataError
-from slipstream.metrics.resampled import best_and_worst, subset_sizes
+from slipstream.metrics.resampled import best_and_worst, majority, subset_sizes
 from slipstream.types import Group, Sample, Status
 
 Z_95 = 1.959963984540054
@@ -85,7 +85,8 @@ def validation_metrics(
     sample counts 0. With N responses per prompt: mean@N and std@N; for the powers of two below N,
     and N, pass@k, the exact expectation of the best of k drawn without replacement (for right and
     wrong the unbiased estimate of Chen et al., 2021), and VERL's best@k and worst@k, which are
-    drawn with replacement (`resampled`). The interval is Wilson's, each prompt one trial: with
+    drawn with replacement (`resampled`); maj@k of the same draws where the reward function tells
+    the answers that it read (`pred`). The interval is Wilson's, each prompt one trial: with
     N > 1 it is wider than needed, never too narrow; for accuracies outside [0, 1] it is left out.
     Raises DataError where prompts of one source have different numbers of responses.
     """
@@ -161,12 +162,15 @@ def _validation_of(
         _, low, high = accuracy_interval(means)
         metrics[f"{aux}/acc/mean@{n}/ci_low"] = low
         metrics[f"{aux}/acc/mean@{n}/ci_high"] = high
+    answers = [[_answer(sample) for sample in group.samples] for group in groups]
+    told = any(answer for row in answers for answer in row)
     for k in subset_sizes(n):
         best = [_best_of(row, k) for row in rows]
         metrics[f"{aux}/acc/pass@{k}"] = math.fsum(best) / len(best)
-        for name, value in best_and_worst(rows, k).items():
+        drawn = best_and_worst(rows, k) | (majority(rows, answers, k) if told else {})
+        for name, value in drawn.items():
             # VERL's core has what is drawn of all of them.
-            core_one = k == n and name == f"best@{n}/mean"
+            core_one = k == n and name in (f"best@{n}/mean", f"maj@{n}/mean")
             metrics[f"{core if core_one else f'{aux}/acc'}/{name}"] = value
     if n > 1:
         metrics[f"{aux}/acc/std@{n}"] = math.fsum(map(float, np.std(rows, axis=1))) / len(rows)
@@ -191,6 +195,12 @@ def _accuracy(sample: Sample) -> float:
     if sample.status == Status.FAILED:
         return 0.0
     return float(sample.reward_parts.get("acc", sample.reward))
+
+
+def _answer(sample: Sample) -> str:
+    """What the reward function read as the answer (see `rewards.protocol`); empty
+    where it told none."""
+    return str(sample.metadata.get("pred", ""))
 
 
 def _best_of(values: Sequence[float], k: int) -> float:

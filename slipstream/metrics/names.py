@@ -335,9 +335,14 @@ SECTIONS: tuple[Section, ...] = (
                 "the same of N by VERL's resampling: 1,000 draws with replacement, seed 42",
             ),
             Metric(
-                "val-aux/<source>/acc/{best,worst}@<k>/{mean,std}",
+                "val-core/<source>/acc/maj@<N>/mean",
                 "share",
-                "the best and the worst of k, likewise: mean and deviation over the draws",
+                "accuracy of the most frequent of N answers, where functions tell `pred`",
+            ),
+            Metric(
+                "val-aux/<source>/acc/{best,worst,maj}@<k>/{mean,std}",
+                "share",
+                "best, worst and majority of k, likewise: mean and deviation over the draws",
             ),
             Metric("val-aux/<source>/num_prompts", "prompts", "prompts evaluated"),
             Metric("val-aux/<source>/num_failed", "samples", "responses that failed"),

@@ -1,5 +1,5 @@
-"""The best and the worst of k responses as VERL estimates them: by drawing k of a prompt's N, with
-replacement, a thousand times.
+"""The best, the worst and the majority of k responses as VERL estimates them: by drawing k of a
+prompt's N, with replacement, a thousand times.
 
 Each prompt is drawn from by the same generator of the same seed, so all prompts have the same
 draws. The exact value, without replacement, is pass@k (`batch_metrics`).
@@ -43,6 +43,28 @@ def best_and_worst(rows: Sequence[Sequence[float]], k: int) -> dict[str, float]:
             found.setdefault(f"{name}@{k}/mean", []).append(extreme.mean(1))
             found.setdefault(f"{name}@{k}/std", []).append(extreme.std(1))
     return {name: float(np.concatenate(parts).mean()) for name, parts in found.items()}
+
+
+def majority(
+    rows: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], k: int
+) -> dict[str, float]:
+    """`maj@k/{mean,std}` of values (P, N) whose answers (P, N) vote: what the most frequent answer
+    of a resample is worth where it stands first. Of answers as frequent, that which is drawn first.
+    """
+    draws = _draws(len(rows[0]), k)
+    means, deviations = [], []
+    for values, said in zip(rows, answers, strict=True):
+        ballots = np.unique(np.array(said, dtype=object), return_inverse=True)[1][draws]
+        # Resamples by places by places: how often each place's answer stands in its resample.
+        votes = (ballots[:, :, None] == ballots[:, None, :]).sum(2)
+        first = votes.argmax(1)
+        won = np.array(values, dtype=np.float64)[draws][np.arange(len(draws)), first]
+        means.append(won.mean())
+        deviations.append(won.std())
+    return {
+        f"maj@{k}/mean": float(np.mean(means)),
+        f"maj@{k}/std": float(np.mean(deviations)),
+    }
 
 
 @cache

@@ -14,6 +14,7 @@ import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -201,7 +202,7 @@ class DAPORewardManager(NaiveRewardManager):
     def finish(self, sample: Sample, score: Score) -> Score:
         if not score.parts:
             # Under VERL's name, for filters and validation: what the penalty does not touch.
-            score = Score(score.value, {"acc": score.value})
+            score = replace(score, parts={"acc": score.value})
         if not self._penalise:
             return score
         over = sample.response_length - (self._max_resp_len - self._buffer)
@@ -209,14 +210,15 @@ class DAPORewardManager(NaiveRewardManager):
         parts = dict(score.parts)
         if self._log:
             parts |= {"overlong": float(penalty < 0.0), "overlong_reward": penalty}
-        return Score(score.value + penalty, parts)
+        return replace(score, value=score.value + penalty, parts=parts)
 
 
 def read_result(result: Any) -> Score | str:
     """A function's return value as a score, or what is wrong with it.
 
-    A number, or a mapping with the key `score`; its other numbers become `parts`, other values are
-    for the function's own use. Zero-dimensional arrays and tensors count as numbers.
+    A number, or a mapping with the key `score`; its other numbers become `parts`, `pred` is the
+    answer that was read, other values are for the function's own use. Zero-dimensional arrays and
+    tensors count as numbers.
     """
     if isinstance(result, Score):
         if not result.ok:
@@ -225,6 +227,7 @@ def read_result(result: Any) -> Score | str:
         usable = number is not None and math.isfinite(number)
         return result if usable else f"returned a score of {result.value!r}, not a finite number"
     parts: dict[str, float] = {}
+    answer: str | None = None
     value = result
     if isinstance(result, Mapping):
         if SCORE_PART not in result:
@@ -234,6 +237,8 @@ def read_result(result: Any) -> Score | str:
             part = _number(entry)
             if key != SCORE_PART and part is not None and math.isfinite(part):
                 parts[str(key)] = part
+        told = result.get("pred")
+        answer = None if told is None else str(told)
     number = _number(value)
     if inspect.iscoroutine(value):
         value.close()
@@ -242,7 +247,7 @@ def read_result(result: Any) -> Score | str:
         return f"returned {type(value).__name__}, not a number"
     if not math.isfinite(number):
         return f"returned {number}, not a finite number"
-    return Score(number, parts)
+    return Score(number, parts, answer=answer)
 
 
 def _number(value: Any) -> float | None:

@@ -20,7 +20,8 @@ OnFailure = Literal["zero", "drop", "stop"]
 class Score:
     """What one response is worth.
 
-    `parts` are named components for metrics. `ok` says whether the score may be trained on;
+    `parts` are named components for metrics. `answer` is what was read as the response's answer, by
+    which responses vote. `ok` says whether the score may be trained on;
     `failure` why scoring failed. A failure with policy "zero" has value 0.0 and `ok`, with policy
     "drop" it is not `ok`.
     """
@@ -29,6 +30,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     ok: bool = True
     failure: str | None = None
+    answer: str | None = None
 
 
 @runtime_checkable
@@ -68,6 +70,10 @@ REWARD_FAILURE = "reward_failure"
 """Where a sample's metadata keeps why its scoring failed and counts as zero."""
 
 
+ANSWER_READ = "pred"
+"""Where a sample's metadata keeps what was read as its answer."""
+
+
 def apply_score(sample: Sample, score: Score) -> None:
     """Write a score into its sample.
 
@@ -76,6 +82,8 @@ def apply_score(sample: Sample, score: Score) -> None:
     """
     sample.reward = score.value
     sample.reward_parts = {**score.parts, SCORE_PART: score.value}
+    if score.answer is not None:
+        sample.metadata[ANSWER_READ] = score.answer
     if not score.ok:
         sample.status = Status.FAILED
         sample.failure = score.failure

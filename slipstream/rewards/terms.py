@@ -13,7 +13,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.errors import ConfigError, RewardError, did_you_mean
@@ -147,7 +147,8 @@ class TermsRewardManager:
         score = await self._answers.score_sample(sample)
         if score.failure is not None:
             return score
-        parts = {**score.parts, ANSWER: score.value}
+        # Under VERL's name, for filters and validation: accuracy is what the other terms leave alone.
+        parts = {"acc": score.value, **score.parts, ANSWER: score.value}
         total = self._weight * score.value
         for term in self._alone:
             if term.custom:
@@ -159,7 +160,7 @@ class TermsRewardManager:
                 value = term.function(sample)
             parts[term.name] = value
             total += term.weight * value
-        return Score(total, parts)
+        return replace(score, value=total, parts=parts)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
         """See `RewardManager.score_group`; the terms of groups are `finish_group`'s."""

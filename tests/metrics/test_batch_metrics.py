@@ -17,7 +17,7 @@ from slipstream.metrics.batch_metrics import (
     validation_metrics,
 )
 from slipstream.metrics.names import check_names
-from slipstream.metrics.resampled import best_and_worst
+from slipstream.metrics.resampled import best_and_worst, majority
 from slipstream.types import Group, Prompt, Sample, Segment, Status
 
 
@@ -206,6 +206,25 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     assert metrics["val-aux/countdown/acc/best@5/std"] == resampled[5]["best@5/std"]
     assert metrics["val-aux/countdown/acc/worst@4/mean"] == resampled[4]["worst@4/mean"]
     assert "val-aux/countdown/acc/best@5/mean" not in metrics
+    assert not any("maj@" in name for name in metrics)
+
+
+def test_the_majority_of_answers_that_were_told() -> None:
+    rewards = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5]
+    answers = [["7", "8", "9", "7", ""], ["1", "2", "1", "1", "3"]]
+    groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
+    for one, said in zip(groups, answers, strict=True):
+        for member, answer in zip(one.samples, said, strict=True):
+            if answer:
+                member.metadata["pred"] = answer
+    metrics = validation_metrics(groups)
+    check_names(metrics)
+    expected = majority(rewards, answers, 5)
+    assert metrics["val-core/countdown/acc/maj@5/mean"] == expected["maj@5/mean"]
+    assert metrics["val-aux/countdown/acc/maj@5/std"] == expected["maj@5/std"]
+    assert (
+        metrics["val-aux/countdown/acc/maj@2/mean"] == majority(rewards, answers, 2)["maj@2/mean"]
+    )
 
 
 def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_interval() -> None:

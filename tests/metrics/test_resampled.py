@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.metrics import resampled
-from slipstream.metrics.resampled import best_and_worst, subset_sizes
+from slipstream.metrics.resampled import best_and_worst, majority, subset_sizes
 
 
 def verls(values: Sequence[float], k: int) -> list[tuple[float, float]]:
@@ -35,6 +35,39 @@ def test_verls_numbers(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> N
         names = [f"{name}@{k}/{part}" for name in ("best", "worst") for part in ("mean", "std")]
         assert list(found) == names
         assert list(found.values()) == pytest.approx(expected.flatten().tolist(), rel=1e-12)
+
+
+def verls_majority(values: Sequence[float], answers: Sequence[str], k: int) -> tuple[float, float]:
+    """Likewise: the first value of the answer that most of a resample have."""
+    np.random.seed(42)
+    won = []
+    for _ in range(1000):
+        by_answer: dict[str, list[float]] = {}
+        for i in np.random.choice(len(values), size=k, replace=True):
+            by_answer.setdefault(answers[i], []).append(values[i])
+        won.append(max(by_answer.values(), key=len)[0])
+    return float(np.mean(won)), float(np.std(won))
+
+
+@pytest.mark.parametrize(("count", "k"), [(2, 2), (5, 2), (5, 4), (5, 5), (16, 8)])
+def test_verls_majority(count: int, k: int) -> None:
+    rng = np.random.default_rng(count)
+    rows = [list(rng.random(count)) for _ in range(3)]
+    answers = [[str(a) for a in rng.integers(0, 3, count)] for _ in range(3)]
+    expected = np.mean(
+        [verls_majority(row, said, k) for row, said in zip(rows, answers, strict=True)], axis=0
+    )
+    found = majority(rows, answers, k)
+    assert list(found) == [f"maj@{k}/mean", f"maj@{k}/std"]
+    assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_a_majority_is_right_more_often_than_one() -> None:
+    right = [[1.0] * 6 + [0.0] * 4]
+    together = [["7"] * 6 + ["8"] * 4]
+    apart = [["7"] * 6 + ["1", "2", "3", "4"]]
+    assert majority(right, together, 10)["maj@10/mean"] == pytest.approx(0.73, abs=0.05)
+    assert majority(right, apart, 10)["maj@10/mean"] > 0.9
 
 
 def test_it_is_an_estimate_with_replacement() -> None:

@@ -256,7 +256,7 @@ def test_read_result() -> None:
     assert read_result(np.array(2)) == Score(2.0)
     assert read_result(np.array([2.0])) == "returned ndarray, not a number"
     assert read_result({"score": 1, "acc": True, "pred": "x", "bad": math.nan, "len": 3}) == Score(
-        1.0, {"acc": 1.0, "len": 3.0}
+        1.0, {"acc": 1.0, "len": 3.0}, answer="x"
     )
     assert read_result(Score(math.nan)) == "returned a score of nan, not a finite number"
 

@@ -92,7 +92,14 @@ def test_a_weighted_sum_whose_parts_are_named(mine: str) -> None:
     # 2 * 7 + 0.5 * (2 / 3 - 1) + 0.25 * -2 * 3
     assert one.reward == pytest.approx(14 - 0.5 / 3 - 1.5)
     assert one.reward_parts == pytest.approx(
-        {"answer": 7.0, "length": 5.0, "repetition": -1 / 3, "mine": -6.0, "score": one.reward}
+        {
+            "acc": 7.0,
+            "answer": 7.0,
+            "length": 5.0,
+            "repetition": -1 / 3,
+            "mine": -6.0,
+            "score": one.reward,
+        }
     )
 
 
