@@ -147,7 +147,7 @@ class TermsRewardManager:
         score = await self._answers.score_sample(sample)
         if score.failure is not None:
             return score
-        # Under VERL's name, for filters and validation: accuracy is what the other terms leave alone.
+        # Under VERL's name, for filters and validation, whose accuracy other terms leave alone.
         parts = {"acc": score.value, **score.parts, ANSWER: score.value}
         total = self._weight * score.value
         for term in self._alone:
