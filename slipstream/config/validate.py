@@ -77,22 +77,30 @@ def _registered(config: Config) -> Iterator[str]:
 
 
 def _sandbox(config: Config) -> Iterator[str]:
-    local, rewards = config.reward_model.sandbox, config.reward_model
+    rewards, local = config.reward_model, config.reward_model.sandbox
     total = local.total_timeout_s
     if total is not None and total + local.run_timeout_s > rewards.timeout_s:
         yield (
-            f"reward_model.sandbox.total_timeout_s={total:g} and run_timeout_s="
-            f"{local.run_timeout_s:g}: the tests of one program may take longer than "
-            f"reward_model.timeout_s={rewards.timeout_s:g}, which would be a failure; set that to "
-            f"{total + local.run_timeout_s + 2:g}, or total_timeout_s to null"
+            f"reward_model.sandbox.total_timeout_s={total:g}, and "
+            f"reward_model.sandbox.run_timeout_s={local.run_timeout_s:g} for a last run, may take "
+            f"longer than reward_model.timeout_s={rewards.timeout_s:g}, which is a failure; set "
+            "reward_model.sandbox.total_timeout_s=null, or "
+            f"reward_model.timeout_s={total + local.run_timeout_s + 2:g}"
         )
-    here = local.python is not None or local.run_untrusted_code_without_isolation
-    if rewards.sandbox_fusion.url is not None and here:
-        yield (
-            "reward_model.sandbox.python and run_untrusted_code_without_isolation are of programs "
-            "on this machine, and reward_model.sandbox_fusion.url sends them to a service; unset "
-            "one of them"
-        )
+    if rewards.sandbox_fusion.url is None:
+        return
+    unused = {"python": (local.python is not None, "null")}
+    unused["run_untrusted_code_without_isolation"] = (
+        local.run_untrusted_code_without_isolation,
+        "false",
+    )
+    for name, (given, default) in unused.items():
+        if given:
+            yield (
+                f"reward_model.sandbox.{name} is of programs on this machine, and "
+                "reward_model.sandbox_fusion.url sends them to a service; set "
+                f"reward_model.sandbox.{name}={default}, or reward_model.sandbox_fusion.url=null"
+            )
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -40,6 +40,21 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "sft.mixture_weights=null",
         ),
         (
+            "reward_model.sandbox.total_timeout_s=28",
+            "may take longer than reward_model.timeout_s=30",
+            "reward_model.sandbox.total_timeout_s=null",
+        ),
+        (
+            "reward_model.sandbox.total_timeout_s=28",
+            "for a last run, may take longer",
+            "reward_model.timeout_s=35",
+        ),
+        (
+            "reward_model.sandbox_fusion.url=http://x reward_model.sandbox.python=/usr/bin/python3",
+            "sends them to a service",
+            "reward_model.sandbox.python=null",
+        ),
+        (
             "data.task=null",
             "sft.total_training_steps=2 needs demonstrations",
             "sft.total_training_steps=0",

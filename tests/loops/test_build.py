@@ -6,8 +6,11 @@ import pytest
 
 from slipstream.config import Hardware, load_config
 from slipstream.errors import ConfigError
-from slipstream.loops import build
+from slipstream.loops import build, build_data
 from slipstream.loops.build import engine_settings
+from slipstream.rewards.sandbox.fusion import FusionSandbox
+from slipstream.rewards.sandbox.local import BubblewrapSandbox, UnisolatedSandbox
+from slipstream.rewards.sandbox.protocol import ProgramLimits
 from tests.inference.helpers import shared_decoder
 
 CPU = Hardware(gpus=0, cpus=2)
@@ -59,3 +62,23 @@ def test_on_a_cpu_keys_and_values_stay_unless_others_need_the_memory(
 ) -> None:
     config = load_config(overrides, recipe="tiny", hardware=CPU)
     assert engine_settings(config, shared_decoder().config).free_cache_engine is frees
+
+
+def test_where_programs_run_is_what_the_settings_say() -> None:
+    def sandbox(*overrides: str) -> object:
+        config = load_config(list(overrides), recipe="tiny", notify=lambda _: None)
+        return build_data.make_sandbox(config)
+
+    isolated = sandbox("reward_model.sandbox.run_timeout_s=3", "reward_model.sandbox.files_mb=5")
+    assert isinstance(isolated, BubblewrapSandbox)
+    # What the deadline of a scoring call leaves: 30 s without a run and two seconds.
+    wanted = ProgramLimits(run_timeout_s=3.0, total_timeout_s=25.0, files_mb=5)
+    assert isolated._limits == wanted
+    bare = sandbox("reward_model.sandbox.run_untrusted_code_without_isolation=true")
+    assert isinstance(bare, UnisolatedSandbox)
+    service = sandbox(
+        "reward_model.sandbox_fusion.url=http://localhost:1/run_code",
+        "reward_model.sandbox_fusion.memory_limit_mb=77",
+    )
+    assert isinstance(service, FusionSandbox)
+    assert service._limits.memory_mb == 77

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -35,6 +36,11 @@ from slipstream.rewards.sandbox.system_calls import call_filter
 from slipstream.rewards.sandbox.watched import Ended, run_watched
 
 _BOX = "/box"
+_GIVEN = "given"
+_COPIED = f'cp {_GIVEN} "$0" && chmod +x "$0" && exec "$@"'
+"""A program that this process has written could be open for writing still in what another thread
+has just started, and would then not run ("text file busy")."""
+
 _BINARY_BYTES = 64 << 20
 _MB = 1 << 20
 _NOBODY = 65534
@@ -57,8 +63,8 @@ _REMEDY = (
 )
 
 
-class BubblewrapSandbox:
-    """Isolates by `bwrap`. `python`: the interpreter; None: the system's."""
+class _LocalSandbox(ABC):
+    """`python`: the interpreter of Python programs; None: the system's."""
 
     here = True
 
@@ -70,8 +76,8 @@ class BubblewrapSandbox:
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """See `Sandbox.run`."""
-        _check_bubblewrap()
-        tools = toolchain(program.language, self._python, for_all=os.getuid() == 0)
+        self._check()
+        tools = toolchain(program.language, self._python, for_all=self._as_nobody)
         binary = program.code.encode("utf-8", "replace")
         if tools.compile:
             ended = self._compiled(tools, binary)
@@ -83,34 +89,62 @@ class BubblewrapSandbox:
             yield ran(self._once(tools, binary, stdin))
 
     def _once(self, tools: Toolchain, binary: bytes, stdin: str) -> Ended:
-        limits = self._limits
-        return self._boxed(
+        return self._in_box(
             tools,
             (tools.binary or tools.source, binary),
-            [*resource_limits(limits, limits.run_timeout_s), *tools.run],
+            tools.run,
             stdin=stdin.encode("utf-8", "replace"),
-            timeout_s=limits.run_timeout_s,
-            output_bytes=limits.output_kb * 1024,
+            timeout_s=self._limits.run_timeout_s,
+            output_bytes=self._limits.output_kb * 1024,
         )
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
         """A compiler is the system's, but what it is given may make it compute for ever; its
         product comes back by standard output."""
-        limits = self._limits
-        script = '"$@" && cat program'
-        return self._boxed(
+        return self._in_box(
             tools,
             (tools.source, source),
-            [
-                *resource_limits(limits, limits.compile_timeout_s),
-                *("/bin/sh", "-c", script, "sh", *tools.compile),
-            ],
+            ("/bin/sh", "-c", '"$@" && cat program', "sh", *tools.compile),
             stdin=b"",
-            timeout_s=limits.compile_timeout_s,
+            timeout_s=self._limits.compile_timeout_s,
             output_bytes=_BINARY_BYTES,
         )
 
-    def _boxed(
+    @property
+    def _as_nobody(self) -> bool:
+        """Whether programs run as a user who may read only what everybody may."""
+        return False
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raises RewardError where nothing can run here."""
+
+    @abstractmethod
+    def _in_box(
+        self,
+        tools: Toolchain,
+        file: tuple[str, bytes],
+        command: Sequence[str],
+        *,
+        stdin: bytes,
+        timeout_s: float,
+        output_bytes: int,
+    ) -> Ended:
+        """Run a command in a folder of its own that holds one file, by name and content."""
+
+
+class BubblewrapSandbox(_LocalSandbox):
+    """Isolates by `bwrap`."""
+
+    @property
+    def _as_nobody(self) -> bool:
+        # Root's processes are never too many: only those of other users can be limited in number.
+        return os.getuid() == 0
+
+    def _check(self) -> None:
+        _check_bubblewrap()
+
+    def _in_box(
         self,
         tools: Toolchain,
         file: tuple[str, bytes],
@@ -127,16 +161,16 @@ class BubblewrapSandbox:
             told = stack.enter_context(tempfile.TemporaryFile())
             fds = [given.fileno(), calls.fileno(), told.fileno()]
             bwrap = [
-                *_as_nobody(),
+                *_dropping_root(),
                 *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns"),
                 *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "box"),
                 *("--seccomp", str(fds[1]), "--json-status-fd", str(fds[2])),
                 *_file_system(tools.folders, self._limits.files_mb * _MB),
                 *("--perms", "0555", "--ro-bind-data", str(fds[0]), f"{_BOX}/{name}"),
-                *("--remount-ro", "/", "--chdir", _BOX, "--", *command),
+                *("--remount-ro", "/", "--chdir", _BOX, "--"),
             ]
             ended = run_watched(
-                bwrap,
+                [*bwrap, *resource_limits(self._limits, timeout_s), *command],
                 stdin=stdin,
                 timeout_s=timeout_s,
                 memory_mb=self._limits.memory_mb,
@@ -150,46 +184,37 @@ class BubblewrapSandbox:
             return ended
 
 
-class UnisolatedSandbox:
+class UnisolatedSandbox(_LocalSandbox):
     """No sandbox: programs run as this user does, with limits of time, output and of what one
     process may use. For a machine that is one itself, a container without any data."""
 
-    here = True
+    def _check(self) -> None:
+        """What is missing, the first program says."""
 
-    def __init__(
-        self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
-    ) -> None:
-        self._limits = limits
-        self._python = python
-
-    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
-        """See `Sandbox.run`."""
-        limits = self._limits
-        tools = toolchain(program.language, self._python, for_all=False)
+    def _in_box(
+        self,
+        tools: Toolchain,
+        file: tuple[str, bytes],
+        command: Sequence[str],
+        *,
+        stdin: bytes,
+        timeout_s: float,
+        output_bytes: int,
+    ) -> Ended:
+        name, content = file
         with tempfile.TemporaryDirectory(prefix="slipstream-code-") as folder:
-            source = Path(folder, tools.source)
-            source.write_bytes(program.code.encode("utf-8", "replace"))
-            if tools.compile:
-                ended = self._in(folder, tools.compile, b"", limits.compile_timeout_s)
-                if ended.verdict != "ok" or ended.status:
-                    yield Ran("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
-                    return
-            for stdin in in_time(stdins, self._limits):
-                data = stdin.encode("utf-8", "replace")
-                yield ran(self._in(folder, tools.run, data, limits.run_timeout_s))
-
-    def _in(self, folder: str, command: Sequence[str], stdin: bytes, timeout_s: float) -> Ended:
-        limits = self._limits
-        return run_watched(
-            # Its user's processes are all counted, so that their number is not limited.
-            [*resource_limits(limits, timeout_s, processes=False), *command],
-            stdin=stdin,
-            timeout_s=timeout_s,
-            memory_mb=limits.memory_mb,
-            output_bytes=limits.output_kb * 1024,
-            environment={**_ENVIRONMENT, "HOME": folder},
-            cwd=Path(folder),
-        )
+            Path(folder, _GIVEN).write_bytes(content)
+            # All processes of a user are counted, so that their number is not limited.
+            limits = resource_limits(self._limits, timeout_s, processes=False)
+            return run_watched(
+                [*limits, "/bin/sh", "-c", _COPIED, name, *command],
+                stdin=stdin,
+                timeout_s=timeout_s,
+                memory_mb=self._limits.memory_mb,
+                output_bytes=output_bytes,
+                environment={**_ENVIRONMENT, "HOME": folder},
+                cwd=Path(folder),
+            )
 
 
 def ran(ended: Ended) -> Ran:
@@ -241,8 +266,7 @@ def _file_system(folders: Sequence[str], size: int) -> list[str]:
     ]
 
 
-def _as_nobody() -> tuple[str, ...]:
-    """Root's processes are never too many: only those of other users can be limited in number."""
+def _dropping_root() -> tuple[str, ...]:
     if os.getuid() != 0:
         return ()
     nobody = f"--reuid={_NOBODY}", f"--regid={_NOBODY}"
@@ -273,7 +297,7 @@ def _check_bubblewrap() -> None:
             raise RewardError(
                 f"code that a model wrote is run in isolation, and {tool} is not here: {_REMEDY}"
             )
-    probe = [*_as_nobody(), "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
+    probe = [*_dropping_root(), "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     probe += [*_file_system((), _MB), "--", "true"]
     tried = subprocess.run(probe, capture_output=True, text=True, env=_ENVIRONMENT, timeout=30)
     if tried.returncode:
