@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards import countdown
+from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Sandbox
 from slipstream.rewards.scorers import (
     code,
@@ -106,13 +107,19 @@ def register_reward(data_source: str, function: SyncComputeScore) -> None:
     _BY_SOURCE[data_source] = function
 
 
-def takes_processor(compute_score: Callable[..., Any], data_source: str) -> bool:
-    """Whether a call is known to keep a processor of this machine busy while its thread waits."""
+def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:
+    """Where the built-in functions run programs; None for other functions."""
     bound = compute_score.keywords if isinstance(compute_score, partial) else {}
     inner = compute_score.func if isinstance(compute_score, partial) else compute_score
-    sandbox: Sandbox | None = bound.get("sandbox")
-    runs_here = sandbox is None or sandbox.here
-    return inner is default_compute_score and data_source in _CODE and runs_here
+    if inner is not default_compute_score:
+        return None
+    sandbox: Sandbox = bound.get("sandbox") or BubblewrapSandbox()
+    return sandbox
+
+
+def is_program(data_source: str) -> bool:
+    """Whether responses of a source are run."""
+    return data_source in _CODE
 
 
 def default_compute_score(

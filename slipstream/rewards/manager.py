@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import numbers
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.functions import default_compute_score, takes_processor
+from slipstream.rewards.functions import default_compute_score, is_program, sandbox_of
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
 from slipstream.rewards.runner import DeadlineRunner, Outcome, is_async
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
@@ -64,7 +63,8 @@ class NaiveRewardManager:
         self._signature: Signature = (
             VerlSignature() if isinstance(compute_score, Reward) else signature_of(compute_score)
         )
-        self._processors = Slots(os.cpu_count() or 1, dict)
+        sandbox = None if self._compute_score is None else sandbox_of(self._compute_score)
+        self._programs = None if sandbox is None else Slots(sandbox.at_once, dict)
         target = compute_score.score if isinstance(compute_score, Reward) else compute_score
         self._asynchronous = is_async(target)
         self._name = _name(compute_score)
@@ -85,18 +85,17 @@ class NaiveRewardManager:
         Raises `RewardError` on a failure with policy "stop", on any `RewardError` of the function
         (no reward for this data source) and when too many calls hang.
         """
-        async with self._processor(sample):
+        async with self._place(sample):
             outcome = await self._outcome(self._call(sample))
         result = outcome.failure if outcome.failure is not None else self._read(outcome.value)
         if isinstance(result, str):
             return self._failed(sample, result)
         return self.finish(sample, result)
 
-    def _processor(self, sample: Sample) -> AbstractAsyncContextManager[None]:
-        """To be held during a call that keeps one busy: its deadline is to begin when it does."""
-        function = self._compute_score
-        if function is not None and takes_processor(function, sample.data_source):
-            return self._processors.one()
+    def _place(self, sample: Sample) -> AbstractAsyncContextManager[None]:
+        """To be held during a call: programs wait for a place before their deadline begins."""
+        if self._programs is not None and is_program(sample.data_source):
+            return self._programs.one()
         return nullcontext()
 
     async def _outcome(self, call: functools.partial[Any]) -> Outcome:

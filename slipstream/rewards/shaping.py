@@ -103,8 +103,8 @@ def relative_length(samples: Sequence[Sample]) -> list[float]:
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a scored sample's answer got more than nothing."""
-    return sample.reward_parts.get(ANSWER, sample.reward) > 0
+    """Whether a scored sample's answer is right, and not in part."""
+    return sample.reward_parts.get("acc", sample.reward) >= 1.0
 
 
 ANSWER = "answer"

@@ -154,9 +154,10 @@ class DataProtoSignature:
                 raise ValueError("returned a tuple that is not of rewards and what goes with them")
             rewards, more = returned
         values = [_added(v) if isinstance(v, list) else v for v in listed(rewards, count)]
-        parts = {key: listed(part, count) for key, part in more.items()}
+        parts = {key: _entries(part, count) for key, part in more.items()}
+        # VERL's managers tell a `score` of their own, before penalties: the tensor is the reward.
         return [
-            {"score": value, **{key: part[i] for key, part in parts.items()}}
+            {**{key: part[i] for key, part in parts.items()}, "score": value}
             for i, value in enumerate(values)
         ]
 
@@ -171,14 +172,19 @@ def _added(rewards: list[Any]) -> float:
 def listed(returned: Any, count: int) -> list[Any]:
     """The entries of a list, an array, or a tensor of so many. Raises ValueError for what is none,
     and where one is None."""
+    values = _entries(returned, count)
+    if any(value is None for value in values):
+        raise ValueError("returned None: no reward for this response")
+    return values
+
+
+def _entries(returned: Any, count: int) -> list[Any]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
         raise ValueError(f"returned {type(returned).__name__}, not a list of rewards")
     if len(values) != count:
         responses = "1 response" if count == 1 else f"{count} responses"
         raise ValueError(f"returned {len(values)} rewards for {responses}")
-    if any(value is None for value in values):
-        raise ValueError("returned None: no reward for this response")
     return list(values)
 
 

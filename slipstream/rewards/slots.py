@@ -74,8 +74,10 @@ class Slots:
                 await self._freed.wait()
                 continue
             before = self._computed()
-            with anyio.move_on_after(_LOOK_S):
+            with anyio.move_on_after(_LOOK_S) as look:
                 await self._freed.wait()
+            if not look.cancelled_caught:
+                continue  # one has ended: whether the others wait is not known yet
             # Twice as many, then: one by one it would be seconds until all wait.
             self._ahead = self._running if _waits(before, self._computed()) else 0
         self._ahead = 0

@@ -21,7 +21,7 @@ def said(text: str = "", tokens: int = 0, answer: float = 0.0, cut: bool = False
     return Sample(
         segments=[Segment.given("prompt", [1]), Segment.given("assistant", [2] * tokens)],
         response=text,
-        reward_parts={"answer": answer},
+        reward_parts={"acc": answer},
         stop_reason=StopReason.LENGTH if cut else StopReason.EOS,
     )
 
@@ -123,3 +123,5 @@ def test_relative_length() -> None:
     assert relative_length([*right, *wrong]) == [0.5, 0.0, -0.5, 0.0, -0.25, -0.5]
     assert relative_length([right[0], wrong[0]]) == [0.0, 0.0]
     assert relative_length(right[:1]) == [0.0]
+    # Right in part is not right.
+    assert relative_length([said(tokens=10, answer=0.5), *right[1:]]) == [0.0, 0.0, -0.5]

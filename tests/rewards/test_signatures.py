@@ -200,6 +200,8 @@ class Manager:
             Score(1.0, {"acc": 1.0}),
         ),
         ((torch.tensor([1.0]), {"acc": [0]}), Score(1.0, {"acc": 0.0})),
+        # VERL's own tell a score before penalties, and answers that are none.
+        ((torch.tensor([[0.5]]), {"score": [1.0], "pred": [None]}), Score(0.5)),
     ],
 )
 def test_what_managers_return(returned: Any, score: Score) -> None:

@@ -6,7 +6,6 @@ One run is one POST; the service isolates, and knows more languages than this ma
 from __future__ import annotations
 
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,9 +32,8 @@ _GRACE_S = 10.0
 
 
 class FusionSandbox:
-    """Runs programs at `url` (that of `/run_code`), at most `max_concurrent` at once."""
-
-    here = False
+    """Runs programs at `url` (that of `/run_code`), at most `max_concurrent` at once, for
+    which whoever calls it cares (`at_once`)."""
 
     def __init__(
         self,
@@ -55,13 +53,17 @@ class FusionSandbox:
                 f"reward_model.sandbox_fusion.max_concurrent={max_concurrent} must be at least 1"
             )
         self._url, self._limits, self._sleep = url, limits, sleep
-        self._slots = threading.Semaphore(max_concurrent)
-        self._ssl = ssl.create_default_context() if url.startswith("https") else False
+        self.at_once = max_concurrent
+
+    def knows(self, language: str) -> bool:
+        """Whatever the service knows: it says so itself."""
+        return True
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """See `Sandbox.run`."""
+        secure = ssl.create_default_context() if self._url.startswith("https") else False
         timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
-        with httpx2.Client(verify=self._ssl, timeout=timeout) as client:
+        with httpx2.Client(verify=secure, timeout=timeout) as client:
             for stdin in in_time(stdins, self._limits):
                 came = self._reply(self._posted(client, self._request(program, stdin)))
                 yield came
@@ -85,8 +87,7 @@ class FusionSandbox:
         said = ""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with self._slots:
-                    response = client.post(self._url, json=request)
+                response = client.post(self._url, json=request)
             except httpx2.HTTPError as error:
                 raise SandboxError(f"{self._url}: {type(error).__name__}: {error}") from error
             said = f"{self._url}: HTTP {response.status_code}: {response.text[:200].strip()}"

@@ -56,6 +56,11 @@ def toolchain(language: str, python: str | None, *, for_all: bool) -> Toolchain:
     return Toolchain(source, ("./program",), command, "program")
 
 
+def knows(language: str) -> bool:
+    """Whether programs in a language can be run on machines, where its tools are installed."""
+    return language == "python" or language in _COMPILERS
+
+
 _COMPILERS = {"c": ("gcc", "main.c"), "cpp": ("g++", "main.cpp")}
 
 

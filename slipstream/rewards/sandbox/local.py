@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from slipstream.errors import RewardError
-from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, toolchain
+from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, knows, toolchain
 from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
@@ -48,6 +48,7 @@ _NOBODY = 65534
 _ENVIRONMENT = {
     "PATH": PATH,
     "HOME": _BOX,
+    "TMPDIR": _BOX,
     "LANG": "C.UTF-8",
     # The same answer for the same program, and one thread of those libraries that would take all.
     "PYTHONHASHSEED": "0",
@@ -66,13 +67,16 @@ _REMEDY = (
 class _LocalSandbox(ABC):
     """`python`: the interpreter of Python programs; None: the system's."""
 
-    here = True
-
     def __init__(
         self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
     ) -> None:
         self._limits = limits
         self._python = python
+        self.at_once = _processors()
+
+    def knows(self, language: str) -> bool:
+        """See `Sandbox.knows`."""
+        return knows(language)
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """See `Sandbox.run`."""
@@ -212,7 +216,7 @@ class UnisolatedSandbox(_LocalSandbox):
                 timeout_s=timeout_s,
                 memory_mb=self._limits.memory_mb,
                 output_bytes=output_bytes,
-                environment={**_ENVIRONMENT, "HOME": folder},
+                environment={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
                 cwd=Path(folder),
             )
 
@@ -261,8 +265,8 @@ def _file_system(folders: Sequence[str], size: int) -> list[str]:
     memory = ["--size", str(size), "--tmpfs"]
     return [
         *shown,
-        *("--proc", "/proc", "--dev", "/dev", *memory, "/dev/shm", "--remount-ro", "/dev"),
-        *(*memory, "/tmp", *memory, _BOX),
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *(*memory, _BOX),
     ]
 
 
@@ -285,6 +289,13 @@ def _holding(content: bytes) -> IO[bytes]:
     return file
 
 
+def _processors() -> int:
+    """Those that this process may use: a container may have a few of many."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
@@ -293,7 +304,7 @@ def _text(data: bytes) -> str:
 def _check_bubblewrap() -> None:
     """Raises RewardError where programs cannot be isolated here."""
     for tool in ("bwrap", "prlimit", *(["setpriv"] if os.getuid() == 0 else [])):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=PATH) is None:
             raise RewardError(
                 f"code that a model wrote is run in isolation, and {tool} is not here: {_REMEDY}"
             )

@@ -67,8 +67,12 @@ class SandboxError(RuntimeError):
 class Sandbox(Protocol):
     """Runs programs that nobody vouches for."""
 
-    here: bool
-    """Whether they take the processors of this machine."""
+    at_once: int
+    """How many programs may run at a time."""
+
+    def knows(self, language: str) -> bool:
+        """Whether it can run programs in a language. What is not known here is no program."""
+        ...
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """Run a program once for each standard input, in order; it is compiled once. There is

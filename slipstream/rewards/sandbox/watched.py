@@ -50,9 +50,12 @@ def run_watched(
     """Run a command in a session of its own until it ends or reaches a limit; then all of the
     session is killed. `fds` stay open in it. Raises OSError where it cannot be started."""
     began = time.monotonic()
-    with tempfile.TemporaryFile() as source:
-        source.write(stdin)
-        source.seek(0)
+    with tempfile.NamedTemporaryFile() as given:
+        given.write(stdin)
+        given.flush()
+        # For reading alone: the file is on the disk of this machine.
+        source = Path(given.name).open("rb")  # noqa: SIM115 - closed below
+    with source:
         process = subprocess.Popen(
             command,
             stdin=source,
@@ -122,8 +125,13 @@ def _memory(pid: int) -> int:
         family = [root, *root.children(recursive=True)]
         # Quick, and more than it is: shared pages count once for each process.
         most = sum(_of(member, "rss") for member in family)
-        return most if len(family) == 1 else min(most, sum(_of(m, "pss") for m in family))
+        return most if len(family) == 1 else min(most, sum(_share(m) for m in family))
     return 0
+
+
+def _share(process: psutil.Process) -> int:
+    """Shared pages in parts, where this process may be told of them, else whole."""
+    return _of(process, "pss") or _of(process, "rss")
 
 
 def _of(process: psutil.Process, kind: str) -> int:

@@ -2,11 +2,14 @@
 
 The program is the response's last Python block in a fence, else its first block. Tests are of one
 of three kinds: what a program prints for a standard input, what a function returns for arguments,
-and assertions. Expected output is compared here: it is not where the program runs.
+and assertions. What is expected is compared here, and is not where the program runs: of
+`assert f(1) == 2` the program is asked for `f(1)`. An assertion of another form runs in the
+program's process, which can deceive it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
@@ -58,10 +61,12 @@ def compute_score(
     if program is None:
         return _result(tests, [], 0)
     runs = sandbox or BubblewrapSandbox()
+    if not runs.knows(program.language):
+        return _result(tests, [Ran("compile", stderr=f"no language: {program.language}")], 0)
     if tests.assertions:
         return _asserted(program, tests, runs)
     if tests.function is not None:
-        program = Program(_calling(program.code, tests.function))
+        program = Program(_loaded(program.code, _CALL, name=tests.function))
     ran = list(runs.run(program, tests.stdins))
     same = _same_value if tests.function is not None else _same_text
     passed = sum(
@@ -73,7 +78,8 @@ def compute_score(
 
 def extract_code(response: str) -> Program | None:
     """The last Python block, else the first block of another language; None without any."""
-    blocks = [(tag.strip().lower(), code) for tag, code in _FENCE.findall(response)]
+    # What follows the language is for whoever shows the block.
+    blocks = [((tag.lower().split() or [""])[0], code) for tag, code in _FENCE.findall(response)]
     if not blocks:
         return None
     pythons = [code for tag, code in blocks if tag in _PYTHON]
@@ -173,38 +179,62 @@ from typing import *
 """
 """What solutions on such sites may use without saying so."""
 
-_CALL = """\
-import json, os, sys
-arguments = [json.loads(line) for line in sys.stdin.read().splitlines() if line.strip()]
+_LOAD = """\
+import json, os, sys, types
+given = sys.stdin.read()
 result = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-space = {{"__name__": "solution"}}
+# Known as a module, for what looks its own up there (data classes do).
+module = sys.modules["solution"] = types.ModuleType("solution")
+space = vars(module)
 exec({imports!r}, space)
 exec(compile({code!r}, "solution.py", "exec"), space)
+"""
+"""What a program prints goes to standard error; standard output is for what is asked of it."""
+
+_CALL = """\
+arguments = [json.loads(line) for line in given.split("\\n") if line.strip()]
 function = getattr(space["Solution"](), {name!r}) if "Solution" in space else space[{name!r}]
 result.write(json.dumps(function(*arguments)))
 result.close()
 """
-"""Prints what a function returns and nothing else: what it prints itself goes to standard error."""
+"""Prints what a function returns."""
 
-_ASSERT = """\
-import os, sys
-word = sys.stdin.readline()
-result = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-space = {{"__name__": "solution"}}
-exec({imports!r}, space)
-exec(compile({code!r}, "solution.py", "exec"), space)
-exec(compile({assertion!r}, "test.py", "exec"), space)
-result.write(word)
+_VALUE = """\
+result.write(repr(eval(compile({expression!r}, "test.py", "eval"), space)))
 result.close()
 """
-"""Says the word that it was given where the assertion holds: a program that ends before it does not
-know it."""
+
+_ASSERT = """\
+exec(compile({assertion!r}, "test.py", "exec"), space)
+result.write(given)
+result.close()
+"""
+"""Says the word that it was given where the assertion holds."""
 
 
-def _calling(code: str, name: str) -> str:
-    return _CALL.format(imports=_IMPORTS, code=code, name=name)
+def _loaded(code: str, then: str, **values: str) -> str:
+    return _LOAD.format(imports=_IMPORTS, code=code) + then.format(**values)
+
+
+def _compared(assertion: str) -> tuple[str, Any] | None:
+    """Of `assert EXPRESSION == LITERAL` the expression and the value; None for another one."""
+    try:
+        (statement,) = ast.parse(assertion.strip()).body
+        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
+            test = statement.test
+            if len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+                return ast.unparse(test.left), ast.literal_eval(test.comparators[0])
+    except (ValueError, SyntaxError):
+        pass
+    return None
+
+
+def _is(stdout: str, value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(stdout) == value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
 
 
 def _asserted(program: Program, tests: Tests, sandbox: Sandbox) -> dict[str, Any]:
@@ -212,8 +242,13 @@ def _asserted(program: Program, tests: Tests, sandbox: Sandbox) -> dict[str, Any
     passed = 0
     for assertion in tests.stdins:
         word = secrets.token_hex(16)
-        text = _ASSERT.format(imports=_IMPORTS, code=program.code, assertion=assertion)
-        for run in sandbox.run(Program(text), [f"{word}\n"]):
+        if (compared := _compared(assertion)) is not None:
+            expression, value = compared
+            text = _loaded(program.code, _VALUE, expression=expression)
+        else:
+            text = _loaded(program.code, _ASSERT, assertion=assertion)
+        for run in sandbox.run(Program(text), [word]):
             ran.append(run)
-            passed += run.verdict == "ok" and run.stdout.strip() == word
+            held = run.stdout == word if compared is None else _is(run.stdout, value)
+            passed += run.verdict == "ok" and held
     return _result(tests, ran, passed)

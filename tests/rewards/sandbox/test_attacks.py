@@ -200,13 +200,12 @@ except OSError as error:
     assert 0 < int(ran.stdout) <= LIMITS.files_mb << 20
 
 
-@pytest.mark.parametrize("folder", ["/box", "/tmp", "/dev/shm"])
-def test_writes_ten_gigabytes_into_many_files(folder: str) -> None:
-    ran = run(f"""
+def test_writes_ten_gigabytes_into_many_files() -> None:
+    ran = run("""
 n = 0
 try:
     for i in range(10_000):
-        with open(f"{folder}/{{i}}", "wb", buffering=0) as f:
+        with open(f"/box/{i}", "wb", buffering=0) as f:
             n += f.write(b"x" * 2**20)
 except OSError as error:
     print(n)
@@ -234,7 +233,7 @@ def test_reads_the_home_folder_and_this_project(tmp_path: Path) -> None:
 
 def test_sees_only_the_systems_files() -> None:
     assert eval(run("import os; print(sorted(os.listdir('/')))").stdout) == sorted(
-        {"box", "dev", "proc", "tmp", "usr"}
+        {"box", "dev", "proc", "usr"}
         | {
             f.removeprefix("/")
             for f in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -258,6 +257,10 @@ def test_writes_where_the_system_is() -> None:
         "/proc/sys/kernel/core_pattern",
     ]
     attack("".join(f"held(lambda: open({p!r}, 'w').write('0'))\n" for p in places), held=6)
+
+
+def test_writes_through_its_standard_input() -> None:
+    attack("held(lambda: os.write(0, b'x'))\nheld(lambda: os.ftruncate(0, 10**6))", 2)
 
 
 def test_changes_its_own_source() -> None:

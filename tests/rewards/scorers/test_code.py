@@ -21,6 +21,26 @@ PAIR = {"inputs": ["1\n2"], "outputs": ["[2, 1]"], "fn_name": "swap"}
 HOLD = {"assert_case": ["assert f(1) == 2", "assert f(2) == 4", "assert f(0) == 1"]}
 
 
+EQUAL = """
+class Equal:
+    def __eq__(self, other): return True
+"""
+KNOWS = """
+import __main__, os
+__main__.result.write(__main__.given)
+__main__.result.close()
+os._exit(0)
+"""
+ANNOTATED = """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Pair:
+    a: int
+def f(x): return 2 ** Pair(x).a
+"""
+
+
 def fenced(code: str, tag: str = "python") -> str:
     return f"So:\n```{tag}\n{code}\n```\n"
 
@@ -76,7 +96,23 @@ def fenced(code: str, tag: str = "python") -> str:
         (fenced("raise SystemExit(0)"), HOLD, 0.0),
         (fenced("import os\nos._exit(0)"), HOLD, 0.0),
         (fenced("print(input())\nimport os\nos._exit(0)"), HOLD, 0.0),
-        (fenced("def f(x): return 2 ** x\nf.__eq__ = 1\nprint('noise')"), HOLD, 1.0),
+        (fenced("def f(x): return 2 ** x\nprint('noise')"), HOLD, 1.0),
+        (fenced(EQUAL + "def f(x): return Equal()"), HOLD, 0.0),
+        (fenced(KNOWS), HOLD, 0.0),
+        (fenced(ANNOTATED), HOLD, 1.0),
+        (fenced("def f(x): return (x, {x})"), {"assert_case": ["assert f(1) == (1, {1})"]}, 1.0),
+        (fenced("def f(x): return x"), {"assert_case": ["assert f(1) > 0", "assert f(1) < 0"]},
+         0.5),
+        (fenced("raise SystemExit(0)"), {"assert_case": ["assert f(1) > 0"]}, 0.0),
+        # Languages that are none, and what is written behind one.
+        (fenced("print(2 * int(input()))", "python title=a.py"), DOUBLE, 1.0),
+        (fenced("System.out.println(2)", "java"), DOUBLE, 0.0),
+        (fenced("2, 4, -6, 20", "text"), DOUBLE, 0.0),
+        (
+            fenced("def f(s): return len(s)"),
+            {"inputs": [["a\u2028b"]], "outputs": [3], "fn_name": "f"},
+            1.0,
+        ),
     ],
 )  # fmt: skip
 def test_scores(response: str, truth: Any, score: float) -> None:
