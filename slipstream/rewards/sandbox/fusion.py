@@ -64,7 +64,7 @@ class FusionSandbox:
         secure = ssl.create_default_context() if self._url.startswith("https") else False
         timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
         with httpx2.Client(verify=secure, timeout=timeout) as client:
-            for stdin in in_time(stdins, self._limits):
+            for stdin in in_time(stdins, self._limits, time.monotonic()):
                 came = self._reply(self._posted(client, self._request(program, stdin)))
                 yield came
                 if came.verdict == "compile":

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -81,6 +82,7 @@ class _LocalSandbox(ABC):
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
         """See `Sandbox.run`."""
         self._check()
+        began = time.monotonic()
         tools = toolchain(program.language, self._python, for_all=self._as_nobody)
         binary = program.code.encode("utf-8", "replace")
         if tools.compile:
@@ -89,7 +91,7 @@ class _LocalSandbox(ABC):
                 yield Ran("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
                 return
             binary = ended.stdout
-        for stdin in in_time(stdins, self._limits):
+        for stdin in in_time(stdins, self._limits, began):
             yield ran(self._once(tools, binary, stdin))
 
     def _once(self, tools: Toolchain, binary: bytes, stdin: str) -> Ended:

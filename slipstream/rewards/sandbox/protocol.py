@@ -51,9 +51,10 @@ class Ran:
     seconds: float = 0.0
 
 
-def in_time(stdins: Sequence[str], limits: ProgramLimits) -> Iterator[str]:
-    """The first one, and those whose runs may begin before the total time is up."""
-    deadline = time.monotonic() + limits.total_timeout_s
+def in_time(stdins: Sequence[str], limits: ProgramLimits, began: float) -> Iterator[str]:
+    """The first one, and those whose runs may begin before the total time is up, counted from
+    `began` (`time.monotonic`): before a program is compiled."""
+    deadline = began + limits.total_timeout_s
     for place, stdin in enumerate(stdins):
         if place and time.monotonic() >= deadline:
             return

@@ -49,7 +49,8 @@ def compute_score(
     sandbox: Sandbox | None = None,
 ) -> dict[str, Any]:
     """`score`: the share of the tests that pass, with `passed` and `tests`, and how many ran out of
-    time (`timeouts`) or ended with an error (`errors`). 0 without code.
+    time (`timeouts`), ended with an error (`errors`), or were not run, for the total time was up or
+    the program did not compile (`not_run`). 0 without code.
 
     `ground_truth`: a mapping, or JSON of one, with `inputs` and `outputs`, and `fn_name` where they
     are arguments and results of a function; or with `assert_case`, a list of statements. `sandbox`:
@@ -141,6 +142,7 @@ def _result(tests: Tests, ran: list[Ran], passed: int) -> dict[str, Any]:
         "tests": count,
         "timeouts": sum(run.verdict == "time" for run in ran),
         "errors": sum(run.verdict not in ("ok", "time") for run in ran),
+        "not_run": count - len(ran),
     }
 
 

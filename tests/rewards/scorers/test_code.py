@@ -122,7 +122,12 @@ def test_scores(response: str, truth: Any, score: float) -> None:
 def test_tells_what_happened() -> None:
     code = "n = int(input())\nwhile n == 2: pass\nassert n != 1\nprint(2 * n)"
     told = compute_score("apps", fenced(code), DOUBLE, sandbox=SANDBOX)
-    assert told == {"score": 0.5, "passed": 2, "tests": 4, "timeouts": 1, "errors": 1}
+    assert told == {
+        **{"score": 0.5, "passed": 2, "tests": 4},
+        **{"timeouts": 1, "errors": 1, "not_run": 0},
+    }
+    broken = compute_score("apps", fenced("int main( {", "c"), DOUBLE, sandbox=SANDBOX)
+    assert (broken["errors"], broken["not_run"]) == (1, 3)
 
 
 def test_runs_no_more_tests_than_ten() -> None:
