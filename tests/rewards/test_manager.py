@@ -303,7 +303,8 @@ def test_as_many_programs_at_once_as_their_sandbox_takes() -> None:
     inside, most, lock = 0, 0, threading.Lock()
 
     class Counting:
-        at_once = 2
+        def __init__(self, at_once: int, together: int) -> None:
+            self.at_once, self.together = at_once, threading.Barrier(together)
 
         def knows(self, language: str) -> bool:
             return True
@@ -313,7 +314,7 @@ def test_as_many_programs_at_once_as_their_sandbox_takes() -> None:
             with lock:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.02)
+            self.together.wait(20)
             with lock:
                 inside -= 1
             yield from (Ran("ok", "1") for _ in stdins)
@@ -329,7 +330,6 @@ def test_as_many_programs_at_once_as_their_sandbox_takes() -> None:
         assert {score.value for score in scores} == {1.0}
         return most
 
-    assert together(Counting()) == 2
-    elsewhere = Counting()
-    elsewhere.at_once = 30
-    assert together(elsewhere) > 2
+    # Each ends only when so many have begun.
+    assert together(Counting(2, 2)) == 2
+    assert together(Counting(30, 3)) >= 3
