@@ -12,6 +12,7 @@ from slipstream.rewards.limits import Limits
 from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
 from slipstream.rewards.runner import Outcome
+from slipstream.rewards.slots import MOST
 
 
 class LimitedRewardManager(NaiveRewardManager):
@@ -42,10 +43,11 @@ class LimitedRewardManager(NaiveRewardManager):
             on_failure=on_failure,
             num_workers=num_workers,
         )
-        if max_concurrent and num_workers and max_concurrent > num_workers:
+        workers = MOST if num_workers is None else num_workers
+        if max_concurrent is not None and max_concurrent > workers:
             raise ConfigError(
                 f"reward_model.reward_kwargs.max_concurrent={max_concurrent} calls at once need as "
-                f"many workers; set reward_model.num_workers={max_concurrent} (it is {num_workers})"
+                f"many workers; set reward_model.num_workers={max_concurrent} (there are {workers})"
             )
         if not estimated_tokens_per_request > 0:
             raise ConfigError(

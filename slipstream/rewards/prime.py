@@ -46,7 +46,7 @@ class PrimeRewardManager(NaiveRewardManager):
             decode=decode,
             timeout_s=timeout_s,
             on_failure=on_failure,
-            num_workers=num_workers or _PROCESSES,
+            num_workers=_PROCESSES if num_workers is None else num_workers,
         )
         function = compute_score.score if isinstance(compute_score, Reward) else compute_score
         if is_async(function):

@@ -67,8 +67,14 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "limited",
             {"num_workers": 4, "reward_kwargs": {"max_concurrent": 5}},
-            r"max_concurrent=5 .* set reward_model\.num_workers=5 \(it is 4\)",
+            r"max_concurrent=5 .* set reward_model\.num_workers=5 \(there are 4\)",
         ),
+        (
+            "limited",
+            {"reward_kwargs": {"max_concurrent": 500}},
+            r"max_concurrent=500 .* set reward_model\.num_workers=500 \(there are 256\)",
+        ),
+        ("prime", {"num_workers": 0}, r"reward_model\.num_workers 0 must be"),
         (
             "dapo",
             {"reward_kwargs": {"overlong_buffer_cfg": {"size": 1}}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -78,15 +77,12 @@ def test_what_is_not_isolated_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 
 @isolated
-def test_packages_of_the_interpreter_that_is_named(tmp_path: Path) -> None:
-    system = "/usr/bin/python3"
-    (tmp_path / "env").mkdir()
-    if os.getuid() == 0:
-        # What root's programs run as could not read it where only root gets to.
-        tmp_path.chmod(0o755)
+def test_the_interpreter_that_is_named() -> None:
     code = "import sys; print(sys.executable)"
-    (ran,) = BubblewrapSandbox(LIMITS, python=system).run(Program(code), [""])
-    assert ran.stdout.strip() == system
+    for python in ("/usr/bin/python3", "/usr/bin/python3.11"):
+        if Path(python).exists():
+            (ran,) = BubblewrapSandbox(LIMITS, python=python).run(Program(code), [""])
+            assert ran.stdout.strip() == python
 
 
 @pytest.mark.parametrize("sandbox", BOTH)
