@@ -238,12 +238,6 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     "tools": _NO_MULTI_TURN,
     f"{_ROLLOUT}.skip_rollout": _off("recorded rollouts cannot be replayed; set it to false"),
     "reward_model.model.path": _off("this version has no reward model; set it to null"),
-    "data.custom_cls.path": _off("convert the data to parquet or JSONL rows; set it to null"),
-    "data.custom_cls.name": _off("convert the data to parquet or JSONL rows; set it to null"),
-    "data.sampler.class_path": _off("rows are drawn by data.mixture_weights; set it to null"),
-    "data.sampler.class_name": _off("rows are drawn by data.mixture_weights; set it to null"),
-    "data.datagen.path": _off("use a built-in task (data.task); set it to null"),
-    "data.datagen.name": _off("use a built-in task (data.task); set it to null"),
     "data.gen_batch_size": Neutral(
         (None,),
         f"groups that are filtered out are replaced one by one; set {_ROLLOUT}.over_sample_rate to "

@@ -102,7 +102,8 @@ class _Tree:
 
     def apply(self, assignment: Assignment) -> None:
         key = assignment.key
-        known = key in options() or _free_form_above(key) is not None
+        inside = _free_form_above(key) is not None and key not in aliases.RENAMED
+        known = key in options() or inside
         if assignment.delete:
             self._delete(key)
             return

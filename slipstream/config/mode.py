@@ -26,7 +26,8 @@ def resolve_mode(config: Config) -> Mode:
     mode = config.trainer.mode
     endless = config.data.task is not None
     has_sft = config.sft.total_training_steps > 0
-    has_rl_data = endless or config.data.train_files is not None
+    own = config.data.custom_cls.path is not None
+    has_rl_data = endless or own or config.data.train_files is not None
     steps = config.trainer.total_training_steps
     wants_sft = mode in ("sft", "sft+rl") or (mode == "auto" and has_sft)
     wants_rl = mode in ("rl", "sft+rl") or (mode == "auto" and has_rl_data and steps != 0)

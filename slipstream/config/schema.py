@@ -30,6 +30,44 @@ from slipstream.config.schema_speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CustomClassConfig:
+    """A data set class of your own."""
+
+    path: str | None = None
+    """Python file that holds it, or `pkg://module`; null: the built-in reader of files."""
+    name: str | None = None
+    """Class in that file, called with `data_files`, `tokenizer`, `processor`, `config` (this
+    section) and `max_samples`; `RLHFDataset` is one to inherit from."""
+    kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Further keyword arguments of the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerConfig:
+    """The order in which prompts are drawn."""
+
+    class_path: str | None = None
+    """Python file of a sampler class of your own, or `pkg://module`; null: a built-in one."""
+    class_name: str | None = None
+    """The class, called with `data_source` and `data_config` (this section); built in:
+    `PassRateSampler`, a curriculum; null: all rows, as `data.shuffle` says."""
+    kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Settings that the class finds in its configuration; of `PassRateSampler`: `floor`,
+    `momentum`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatagenConfig:
+    """A generator that adds rows to the training files."""
+
+    path: str | None = None
+    """Python file that holds it, or `pkg://module`."""
+    name: str | None = None
+    """Class in that file, called with this section; its `generate(dataset)` gives new rows before
+    training and after each step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Prompts: a built-in task, or files in VERL's row format."""
 
@@ -39,9 +77,9 @@ class DataConfig:
     task_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Settings of the task, passed on as they are."""
     train_files: tuple[str, ...] | None = None
-    """Training files (parquet, JSONL or JSON): one path or a list."""
+    """Training files (parquet, JSONL, JSON), or folders that `datasets` saved: one or a list."""
     val_files: tuple[str, ...] | None = None
-    """Validation files: one path or a list."""
+    """Validation files or folders: one path or a list."""
     mixture_weights: tuple[PositiveFloat, ...] | None = None
     """Share of each training file in a batch, one number per file; null: by file length."""
     tokenizer: str | None = None
@@ -72,6 +110,14 @@ class DataConfig:
     """What happens to a longer prompt: stop the run, or cut tokens there."""
     filter_overlong_prompts: bool = False
     """Leave out longer prompts before training starts."""
+    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Variables of the chat template, such as `enable_thinking`."""
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    """A data set class of your own."""
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    """The order in which prompts are drawn."""
+    datagen: DatagenConfig = field(default_factory=DatagenConfig)
+    """A generator that adds rows to the training files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, DataConfig
 from slipstream.config.schema_actor import ModelConfig, OptimConfig
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.config.tree import show
@@ -127,6 +127,52 @@ def _data(config: Config) -> Iterator[str]:
         if getattr(data, name) == 0:
             yield f"data.{name}=0 leaves no data; set a positive number, or -1 for all"
     yield from _weights("data", data.mixture_weights, data.train_files)
+    yield from _data_classes(data)
+
+
+def _data_classes(data: DataConfig) -> Iterator[str]:
+    named = {
+        "custom_cls": (data.custom_cls.path, data.custom_cls.name, "path", "name"),
+        "datagen": (data.datagen.path, data.datagen.name, "path", "name"),
+        "sampler": (
+            data.sampler.class_path or data.sampler.class_name,
+            data.sampler.class_name,
+            "class_path",
+            "class_name",
+        ),
+    }
+    for section, (path, name, path_key, name_key) in named.items():
+        if (path is None) != (name is None):
+            missing, given = (name_key, path_key) if name is None else (path_key, name_key)
+            yield (
+                f"data.{section}.{given} is set and data.{section}.{missing} is not; set both, or "
+                "neither"
+            )
+    for section in ("custom_cls", "sampler"):
+        if getattr(data, section).kwargs and named[section][1] is None:
+            yield (
+                f"data.{section}.kwargs has no class to go to; set "
+                f"data.{section}.{named[section][3]}"
+            )
+    in_use = [f"data.{section}" for section, (_, name, _, _) in named.items() if name is not None]
+    if in_use and data.task is not None:
+        yield (
+            f"{in_use[0]} is of data sets and data.task={data.task} makes its own problems; set "
+            "data.task=null"
+        )
+    if in_use and data.mixture_weights is not None:
+        yield (
+            f"data.mixture_weights and {in_use[0]} both decide what is drawn; set "
+            "data.mixture_weights=null"
+        )
+    if "data.custom_cls" in in_use and "data.datagen" in in_use:
+        yield (
+            "data.datagen adds rows to the built-in data set and data.custom_cls replaces it; set "
+            "data.custom_cls.path=null, or let the class have on_batch_end, and data.datagen.path="
+            "null"
+        )
+    if "data.datagen" in in_use and data.train_files is None:
+        yield "data.datagen adds rows to data.train_files, which is not set; set it"
 
 
 def _weights(

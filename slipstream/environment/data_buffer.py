@@ -34,6 +34,36 @@ class PromptSource(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class FiniteSource(PromptSource, Protocol):
+    """A source with epochs."""
+
+    epoch_id: int
+    sample_offset: int
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        ...
+
+
+@runtime_checkable
+class ListeningSource(PromptSource, Protocol):
+    """A source that may depend on what was trained on."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether it wants to be told."""
+        ...
+
+    def place_of(self, uid: str) -> int:
+        """Where a prompt that was drawn has come from."""
+        ...
+
+    def on_batch_end(self, batch: Any) -> None:
+        """`batch` was trained on: VERL's `DataProto`."""
+        ...
+
+
 class PromptTask(Protocol):
     """A task whose prompts have addresses (the countdown task is one)."""
 
@@ -114,9 +144,9 @@ class ListSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a recorded position. Raises `DataError` if it is another list's."""
-        _check_identity(state, self._identity())
-        self.epoch_id = _count(state, "epoch_id")
-        self.sample_offset = _count(state, "sample_offset")
+        check_identity(state, self._identity())
+        self.epoch_id = count_in(state, "epoch_id")
+        self.sample_offset = count_in(state, "sample_offset")
         if self.sample_offset > len(self._prompts):
             raise DataError(
                 f"data position: sample_offset {self.sample_offset} is past the {len(self)} prompts"
@@ -156,8 +186,8 @@ class TaskSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a recorded position. Raises `DataError` if it is another task's or split's."""
-        _check_identity(state, self._identity())
-        self.index = _count(state, "index")
+        check_identity(state, self._identity())
+        self.index = count_in(state, "index")
 
 
 class MixtureSource:
@@ -215,13 +245,13 @@ class MixtureSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a recorded position, in every source. Raises `DataError` for another mixture's."""
-        _check_identity(state, self._identity())
+        check_identity(state, self._identity())
         states = state.get("sources")
         if not isinstance(states, list) or len(states) != len(self._sources):
             raise DataError(
                 f"data position: a mixture of {len(self._sources)} sources, got {states!r}"
             )
-        drawn = _count(state, "drawn")
+        drawn = count_in(state, "drawn")
         for source, source_state in zip(self._sources, states, strict=True):
             source.load_state_dict(source_state)
         self.drawn = drawn
@@ -252,25 +282,31 @@ class DataBuffer:
     @property
     def endless(self) -> bool:
         """Whether there are no epochs."""
-        return not isinstance(self._source, ListSource)
+        return not isinstance(self._source, FiniteSource)
 
     @property
     def epoch_id(self) -> int:
         """The epoch of the last prompt handed out; 0 for endless sources."""
-        return self._source.epoch_id if isinstance(self._source, ListSource) else 0
+        return self._source.epoch_id if isinstance(self._source, FiniteSource) else 0
 
     @property
     def sample_offset(self) -> int:
         """Prompts handed out in this epoch; 0 for endless sources."""
-        return self._source.sample_offset if isinstance(self._source, ListSource) else 0
+        return self._source.sample_offset if isinstance(self._source, FiniteSource) else 0
 
     def __len__(self) -> int:
         """Prompts in one epoch. Raises `TypeError` for an endless source."""
-        if not isinstance(self._source, ListSource):
+        if not isinstance(self._source, FiniteSource):
             raise TypeError(
                 "an endless prompt source has no length; set trainer.total_training_steps"
             )
         return len(self._source)
+
+    @property
+    def listener(self) -> ListeningSource | None:
+        """The source, where it wants to be told of batches."""
+        source = self._source
+        return source if isinstance(source, ListeningSource) and source.listens else None
 
     def __bool__(self) -> bool:
         return True
@@ -284,7 +320,8 @@ class DataBuffer:
         self._source.load_state_dict(state)
 
 
-def _check_identity(state: Mapping[str, Any], expected: State) -> None:
+def check_identity(state: Mapping[str, Any], expected: State) -> None:
+    """Raises `DataError` where `state` is of other data than `expected`."""
     for key, value in expected.items():
         if state.get(key) != value:
             raise DataError(
@@ -293,7 +330,8 @@ def _check_identity(state: Mapping[str, Any], expected: State) -> None:
             )
 
 
-def _count(state: Mapping[str, Any], key: str) -> int:
+def count_in(state: Mapping[str, Any], key: str) -> int:
+    """A count of `state`. Raises `DataError` where it is none."""
     value = state.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise DataError(f"data position: {key} must be a count, got {value!r}")

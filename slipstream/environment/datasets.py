@@ -14,13 +14,13 @@ import io
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from slipstream.environment.rows import Row, as_messages, missing_column, read_rows, subset
+from slipstream.environment.rows import Row, as_messages, mapping, missing_column, read_rows, subset
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message, Prompt
 
@@ -39,25 +39,90 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts and what was left out: overlong rows, and rows whose template failed and why."""
+    """Prompts, their rows, and what was left out: how many overlong ones, and rows whose template
+    failed and why."""
 
     prompts: list[Prompt]
     filtered: int = 0
     failed: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def warn(self, max_prompt_length: int) -> None:
+        """Log what was left out, if anything was."""
+        if self.filtered:
+            log.warning(
+                "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
+                self.filtered,
+                max_prompt_length,
+                len(self.prompts),
+            )
+        if self.failed:
+            log.warning("%s", _failures(self.failed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
-    """How rows become prompts; see `load_prompts`."""
+class PromptReader:
+    """How rows become prompts.
+
+    `max_prompt_length` is in tokens, tool schemas counted. A longer prompt is left out with
+    `filter_overlong`; else `truncation` keeps its tail (`left`), head (`right`), both ends
+    (`middle`: half head, half tail) or refuses it (`error`). A row whose chat template fails on its
+    content is left out and named. Raises `ConfigError` for an unknown `truncation`, and for no
+    length at all.
+    """
 
     tokenizer: PreTrainedTokenizerBase
-    prompt_key: str
-    reward_fn_key: str
-    processor: Any
-    tools: Sequence[Mapping[str, Any]] | None
-    template_kwargs: Mapping[str, Any]
+    max_prompt_length: int
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    truncation: Truncation = "error"
+    filter_overlong: bool = True
+    processor: Any = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise ConfigError(
+                f"data.truncation {self.truncation!r} is unknown; use {', '.join(TRUNCATIONS)}"
+            )
+        if self.max_prompt_length < 1:
+            raise ConfigError(f"data.max_prompt_length {self.max_prompt_length} must be at least 1")
+
+    def read(self, rows: Sequence[Row]) -> LoadedPrompts:
+        """The prompts of `rows` that are not left out, truncated. May be none."""
+        loaded = LoadedPrompts([])
+        filtered = 0
+        for row in rows:
+            try:
+                prompt = self.prompt(row)
+            except jinja2.TemplateError as error:
+                loaded.failed.append(f"{row.where} ({type(error).__name__}: {error})")
+                continue
+            if not prompt.ids:
+                raise DataError(f"{row.where}: the prompt has no tokens")
+            if len(prompt.ids) > self.max_prompt_length and self.filter_overlong:
+                filtered += 1
+                continue
+            self.truncate(prompt, row.where)
+            loaded.prompts.append(prompt)
+            loaded.rows.append(row)
+        return replace(loaded, filtered=filtered)
+
+    def truncate(self, prompt: Prompt, where: str) -> None:
+        """Cut the prompt in place, if it is too long. Raises `DataError` where it must not be."""
+        limit = self.max_prompt_length
+        if prompt.multi_modal and len(prompt.ids) > limit and self.truncation != "error":
+            raise DataError(
+                f"{where}: a prompt with images or videos cannot be truncated ({len(prompt.ids)} "
+                f"tokens, data.max_prompt_length {limit}): its placeholders would not "
+                "match. Set data.filter_overlong_prompts=true or raise the limit"
+            )
+        prompt.ids = truncate_ids(prompt.ids, limit, self.truncation, where=where)
 
     def prompt(self, row: Row) -> Prompt:
+        """The whole prompt of one row. Raises `DataError` for one outside the schema, and what its
+        chat template raises."""
         if row.values.get(self.prompt_key) is None:
             raise missing_column(row, self.prompt_key, "data.prompt_key")
         raw = row.values[self.prompt_key]
@@ -71,24 +136,25 @@ class _Reader:
         if media:
             ids = self._multi_modal_ids(row, messages, media)
         else:
-            ids = self._text_ids(row, messages)
+            ids = self.text_ids(messages, row.where)
         return Prompt(
             uid=row.uid,
             ids=ids,
             messages=messages,
             data_source=str(row.values.get(self.reward_fn_key) or ""),
-            ground_truth=_mapping(row, "reward_model").get("ground_truth"),
+            ground_truth=mapping(row, "reward_model").get("ground_truth"),
             extra_info=self._extra_info(row),
             ability=str(row.values.get("ability") or ""),
             multi_modal=media or None,
         )
 
-    def _text_ids(self, row: Row, messages: str | list[Message]) -> list[int]:
+    def text_ids(self, messages: str | list[Message], where: str) -> list[int]:
+        """Plain text as it is, messages through the chat template."""
         if isinstance(messages, str):
             return [int(i) for i in self.tokenizer(messages)["input_ids"]]
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"{row.where}: the prompt is a list of messages, but the tokenizer has no chat "
+                f"{where}: the prompt is a list of messages, but the tokenizer has no chat "
                 "template: set actor_rollout_ref.model.custom_chat_template, or give the prompts "
                 "as plain text"
             )
@@ -123,117 +189,59 @@ class _Reader:
         """The row's `extra_info`, and columns that the schema does not name beside it."""
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
-        return {**others, **_mapping(row, "extra_info")}
+        return {**others, **mapping(row, "extra_info")}
 
 
 def load_prompts(
     files: str | Path | Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    prompt_key: str = "prompt",
-    max_prompt_length: int,
-    truncation: Truncation = "error",
-    filter_overlong: bool = True,
     max_samples: int = -1,
     seed: int | None = None,
-    reward_fn_key: str = "data_source",
-    processor: Any = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> list[Prompt]:
-    """The prompts of `inspect_prompts`; what was left out is logged as a warning."""
-    loaded = inspect_prompts(
-        files,
-        tokenizer,
-        prompt_key=prompt_key,
-        max_prompt_length=max_prompt_length,
-        truncation=truncation,
-        filter_overlong=filter_overlong,
-        max_samples=max_samples,
-        seed=seed,
-        reward_fn_key=reward_fn_key,
-        processor=processor,
-        tools=tools,
-        template_kwargs=template_kwargs,
-    )
-    if loaded.filtered:
-        log.warning(
-            "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
-            loaded.filtered,
-            max_prompt_length,
-            len(loaded.prompts),
-        )
-    if loaded.failed:
-        log.warning("%s", _failures(loaded.failed))
+    """The prompts of `inspect_prompts`; what was left out is logged as a warning.
+
+    `options` are those of `PromptReader`; `max_prompt_length` must be given.
+    """
+    reader = PromptReader(tokenizer=tokenizer, **options)
+    loaded = inspect_prompts(files, reader, max_samples=max_samples, seed=seed)
+    loaded.warn(reader.max_prompt_length)
     return loaded.prompts
 
 
 def inspect_prompts(
     files: str | Path | Sequence[str | Path],
-    tokenizer: PreTrainedTokenizerBase,
+    reader: PromptReader,
     *,
-    prompt_key: str = "prompt",
-    max_prompt_length: int,
-    truncation: Truncation = "error",
-    filter_overlong: bool = True,
     max_samples: int = -1,
     seed: int | None = None,
-    reward_fn_key: str = "data_source",
-    processor: Any = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
 ) -> LoadedPrompts:
-    """Read, render and tokenise the prompts of parquet, JSONL or JSON files, in file order.
+    """Read, render and tokenise the prompts of parquet, JSONL or JSON files, or of folders that
+    `datasets` has saved, in file order.
 
-    `max_prompt_length` is in tokens, tool schemas counted. A longer prompt is left out with
-    `filter_overlong`; else `truncation` keeps its tail (`left`), head (`right`), both ends
-    (`middle`: half head, half tail) or refuses it (`error`). `max_samples` rows are read: the
-    first ones, or with `seed` a random choice. Raises `DataError` naming file, row and setting for
-    rows outside the schema. A row whose chat template fails on its content is left out and named.
+    `max_samples` rows are read: the first ones, or with `seed` a random choice. Raises `DataError`
+    naming file, row and setting for rows outside the schema, and where no prompt is left.
     """
-    if truncation not in TRUNCATIONS:
-        raise ConfigError(
-            f"data.truncation {truncation!r} is unknown; use {', '.join(TRUNCATIONS)}"
-        )
-    if max_prompt_length < 1:
-        raise ConfigError(f"data.max_prompt_length {max_prompt_length} must be at least 1")
-    reader = _Reader(
-        tokenizer=tokenizer,
-        prompt_key=prompt_key,
-        reward_fn_key=reward_fn_key,
-        processor=processor,
-        tools=tools,
-        template_kwargs=dict(template_kwargs or {}),
+    rows = subset(read_rows(files), max_samples=max_samples, seed=seed)
+    loaded = reader.read(rows)
+    if not loaded.prompts:
+        raise none_left(loaded, reader.max_prompt_length)
+    return loaded
+
+
+def none_left(loaded: LoadedPrompts, max_prompt_length: int) -> DataError:
+    """The error for a data set of which everything was left out."""
+    return DataError(
+        f"no prompt is left: {loaded.filtered} longer than data.max_prompt_length "
+        f"{max_prompt_length} tokens. {_failures(loaded.failed)}"
     )
-    prompts: list[Prompt] = []
-    failed: list[str] = []
-    filtered = 0
-    for row in subset(read_rows(files), max_samples=max_samples, seed=seed):
-        try:
-            prompt = reader.prompt(row)
-        except jinja2.TemplateError as error:
-            failed.append(f"{row.where} ({type(error).__name__}: {error})")
-            continue
-        if not prompt.ids:
-            raise DataError(f"{row.where}: the prompt has no tokens")
-        if len(prompt.ids) > max_prompt_length and filter_overlong:
-            filtered += 1
-            continue
-        _check_truncatable(row, prompt, max_prompt_length, truncation)
-        prompt.ids = truncate_ids(prompt.ids, max_prompt_length, truncation, where=row.where)
-        prompts.append(prompt)
-    if not prompts:
-        raise DataError(
-            f"no prompt is left: {filtered} longer than data.max_prompt_length "
-            f"{max_prompt_length} tokens. {_failures(failed)}"
-        )
-    return LoadedPrompts(prompts, filtered, failed)
 
 
 def truncate_ids(
     ids: list[int], max_length: int, truncation: Truncation, *, where: str = "prompt"
 ) -> list[int]:
-    """At most `max_length` of `ids`; see `inspect_prompts` for the modes."""
+    """At most `max_length` of `ids`; see `PromptReader` for the modes."""
     if len(ids) <= max_length:
         return ids
     if truncation == "left":
@@ -249,15 +257,6 @@ def truncate_ids(
     )
 
 
-def _check_truncatable(row: Row, prompt: Prompt, max_length: int, truncation: Truncation) -> None:
-    if prompt.multi_modal and len(prompt.ids) > max_length and truncation != "error":
-        raise DataError(
-            f"{row.where}: a prompt with images or videos cannot be truncated ({len(prompt.ids)} "
-            f"tokens, data.max_prompt_length {max_length}): its placeholders would not "
-            "match. Set data.filter_overlong_prompts=true or raise the limit"
-        )
-
-
 def _failures(failed: Sequence[str]) -> str:
     if not failed:
         return "No chat template failed."
@@ -266,17 +265,6 @@ def _failures(failed: Sequence[str]) -> str:
         f"The chat template failed on {len(failed)} rows, which were left out: "
         f"{', '.join(failed[:_NAMED])}{more}"
     )
-
-
-def _mapping(row: Row, key: str) -> dict[str, Any]:
-    value = row.values.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise DataError(
-            f"{row.where}: column {key!r} must be an object, got {type(value).__name__}"
-        )
-    return value
 
 
 def _expand_placeholders(

@@ -1,4 +1,5 @@
-"""Rows of dataset files: parquet, JSON lines and JSON, read in order with their origin.
+"""Rows of dataset files: parquet, JSON lines, JSON, and folders that `datasets` has saved, read in
+order with their origin.
 
 Knows files and columns, not prompts or tokens. Called by `datasets` and `sft`.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
 from slipstream.environment.keyed import KeyedDraws
@@ -24,17 +26,19 @@ from slipstream.types import Message
 class Row:
     """One row: its columns, and where it came from (`number` counts from 0 inside `file`).
 
-    `source` is the file's name, made unique among the files of one dataset by its position.
+    `source` is the file's name, made unique among the files of one dataset by its position. `where`
+    is how messages name the row.
     """
 
     file: Path
     number: int
     values: dict[str, Any]
     source: str
+    where: str = ""
 
-    @property
-    def where(self) -> str:
-        return f"{self.file}, row {self.number}"
+    def __post_init__(self) -> None:
+        if not self.where:
+            object.__setattr__(self, "where", f"{self.file}, row {self.number}")
 
     @property
     def uid(self) -> str:
@@ -97,12 +101,31 @@ def as_messages(row: Row, key: str) -> list[Message]:
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
 
 
+def mapping(row: Row, key: str) -> dict[str, Any]:
+    """The object in column `key`; empty where there is none."""
+    value = row.values.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{row.where}: column {key!r} must be an object, got {type(value).__name__}: "
+            f"{_short(value)}"
+        )
+    return value
+
+
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `datasets` writes into the folder of one data set, and into that of several."""
+
+
 def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
+        return _read_folder(path)
     if not path.is_file():
         raise DataError(
             f"data file {str(path)!r} does not exist: check data.train_files and data.val_files"
@@ -125,6 +148,36 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"data file {str(path)!r} is not readable parquet: {error}") from error
     return rows
+
+
+def _read_folder(path: Path) -> Iterator[dict[str, Any]]:
+    """What `Dataset.save_to_disk` wrote: Arrow streams, named in its state."""
+    if (path / _SAVED_SPLITS).is_file():
+        splits = ", ".join(str(path / s) for s in sorted(_saved(path, _SAVED_SPLITS, "splits")))
+        raise DataError(f"data folder {str(path)!r} has several splits; give one of: {splits}")
+    if not (path / _SAVED).is_file():
+        raise DataError(
+            f"data folder {str(path)!r} is none that datasets' save_to_disk wrote (it has no "
+            f"{_SAVED}); give its .parquet, .jsonl or .json files one by one"
+        )
+    for part in _saved(path, _SAVED, "_data_files"):
+        file = path / part["filename"]
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                for batch in pyarrow.ipc.open_stream(source):
+                    yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"data file {str(file)!r} is not a readable Arrow file: {error}"
+            ) from error
+
+
+def _saved(path: Path, name: str, key: str) -> list[Any]:
+    state = _parse(path / name, _text(path / name), 1)
+    if not isinstance(state, dict) or not isinstance(state.get(key), list):
+        raise DataError(f"data file {str(path / name)!r} has no list {key!r}; save the data again")
+    found: list[Any] = state[key]
+    return found
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,16 +7,25 @@ part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import Config
 from slipstream.environment.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
-from slipstream.environment.datasets import load_prompts
+from slipstream.environment.datasets import inspect_prompts
 from slipstream.environment.registry import Task, get_task
 from slipstream.environment.sft import load_sft_samples, sft_samples
 from slipstream.environment.tokenizer import build_tokenizer, load_tokenizer
 from slipstream.errors import ConfigError, DataError
+from slipstream.loops.build_dataset import (
+    all_prompts,
+    data_seed,
+    is_class,
+    make_dataset,
+    make_source,
+    prompt_reader,
+)
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
@@ -28,13 +37,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenParts:
+    """Parts of a run that are objects, where a program gives them instead of naming them in the
+    configuration: data sets (`items`), a sampler of the training one, and what scores responses."""
+
+    train_dataset: Any = None
+    val_dataset: Any = None
+    train_sampler: Any = None
+    rewards: RewardManager | None = None
+    val_rewards: RewardManager | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
 _SANDBOX_STARTS_S = 2.0
 """What beginning and ending a program may take beside its run."""
-
-
-def data_seed(config: Config) -> int:
-    """The seed of data order: `data.seed`, else `trainer.seed`."""
-    return config.trainer.seed if config.data.seed is None else config.data.seed
 
 
 def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None:
@@ -124,36 +141,38 @@ def _file_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
 ) -> list[Prompt]:
-    d = config.data
-    return load_prompts(
-        list(files),
-        tokenizer,
-        prompt_key=d.prompt_key,
-        max_prompt_length=d.max_prompt_length,
-        truncation=d.truncation,
-        filter_overlong=d.filter_overlong_prompts,
-        max_samples=max_samples,
-        seed=data_seed(config) if d.shuffle else None,
-        reward_fn_key=d.reward_fn_key,
-    )
+    reader = prompt_reader(config, tokenizer)
+    seed = data_seed(config) if config.data.shuffle else None
+    loaded = inspect_prompts(list(files), reader, max_samples=max_samples, seed=seed)
+    loaded.warn(reader.max_prompt_length)
+    return loaded.prompts
 
 
 def make_data_buffer(
-    config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | None,
+    parts: GivenParts | None = None,
 ) -> DataBuffer:
     """The training prompts."""
     d, seed = config.data, data_seed(config)
+    dataset = None if parts is None else parts.train_dataset
+    if dataset is None and is_class(config):
+        dataset = make_dataset(config, tokenizer, d.train_files, d.train_max_samples, train=True)
+    if dataset is not None:
+        sampler = None if parts is None else parts.train_sampler
+        return DataBuffer(make_source(config, tokenizer, dataset, sampler))
     if d.train_files is None:
         assert task is not None, "checked by resolve_mode"
         return DataBuffer(TaskSource(task, "train"))
     if d.mixture_weights is None:
         prompts = _file_prompts(config, d.train_files, tokenizer, d.train_max_samples)
         return DataBuffer(prompts, seed=seed, shuffle=d.shuffle)
-    parts = []
+    sources = []
     for file, weight in zip(d.train_files, d.mixture_weights, strict=True):
         prompts = _file_prompts(config, [file], tokenizer, d.train_max_samples)
-        parts.append((ListSource(prompts, seed=f"{seed}/{file}", shuffle=d.shuffle), weight))
-    return DataBuffer(MixtureSource(parts, seed=seed))
+        sources.append((ListSource(prompts, seed=f"{seed}/{file}", shuffle=d.shuffle), weight))
+    return DataBuffer(MixtureSource(sources, seed=seed))
 
 
 def validation_prompts(
@@ -162,11 +181,17 @@ def validation_prompts(
     task: Task | None,
     *,
     count: int | None = None,
+    parts: GivenParts | None = None,
 ) -> list[Prompt]:
     """The fixed held-out prompts: `data.val_files`, else the task's held-out split."""
     d = config.data
+    limit = d.val_max_samples if count is None else count
+    if parts is not None and parts.val_dataset is not None:
+        return all_prompts(config, tokenizer, parts.val_dataset, count=limit)
+    if d.val_files is not None and d.custom_cls.name is not None:
+        dataset = make_dataset(config, tokenizer, d.val_files, d.val_max_samples, train=False)
+        return all_prompts(config, tokenizer, dataset, count=limit)
     if d.val_files is not None:
-        limit = d.val_max_samples if count is None else count
         return _file_prompts(config, d.val_files, tokenizer, limit)
     if task is None:
         return []

@@ -17,10 +17,12 @@ from slipstream.checkpoint.state import RunState, huggingface_folder
 from slipstream.config.load import diff
 from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict, to_dict
+from slipstream.environment.data_buffer import DataBuffer
 from slipstream.environment.registry import Task
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
+from slipstream.loops.build_data import GivenParts
 from slipstream.loops.console import StepLines, accuracies, sample_texts
 from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
@@ -53,10 +55,19 @@ class Run:
     interrupt: GracefulInterrupt
     compute: ComputeThread
     """Where everything that touches tensors is made and works: both phases, trainer and engine."""
+    parts: GivenParts = field(default_factory=GivenParts)
     stages: Stages = field(default_factory=Stages)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by phase, of this process."""
     _resume: dict[str, Path | None] = field(default_factory=dict)
+    _data: DataBuffer | None = None
+
+    @property
+    def data(self) -> DataBuffer:
+        """The training prompts. Made when first asked for: reading all of them takes its time."""
+        if self._data is None:
+            self._data = build.make_data_buffer(self.config, self.tokenizer, self.task, self.parts)
+        return self._data
 
     def root(self, phase: str) -> Path:
         """Where a phase keeps its checkpoints and its log."""
@@ -144,7 +155,8 @@ class Run:
             "validation: a thread of the inference engine does not return",
             settings.timeout_s * batches,
         ):
-            return await run_evaluation(engines, self.held_out, self.rewards, settings)
+            rewards = self.parts.val_rewards or self.rewards
+            return await run_evaluation(engines, self.held_out, rewards, settings)
 
     @property
     def validation_folder(self) -> Path:
@@ -170,20 +182,24 @@ def open_run(
     interrupt: GracefulInterrupt,
     compute: ComputeThread,
     stages: Stages | None = None,
+    parts: GivenParts | None = None,
 ) -> Run:
-    """Tokenizer, task, rewards and held-out prompts of a run."""
-    tokenizer = build.make_tokenizer(config, initial_policy(config))
+    """Tokenizer, task, rewards and held-out prompts of a run; `parts` come before what the
+    configuration names."""
+    parts = parts or GivenParts()
+    tokenizer = parts.tokenizer or build.make_tokenizer(config, initial_policy(config))
     task = build.make_task(config, tokenizer)
     return Run(
         config=config,
         folder=folder,
         tokenizer=tokenizer,
         task=task,
-        rewards=build.make_reward_manager(config, tokenizer),
-        held_out=build.validation_prompts(config, tokenizer, task),
+        rewards=parts.rewards or build.make_reward_manager(config, tokenizer),
+        held_out=build.validation_prompts(config, tokenizer, task, parts=parts),
         progress=progress,
         interrupt=interrupt,
         compute=compute,
+        parts=parts,
         stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
     )
 

@@ -28,6 +28,7 @@ from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
 from slipstream.loops.snapshot import LastPublished, policy_folder
 from slipstream.loops.stages import close_parts, run_in_daemon
+from slipstream.loops.step_proto import proto_of_step
 from slipstream.metrics.timers import Timers
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
@@ -150,7 +151,7 @@ class _RLPhase:
         self._resume = run.resume_folder("rl")
         decoder = build.make_decoder(config, run.tokenizer, start)
         build.add_adapter(config, decoder, first=start == initial_policy(config))
-        self._data = build.make_data_buffer(config, run.tokenizer, run.task)
+        self._data = run.data
         self._total = build.rl_steps(config, self._data)
         optim = build.actor_optim(config, self._total)
         self._decoder = decoder
@@ -283,6 +284,9 @@ class _RLPhase:
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
+        if (source := self._data.listener) is not None:
+            batch = proto_of_step(groups, run.tokenizer, source.place_of)
+            source.on_batch_end(batch)
         if self._watch is not None:
             metrics |= self._watch.metrics()
         if run.held_out and _due(step, run.config.trainer.test_freq, self._total):
@@ -340,8 +344,7 @@ def check_rl(run: Run, start: Path | None) -> None:
     reference or a critic that is not there, or reads other tokens."""
     config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
     build.check_speculation(config, policy, build.max_model_len(config))
-    data = build.make_data_buffer(config, run.tokenizer, run.task)
-    steps = build.rl_steps(config, data)
+    steps = build.rl_steps(config, run.data)
     build.rl_config(config, steps, 0)
     build.actor_optim(config, steps)
     if build.wants_critic(config):

@@ -25,6 +25,7 @@ from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import StageTimeoutError
 from slipstream.loops import build
+from slipstream.loops.build_data import GivenParts
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
 from slipstream.loops.deliver import evaluate, export
 from slipstream.loops.event_loop import run_async
@@ -71,9 +72,10 @@ FORCED_EXIT_SECONDS = 5.0
 """Seconds that a second Ctrl-C gives to a computation that cannot be cancelled."""
 
 
-def train(config: Config, mode: Mode) -> int:
-    """Run SFT, RL, or one after the other. Returns the exit status."""
-    with opened(config) as run:
+def train(config: Config, mode: Mode, parts: GivenParts | None = None) -> int:
+    """Run SFT, RL, or one after the other; `parts` come before what the configuration names.
+    Returns the exit status."""
+    with opened(config, parts=parts) as run:
         announce(run, mode)
         finished = run_async(_train, run, mode)
     if config.trainer.val_only:
@@ -83,7 +85,9 @@ def train(config: Config, mode: Mode) -> int:
 
 
 @contextlib.contextmanager
-def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run]:
+def opened(
+    config: Config, compute: ComputeThread | None = None, *, parts: GivenParts | None = None
+) -> Iterator[Run]:
     """A run that holds its folder, watches deadlines and Ctrl-C, and shows its progress.
 
     `compute`, made where there is none, is closed at the end. The process ends where a thread never
@@ -109,7 +113,7 @@ def opened(config: Config, compute: ComputeThread | None = None) -> Iterator[Run
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
-                run = open_run(config, folder, progress, interrupt, compute, stages)
+                run = open_run(config, folder, progress, interrupt, compute, stages, parts)
                 _settle_threads(run)
                 # A full collection would look through all modules again: a tenth of a second, in
                 # the middle of a rollout.

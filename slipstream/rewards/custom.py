@@ -7,10 +7,7 @@ Knows the file and the call signature, not what the function computes. Called by
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +23,7 @@ from slipstream.rewards.signatures import (
     takes,
     wants_data,
 )
+from slipstream.user_code import defined, import_module
 
 _TRLS = (COMPLETIONS, "prompts", "completion_ids")
 
@@ -42,23 +40,17 @@ def get_custom_reward_fn(
     `ConfigError` for a missing file or name, a file that does not import, and a signature that
     does not take these arguments.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(
-            f"custom_reward_function.path {str(path)!r} is not a file: give the path of a Python "
-            "file"
-        )
-    module = _import_file(file)
+    module = _import(path)
     function = getattr(module, name, None)
     if not callable(function):
-        own = _defined(module)
+        own = defined(module)
         hint = did_you_mean(name, own) or "."
         raise ConfigError(
             f"custom_reward_function.name {name!r} is not a function of {str(path)!r}{hint} It "
             f"defines: {', '.join(own) or 'no functions'}"
         )
     kwargs = dict(reward_kwargs or {})
-    _check_signature(function, kwargs, name, file)
+    _check_signature(function, kwargs, name, path)
     return functools.partial(function, **kwargs) if kwargs else function
 
 
@@ -75,45 +67,16 @@ def call_custom(path: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _loaded(path: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_import_file(Path(path)), name)
+    function: Callable[..., Any] = getattr(_import(path), name)
     return function
 
 
-def _import_file(file: Path) -> ModuleType:
-    # The name depends on the full path, so that two files of one name do not replace each other.
-    digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
-    module_name = f"{_PREFIX}{file.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(
-            f"custom_reward_function.path {str(file)!r} is not a Python file: its name must end "
-            "in .py"
-        )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything; the reason is passed on
-        del sys.modules[module_name]
-        raise ConfigError(
-            f"custom_reward_function.path {str(file)!r} does not import: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _defined(module: ModuleType) -> list[str]:
-    return sorted(
-        key
-        for key, value in vars(module).items()
-        if callable(value)
-        and not key.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
-    )
+def _import(path: str | Path) -> ModuleType:
+    return import_module(path, key="custom_reward_function.path", prefix=_PREFIX)
 
 
 def _check_signature(
-    function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: Path
+    function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: str | Path
 ) -> None:
     trl = takes(function, COMPLETIONS)
     batch = takes(function, SOLUTIONS)
@@ -142,7 +105,7 @@ def _check_signature(
 
 
 def _check_known(
-    signature: inspect.Signature, kwargs: Mapping[str, Any], name: str, file: Path
+    signature: inspect.Signature, kwargs: Mapping[str, Any], name: str, file: str | Path
 ) -> None:
     """Of TRL's functions: which columns a row has is known only when it comes."""
     parameters = signature.parameters

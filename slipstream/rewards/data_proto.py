@@ -113,7 +113,7 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
     `responses` (B, R) and `response_mask` on the right, `input_ids`, `attention_mask` and
     `position_ids` (B, P + R); padding is 0. Beside them `data_source`, `reward_model` (with
     `ground_truth`), `extra_info`, `uid`, `raw_prompt`, `response_text`, and what `extra_info`
-    holds, by its own names. `responses` are the texts.
+    holds, by its own names: tensors of one shape as a tensor, too. `responses` are the texts.
     """
     width = max((len(s.prompt_ids) for s in samples), default=0)
     length = max((s.response_length for s in samples), default=0)
@@ -137,9 +137,12 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
         "response_text": list(responses),
     }
     own = {key: None for s in samples for key in s.extra_info if key not in fields}
-    fields |= {key: [s.extra_info.get(key) for s in samples] for key in own}
+    columns: dict[str, list[Any]] = {key: [s.extra_info.get(key) for s in samples] for key in own}
+    stacked = {key: torch.stack(list(values)) for key, values in columns.items() if _alike(values)}
+    fields |= {key: values for key, values in columns.items() if key not in stacked}
     return DataProto(
         {
+            **stacked,
             "prompts": prompts,
             "responses": answers,
             "input_ids": torch.cat([prompts, answers], dim=1),
@@ -149,6 +152,11 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
         },
         fields,
     )
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    """Whether they are tensors that can be stacked."""
+    return all(isinstance(v, torch.Tensor) for v in values) and len({v.shape for v in values}) == 1
 
 
 def _objects(values: Any) -> np.ndarray[Any, Any]:

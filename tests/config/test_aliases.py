@@ -164,7 +164,6 @@ def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
             "there are no tools",
         ),
         ("critic.model.lora_rank=0", "critic.model.lora_rank=8", "trains all weights"),
-        ("data.custom_cls.path=null", "data.custom_cls.path=a.py", "parquet or JSONL"),
         ("reward_model.model.path=null", "+reward_model.model.path=m", "null"),
     ],
 )

@@ -9,7 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from slipstream.environment.datasets import inspect_prompts, load_prompts, truncate_ids
+from slipstream.environment.datasets import (
+    PromptReader,
+    inspect_prompts,
+    load_prompts,
+    truncate_ids,
+)
 from slipstream.errors import ConfigError, DataError
 from tests.environment.helpers import char_tokenizer, ids
 
@@ -130,7 +135,9 @@ def test_rows_whose_template_fails_are_counted_and_named(
     assert "failed on 7 rows" in caplog.text
     assert "a.jsonl, row 1 (TemplateError: no bad)" in caplog.text
     assert "and 2 more" in caplog.text
-    loaded = inspect_prompts(path, char_tokenizer(strict), max_prompt_length=9)
+    loaded = inspect_prompts(
+        path, PromptReader(tokenizer=char_tokenizer(strict), max_prompt_length=9)
+    )
     assert len(loaded.failed) == 7
     all_bad = write(tmp_path / "b.jsonl", [row(0, "bad")])
     with pytest.raises(DataError, match=r"no prompt is left.*failed on 1 rows"):
@@ -226,6 +233,31 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
         load_prompts(path, char_tokenizer(None), max_prompt_length=99)
 
 
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([row(i, f"{i}?") for i in range(5)])
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    prompts = load_prompts(tmp_path / "one", char_tokenizer(), max_prompt_length=100)
+    jsonl = write(tmp_path / "a.jsonl", [row(i, f"{i}?") for i in range(5)])
+    expected = load_prompts(jsonl, char_tokenizer(), max_prompt_length=100)
+    assert [(p.ids, p.messages, p.ground_truth, p.extra_info) for p in prompts] == [
+        (p.ids, p.messages, p.ground_truth, p.extra_info) for p in expected
+    ]
+    assert [p.uid for p in prompts] == [f"one:{i}" for i in range(5)]
+
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
+    with pytest.raises(
+        DataError, match=r"has several splits; give one of: .*two/test, .*two/train"
+    ):
+        load_prompts(tmp_path / "two", char_tokenizer(), max_prompt_length=100)
+    assert len(load_prompts(tmp_path / "two/test", char_tokenizer(), max_prompt_length=100)) == 5
+    with pytest.raises(DataError, match=r"is none that datasets' save_to_disk wrote"):
+        load_prompts(tmp_path, char_tokenizer(), max_prompt_length=100)
+    (tmp_path / "one" / "data-00001-of-00002.arrow").write_bytes(b"broken")
+    with pytest.raises(DataError, match="is not a readable Arrow file"):
+        load_prompts(tmp_path / "one", char_tokenizer(), max_prompt_length=100)
+
+
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     def load(path: Path | list[Path]) -> None:
         load_prompts(path, char_tokenizer(), max_prompt_length=9)
@@ -251,6 +283,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row(0)])
     with pytest.raises(ConfigError, match=r"data\.truncation 'mid' is unknown"):
-        load_prompts(path, char_tokenizer(), max_prompt_length=9, truncation="mid")  # type: ignore[arg-type]
+        load_prompts(path, char_tokenizer(), max_prompt_length=9, truncation="mid")
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length 0"):
         load_prompts(path, char_tokenizer(), max_prompt_length=0)
