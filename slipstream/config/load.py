@@ -9,7 +9,7 @@ anyone who builds a run in Python.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from slipstream.config.schema import Config
 from slipstream.config.sources import (
     Assignment,
     file_assignments,
+    flatten,
     override_assignments,
     parse_overrides,
     recipe_file,
@@ -239,6 +240,7 @@ def load_config(
     *,
     recipe: str | None = None,
     file: Path | None = None,
+    values: Mapping[str, Any] | None = None,
     hardware: Hardware | None = None,
     notify: Callable[[str], None] | None = None,
     complete: bool = True,
@@ -246,6 +248,7 @@ def load_config(
     """Compose, check and freeze a configuration.
 
     `recipe` names a built-in file and `file` is one of the user's; neither: the schema's defaults.
+    `values` is a tree of options, such as a program composed by itself, which comes after them.
     `notify` gets each notice (an alias, a key without effect) once; by default they are logged.
     `complete=False` accepts a configuration that names no model yet: to show it, or to evaluate a
     checkpoint.
@@ -260,7 +263,8 @@ def load_config(
     parsed = parse_overrides(overrides)
     from_file, parsed = file_assignments(source, parsed)
     tree = _Tree()
-    for assignment in [*from_file, *override_assignments(parsed)]:
+    given = flatten("", values or {}, "the configuration")
+    for assignment in [*from_file, *given, *override_assignments(parsed)]:
         tree.apply(assignment)
     tree.imply()
     _tell(tree.notices, notify)

@@ -14,8 +14,8 @@ from slipstream.errors import ConfigError
 Mode = Literal["sft", "rl", "sft+rl"]
 
 
-def resolve_mode(config: Config) -> Mode:
-    """Which training the configuration asks for.
+def resolve_mode(config: Config, *, given_data: bool = False) -> Mode:
+    """Which training the configuration asks for; `given_data`: a program gives the prompts.
 
     `trainer.mode=auto` means SFT where it has steps, RL where it has data and is not switched off,
     and SFT before RL where both hold.
@@ -27,7 +27,7 @@ def resolve_mode(config: Config) -> Mode:
     endless = config.data.task is not None
     has_sft = config.sft.total_training_steps > 0
     own = config.data.custom_cls.path is not None
-    has_rl_data = endless or own or config.data.train_files is not None
+    has_rl_data = given_data or endless or own or config.data.train_files is not None
     steps = config.trainer.total_training_steps
     wants_sft = mode in ("sft", "sft+rl") or (mode == "auto" and has_sft)
     wants_rl = mode in ("rl", "sft+rl") or (mode == "auto" and has_rl_data and steps != 0)

@@ -6,7 +6,7 @@ when its prompt is due, so that a data set may change between steps. Called by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,10 @@ class DatasetSource:
     """Items of `dataset` (`__len__`, `__getitem__`) again and again.
 
     `sampler` yields the places of an epoch; None: all of them, shuffled anew each time with
-    `shuffle`. A prompt that is drawn again gets the next `epoch`, so that it has other noise.
-    Data set and sampler may have `state_dict` and `load_state_dict`, which go into checkpoints;
-    `on_batch_end(batch)` and `update(batch)` are called after each step. Raises `DataError` for a
-    data set without rows.
+    `shuffle`. `collate` makes a batch of items, and gets them one by one. A prompt that is drawn
+    again gets the next `epoch`, so that it has other noise. Data set and sampler may have
+    `state_dict` and `load_state_dict`, which go into checkpoints; `on_batch_end(batch)` and
+    `update(batch)` are called after each step. Raises `DataError` for a data set without rows.
     """
 
     def __init__(
@@ -36,8 +36,9 @@ class DatasetSource:
         seed: int | str,
         shuffle: bool,
         sampler: Any = None,
+        collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
     ) -> None:
-        self._dataset, self._sampler = dataset, sampler
+        self._dataset, self._sampler, self._collate = dataset, sampler, collate
         self._reader = reader
         self._seed, self._shuffle = seed, shuffle
         self._name = type(dataset).__name__
@@ -58,7 +59,7 @@ class DatasetSource:
             self._length = self._epoch_length()
             self._order = self._begin()
         index = self._next_place()
-        prompt = as_prompt(self._dataset[index], reader=self._reader, name=self._name, index=index)
+        prompt = as_prompt(self._item(index), reader=self._reader, name=self._name, index=index)
         if self._places.setdefault(prompt.uid, index) != index:
             raise DataError(
                 f"{self._name}[{index}] has the uid {prompt.uid!r} of {self._name}"
@@ -70,6 +71,12 @@ class DatasetSource:
             self._drawn[prompt.uid] = times + 1
         self.sample_offset += 1
         return replace(prompt, epoch=times)
+
+    def _item(self, index: int) -> Any:
+        item = self._dataset[index]
+        if self._collate is None:
+            return item
+        return {key: values[0] for key, values in self._collate([item]).items()}
 
     @property
     def listens(self) -> bool:

@@ -113,6 +113,7 @@ def load_sft_samples(
     prompt_key: str = "prompt",
     response_key: str = "response",
     tools_key: str = "tools",
+    enable_thinking_key: str = "enable_thinking",
     max_length: int | None = None,
     truncation: SFTTruncation = "error",
     max_samples: int = -1,
@@ -124,9 +125,10 @@ def load_sft_samples(
 
     A row has either a column `messages_key` with the whole conversation, or the columns
     `prompt_key` and `response_key` (text). A prompt that is plain text, not messages, is used as
-    it is, without a chat template, and the response ends with the end-of-sequence token. A column
-    `tools_key`, where present, goes to the chat template. `max_samples` rows are taken: the first
-    ones, or with `seed` a random choice. Raises `DataError` naming file, row and setting.
+    it is, without a chat template, and the response ends with the end-of-sequence token. Columns
+    `tools_key` and `enable_thinking_key`, where present, go to the chat template. `max_samples`
+    rows are taken: the first ones, or with `seed` a random choice. Raises `DataError` naming file,
+    row and setting.
     """
 
     def tokenize(row: Row) -> tuple[list[Message], TokenizedConversation]:
@@ -146,7 +148,7 @@ def load_sft_samples(
             max_length=max_length,
             truncation=truncation,
             tools=row.values.get(tools_key),
-            template_kwargs=template_kwargs,
+            template_kwargs=_template_kwargs(row, template_kwargs, enable_thinking_key),
             ignore_input_ids_mismatch=ignore_input_ids_mismatch,
         )
 
@@ -167,6 +169,20 @@ def load_sft_samples(
             )
         )
     return samples
+
+
+def _template_kwargs(
+    row: Row, common: Mapping[str, Any] | None, enable_thinking_key: str
+) -> dict[str, Any]:
+    """What the row says of thinking comes before what is said of all rows."""
+    thinking = row.values.get(enable_thinking_key)
+    if thinking is None:
+        return dict(common or {})
+    if not isinstance(thinking, bool):
+        raise DataError(
+            f"{row.where}: column {enable_thinking_key!r} must be true or false, got {thinking!r}"
+        )
+    return {**(common or {}), "enable_thinking": thinking}
 
 
 def _text_pair(

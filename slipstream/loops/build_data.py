@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenParts:
     """Parts of a run that are objects, where a program gives them instead of naming them in the
-    configuration: data sets (`items`), a sampler of the training one, and what scores responses."""
+    configuration: data sets (`items`), a sampler of the training one, and what scores responses: a
+    function, or a `RewardManager`. Validation has `reward_fn`, too, unless it has its own."""
 
     train_dataset: Any = None
     val_dataset: Any = None
     train_sampler: Any = None
-    rewards: RewardManager | None = None
-    val_rewards: RewardManager | None = None
+    collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    reward_fn: Callable[..., Any] | RewardManager | None = None
+    val_reward_fn: Callable[..., Any] | RewardManager | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
 
@@ -117,8 +119,17 @@ def make_sandbox(config: Config) -> Sandbox:
     )
 
 
-def make_reward_manager(config: Config, tokenizer: PreTrainedTokenizerBase) -> RewardManager:
-    """The scorer of responses."""
+def make_reward_manager(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    function: Callable[..., Any] | RewardManager | None = None,
+    more_kwargs: Mapping[str, Any] | None = None,
+) -> RewardManager:
+    """The scorer of responses. `function` comes before the one that the configuration names, and
+    a manager before all of it; `more_kwargs` are added to `reward_model.reward_kwargs`."""
+    if isinstance(function, RewardManager):
+        return function
     r, custom = config.reward_model, config.custom_reward_function
     return load_reward_manager(
         r.reward_manager,
@@ -130,7 +141,8 @@ def make_reward_manager(config: Config, tokenizer: PreTrainedTokenizerBase) -> R
         custom_path=custom.path,
         custom_name=custom.name,
         custom_kwargs=custom.reward_kwargs or None,
-        reward_kwargs=r.reward_kwargs or None,
+        function=function,
+        reward_kwargs={**r.reward_kwargs, **(more_kwargs or {})} or None,
         terms=r.terms or None,
     )
 
@@ -160,8 +172,10 @@ def make_data_buffer(
     if dataset is None and is_class(config):
         dataset = make_dataset(config, tokenizer, d.train_files, d.train_max_samples, train=True)
     if dataset is not None:
-        sampler = None if parts is None else parts.train_sampler
-        return DataBuffer(make_source(config, tokenizer, dataset, sampler))
+        sampler, collate = (
+            (None, None) if parts is None else (parts.train_sampler, parts.collate_fn)
+        )
+        return DataBuffer(make_source(config, tokenizer, dataset, sampler, collate))
     if d.train_files is None:
         assert task is not None, "checked by resolve_mode"
         return DataBuffer(TaskSource(task, "train"))

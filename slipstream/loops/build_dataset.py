@@ -6,7 +6,7 @@ The part of `loops.build_data` that is used where rows are not simply read from 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import Config
@@ -107,7 +107,11 @@ def make_dataset(
 
 
 def make_source(
-    config: Config, tokenizer: PreTrainedTokenizerBase, dataset: Any, sampler: Any = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset: Any,
+    sampler: Any = None,
+    collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
 ) -> DatasetSource:
     """Training prompts from a data set, in the order of `data.sampler`, or of a given `sampler`."""
     wanted = config.data.sampler
@@ -121,6 +125,7 @@ def make_source(
         seed=data_seed(config),
         shuffle=config.data.shuffle,
         sampler=sampler,
+        collate=collate,
     )
 
 

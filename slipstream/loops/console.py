@@ -94,7 +94,8 @@ def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def accuracies(metrics: Mapping[str, float]) -> list[str]:
-    """One text per validated data source: accuracy, its interval, and on how many problems."""
+    """One text per validated data source: accuracy, its interval, and on how many problems. What is
+    outside [0, 1], which has no interval, is a reward."""
     texts = []
     for name, value in metrics.items():
         match = _ACCURACY.fullmatch(name)
@@ -106,7 +107,8 @@ def accuracies(metrics: Mapping[str, float]) -> list[str]:
         interval = "" if low is None or high is None else f" (95 %: {low:.3f} to {high:.3f})"
         count = metrics.get(f"{aux}/num_prompts")
         on = "" if count is None else f" on {count:.0f} held-out problems"
-        texts.append(f"accuracy {value:.3f}{interval}{on}, {source}")
+        what = "accuracy" if interval else "mean reward"
+        texts.append(f"{what} {value:.3f}{interval}{on}, {source}")
     return texts
 
 

@@ -56,6 +56,8 @@ class Run:
     compute: ComputeThread
     """Where everything that touches tensors is made and works: both phases, trainer and engine."""
     parts: GivenParts = field(default_factory=GivenParts)
+    val_rewards: RewardManager | None = None
+    """What scores validation, where it is not `rewards`."""
     stages: Stages = field(default_factory=Stages)
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by phase, of this process."""
@@ -155,7 +157,7 @@ class Run:
             "validation: a thread of the inference engine does not return",
             settings.timeout_s * batches,
         ):
-            rewards = self.parts.val_rewards or self.rewards
+            rewards = self.val_rewards or self.rewards
             return await run_evaluation(engines, self.held_out, rewards, settings)
 
     @property
@@ -194,7 +196,10 @@ def open_run(
         folder=folder,
         tokenizer=tokenizer,
         task=task,
-        rewards=parts.rewards or build.make_reward_manager(config, tokenizer),
+        rewards=build.make_reward_manager(config, tokenizer, function=parts.reward_fn),
+        val_rewards=None
+        if parts.val_reward_fn is None
+        else build.make_reward_manager(config, tokenizer, function=parts.val_reward_fn),
         held_out=build.validation_prompts(config, tokenizer, task, parts=parts),
         progress=progress,
         interrupt=interrupt,

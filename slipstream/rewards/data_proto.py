@@ -69,6 +69,118 @@ class DataProto:
         others = {k: v for k, v in data.items() if k not in tensors}
         return cls(tensors, others, meta_info)
 
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """The same as the class itself, under VERL's name and keywords."""
+        return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts, in order, with the first one's `meta_info`. Raises ValueError where
+        their fields differ, or there is no part."""
+        if not parts:
+            raise ValueError("no batch to concatenate")
+        first = parts[0]
+        for part in parts[1:]:
+            first._check_fields(part)
+        return cls(
+            {k: torch.cat([p.batch[k] for p in parts]) for k in first.batch},
+            {
+                k: np.concatenate([p.non_tensor_batch[k] for p in parts])
+                for k in first.non_tensor_batch
+            },
+            first.meta_info,
+        )
+
+    @property
+    def responses(self) -> list[str]:
+        """The texts of the responses."""
+        return list(self.non_tensor_batch["response_text"])
+
+    @property
+    def ground_truth_answers(self) -> list[Any]:
+        """What the rows' `reward_model` has as `ground_truth`."""
+        rows = self.non_tensor_batch["reward_model"]
+        return [None if row is None else row.get("ground_truth") for row in rows]
+
+    def union(self, other: DataProto) -> DataProto:
+        """This batch with the fields of `other`, too; returns itself. Raises ValueError for another
+        length, and for a field that both have with other values."""
+        for mine, theirs in (
+            (self.batch, other.batch),
+            (self.non_tensor_batch, other.non_tensor_batch),
+        ):
+            for key, value in theirs.items():
+                if key in mine and not _same(mine[key], value):
+                    raise ValueError(f"both batches have a field {key!r}, and it differs")
+        merged = DataProto(
+            {**self.batch, **other.batch},
+            {**self.non_tensor_batch, **other.non_tensor_batch},
+            {**self.meta_info, **other.meta_info},
+        )
+        self.batch, self.non_tensor_batch = merged.batch, merged.non_tensor_batch
+        self.meta_info = merged.meta_info
+        return self
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Some fields; None: all of that kind. Raises KeyError for one that is not there."""
+        tensors = self.batch if batch_keys is None else {k: self.batch[k] for k in batch_keys}
+        others: Mapping[str, Any] = self.non_tensor_batch
+        if non_tensor_batch_keys is not None:
+            others = {k: others[k] for k in non_tensor_batch_keys}
+        meta = self.meta_info
+        if meta_info_keys is not None:
+            meta = {k: meta[k] for k in meta_info_keys}
+        return DataProto(tensors, others, meta)
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Take fields out, as a batch of their own. Raises KeyError for one that is not there."""
+        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for key in batch_keys:
+            del self.batch[key]
+        for key in non_tensor_batch_keys:
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys:
+            del self.meta_info[key]
+        return taken
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Each row so many times: row by row, or the whole batch again and again."""
+        rows = np.arange(len(self))
+        order = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
+        repeated: DataProto = self[torch.from_numpy(order)]
+        return repeated
+
+    def to(self, device: Any) -> DataProto:
+        """Move the tensors; returns itself."""
+        for key, value in self.batch.items():
+            self.batch[key] = value.to(device)
+        return self
+
+    def _check_fields(self, other: DataProto) -> None:
+        for mine, theirs in (
+            (self.batch, other.batch),
+            (self.non_tensor_batch, other.non_tensor_batch),
+        ):
+            if mine.keys() != theirs.keys():
+                differ = ", ".join(sorted(mine.keys() ^ theirs.keys()))
+                raise ValueError(f"batches differ in their fields: {differ}")
+
     def __len__(self) -> int:
         return len(self.batch)
 
@@ -76,7 +188,7 @@ class DataProto:
         if not isinstance(place, int | np.integer):
             return DataProto(
                 {k: v[place] for k, v in self.batch.items()},
-                {k: v[place] for k, v in self.non_tensor_batch.items()},
+                {k: v[_plain(place)] for k, v in self.non_tensor_batch.items()},
                 self.meta_info,
             )
         at = int(place)
@@ -151,6 +263,19 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
             "response_mask": mask,
         },
         fields,
+    )
+
+
+def _plain(place: Any) -> Any:
+    """An index that NumPy takes."""
+    return place.cpu().numpy() if isinstance(place, torch.Tensor) else place
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return bool(torch.equal(left, right))
+    return len(left) == len(right) and all(
+        a is b or a == b for a, b in zip(left, right, strict=True)
     )
 
 

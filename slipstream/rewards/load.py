@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
@@ -22,6 +23,7 @@ from slipstream.rewards.terms import TermsRewardManager, read_terms
 
 _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "naive": NaiveRewardManager,
+    "batch": BatchRewardManager,
     "dapo": DAPORewardManager,
     "prime": PrimeRewardManager,
     "limited": LimitedRewardManager,
@@ -48,13 +50,15 @@ def load_reward_manager(
     custom_path: str | Path | None = None,
     custom_name: str = "compute_score",
     custom_kwargs: Mapping[str, Any] | None = None,
+    function: Callable[..., Any] | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
     terms: Mapping[str, Any] | None = None,
 ) -> RewardManager:
     """The manager `name` around the user's reward function, or the built-in ones.
 
     `sandbox`: where the built-in ones run programs; this machine by default, isolated.
-    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`;
+    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`, and `function`
+    is a function of one's own that comes before them;
     `reward_kwargs` are the manager's own options; `terms` what is added to it (`rewards.terms`).
     Raises `ConfigError` for unknown ones.
     """
@@ -69,11 +73,12 @@ def load_reward_manager(
             "custom_reward_function.reward_kwargs are set, but custom_reward_function.path is not: "
             "the built-in reward functions take none"
         )
-    compute_score = (
-        _built_in(sandbox)
-        if custom_path is None
-        else get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
-    )
+    if function is not None:
+        compute_score = function
+    elif custom_path is None:
+        compute_score = _built_in(sandbox)
+    else:
+        compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
     options: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,

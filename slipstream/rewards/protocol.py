@@ -40,6 +40,7 @@ class Reward(Protocol):
     def score(self, sample: Sample) -> Score: ...
 
 
+@runtime_checkable
 class RewardManager(Protocol):
     """Runs a reward with deadlines and a policy for failures."""
 

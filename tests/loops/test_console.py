@@ -99,7 +99,7 @@ def test_accuracy_comes_with_its_interval_and_number_of_problems() -> None:
     }
     assert accuracies(metrics) == [
         "accuracy 0.500 (95 %: 0.250 to 0.750) on 32 held-out problems, openai/gsm8k",
-        "accuracy 3.000, other",
+        "mean reward 3.000, other",
     ]
 
 

@@ -1,0 +1,44 @@
+"""The environment's states as prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from your_environment import State, YourEnvironment
+
+from slipstream.compat.verl import RLHFDataset
+from slipstream.environment.tokenizer import build_tokenizer
+
+
+class CustomEnvDataset(RLHFDataset):
+    """Item `idx` is state `idx`; its fields reach the reward manager by their names."""
+
+    def __init__(self, your_env: YourEnvironment, **kwargs: Any) -> None:
+        self.env = your_env
+        # The environment's data are its states; its words are those of this tokenizer.
+        self.dataframe = [your_env.get_state(idx) for idx in range(len(your_env))]
+        kwargs.setdefault("tokenizer", build_tokenizer())
+        super().__init__(**kwargs)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        # Get environment state/action data
+        state = self.env.get_state(idx)
+        action = self.env.get_action(idx)
+
+        # Format for language model
+        prompt = self.state_to_text(state)
+
+        # Tokenize
+        tokens = self.tokenizer(prompt, **self.tokenizer_kwargs)
+
+        return {
+            "input_ids": tokens["input_ids"],
+            "attention_mask": tokens["attention_mask"],
+            "prompt": prompt,
+            "state": state,
+            "expected_action": action,
+        }
+
+    def state_to_text(self, state: State) -> str:
+        """Convert environment state to text prompt"""
+        return f"{state.position} ->{state.goal} :"

@@ -1,0 +1,42 @@
+"""What responses are worth in the environment."""
+
+from __future__ import annotations
+
+import torch
+from your_environment import YourEnvironment
+
+from slipstream.compat.verl import DataProto
+from slipstream.environment.tokenizer import build_tokenizer
+
+
+class CustomRewardManager:
+    """Reads the action in each response and asks the environment."""
+
+    def __init__(self, environment: YourEnvironment) -> None:
+        self.env = environment
+        self.tokenizer = build_tokenizer()
+
+    def __call__(self, data: DataProto) -> torch.Tensor:
+        """Compute custom rewards"""
+        rewards = []
+
+        for i in range(len(data.batch)):
+            # Get model response
+            response = data.batch["responses"][i]
+
+            # Extract action from response
+            action = self.extract_action(response)
+
+            # Get environment state
+            state = data.batch["state"][i]
+
+            # Compute reward in environment
+            reward = self.env.compute_reward(state, action)
+            rewards.append(reward)
+
+        return torch.tensor(rewards, dtype=torch.float32)
+
+    def extract_action(self, response: torch.Tensor) -> str:
+        """Extract action from model text response"""
+        words = self.tokenizer.decode(response).split()
+        return words[0] if words else ""

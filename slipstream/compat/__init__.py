@@ -1,0 +1,1 @@
+"""Thin surfaces for code that was written for other systems. Nothing of Slipstream imports them."""

@@ -1,0 +1,106 @@
+"""VERL's `RayPPOTrainer` over a run of Slipstream: data sets and reward functions as objects.
+
+Knows how VERL calls things; training is `loops.run.train`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.compat.rewards import VerlRewardManager, config_of
+from slipstream.config.mode import resolve_mode
+from slipstream.environment.rlhf_dataset import collate_fn as stack_items
+from slipstream.errors import ConfigError
+from slipstream.loops.build_data import GivenParts
+from slipstream.loops.run import train
+
+_log = logging.getLogger(__name__)
+
+
+class RayPPOTrainer:
+    """Trains a policy on a data set with a reward function, as `config` says; `fit()` does it.
+
+    `config` is VERL's configuration, as OmegaConf or Hydra give it, or any mapping of options
+    (`compat.rewards.config_of`). `train_dataset` is a map-style data set whose items hold prompts
+    (`environment.items`), None: `data.train_files`. `reward_fn` takes a `DataProto` and returns a
+    tensor (B,) or (B, R), or has another signature of `rewards.signatures`, None: what the
+    configuration names. `tokenizer`: None is that of the model or, without one, of the data set.
+    `collate_fn` gets items one by one. The run is one process: roles, resource pools and worker
+    groups of Ray are accepted and not used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any = None,
+        role_worker_mapping: Any = None,
+        resource_pool_manager: Any = None,
+        ray_worker_group_cls: Any = None,
+        processor: Any = None,
+        reward_fn: Callable[..., Any] | None = None,
+        val_reward_fn: Callable[..., Any] | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        """Raises ConfigError for settings that cannot be used, before anything is computed."""
+        overrides = [] if device_name is None else [f"trainer.device={device_name}"]
+        self.config = config_of(config, complete=True, overrides=overrides)
+        if processor is not None:
+            raise ConfigError(
+                "RayPPOTrainer(processor=...): models here read text; leave the processor out"
+            )
+        if train_dataset is not None and self.config.data.task is not None:
+            raise ConfigError(
+                f"data.task={self.config.data.task} makes problems, and a train_dataset is given, "
+                "too; set data.task=null"
+            )
+        given = {
+            "role_worker_mapping": role_worker_mapping,
+            "resource_pool_manager": resource_pool_manager,
+            "ray_worker_group_cls": ray_worker_group_cls,
+        }
+        for name in (name for name, value in given.items() if value is not None):
+            _log.warning("RayPPOTrainer(%s=...) has no effect: the run is one process", name)
+        if tokenizer is None and not _names_tokenizer(self.config):
+            tokenizer = getattr(train_dataset, "tokenizer", None)
+        self._parts = GivenParts(
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            train_sampler=train_sampler,
+            collate_fn=None if collate_fn is stack_items else collate_fn,
+            reward_fn=_unwrapped(reward_fn),
+            val_reward_fn=_unwrapped(val_reward_fn),
+            tokenizer=tokenizer,
+        )
+        self._mode = resolve_mode(self.config, given_data=train_dataset is not None)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: metrics, rollouts, checkpoints."""
+        return Path(self.config.trainer.default_local_dir)
+
+    def init_workers(self) -> None:
+        """VERL's programs call it before `fit`. There is nothing to start here."""
+
+    def fit(self) -> None:
+        """Train, going on from the newest checkpoint of the run folder as `trainer.resume_mode`
+        says. Raises what the parts raise, and KeyboardInterrupt where the run was stopped before
+        its end (its state is saved)."""
+        if train(self.config, self._mode, self._parts) != 0:
+            raise KeyboardInterrupt
+
+
+def _unwrapped(reward_fn: Callable[..., Any] | None) -> Any:
+    """The manager in a `VerlRewardManager`: it scores each response as soon as it ends."""
+    return reward_fn.manager if isinstance(reward_fn, VerlRewardManager) else reward_fn
+
+
+def _names_tokenizer(config: Any) -> bool:
+    model = config.actor_rollout_ref.model
+    return any((config.data.tokenizer, model.tokenizer_path, model.path))

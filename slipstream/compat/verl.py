@@ -1,0 +1,73 @@
+"""Names of VERL, for code that was written for it: change `verl` to `slipstream.compat.verl`.
+
+Batches have string keys here and nowhere else. `docs/from_verl.md` says what differs.
+"""
+
+from slipstream.compat.algorithms import (
+    AdvantageEstimator,
+    advantage_estimation,
+    agg_loss,
+    compute_advantage,
+    compute_advantages,
+    compute_gae_advantage_return,
+    compute_kl_penalty,
+    compute_policy_loss,
+    compute_ppo_loss,
+    estimate_advantages,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    kl_penalty,
+    register_adv_est,
+    register_policy_loss,
+)
+from slipstream.compat.rewards import (
+    DataProto,
+    DataProtoItem,
+    compute_reward,
+    compute_reward_async,
+    default_compute_score,
+    get_custom_reward_fn,
+    load_reward_manager,
+)
+from slipstream.compat.trainer import RayPPOTrainer
+from slipstream.environment.rlhf_dataset import (
+    AbstractDataGenerator,
+    DynamicGenDataset,
+    RLHFDataset,
+    collate_fn,
+)
+from slipstream.environment.samplers import AbstractCurriculumSampler, AbstractSampler
+from slipstream.environment.sft_dataset import MultiTurnSFTDataset
+
+__all__ = [
+    "AbstractCurriculumSampler",
+    "AbstractDataGenerator",
+    "AbstractSampler",
+    "AdvantageEstimator",
+    "DataProto",
+    "DataProtoItem",
+    "DynamicGenDataset",
+    "MultiTurnSFTDataset",
+    "RLHFDataset",
+    "RayPPOTrainer",
+    "advantage_estimation",
+    "agg_loss",
+    "collate_fn",
+    "compute_advantage",
+    "compute_advantages",
+    "compute_gae_advantage_return",
+    "compute_kl_penalty",
+    "compute_policy_loss",
+    "compute_ppo_loss",
+    "compute_reward",
+    "compute_reward_async",
+    "default_compute_score",
+    "estimate_advantages",
+    "get_adv_estimator_fn",
+    "get_custom_reward_fn",
+    "get_policy_loss_fn",
+    "kl_penalty",
+    "load_reward_manager",
+    "register_adv_est",
+    "register_policy_loss",
+]

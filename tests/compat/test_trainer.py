@@ -1,0 +1,121 @@
+"""VERL's trainer over a run of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compat import verl
+from slipstream.compat.verl import DataProto, RayPPOTrainer, RLHFDataset
+from slipstream.config.load import load_config, to_yaml
+from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.errors import ConfigError
+from tests.loops.helpers import metrics_of, records_of, rl_only
+
+
+class Sums(RLHFDataset):
+    def __init__(self, size: int) -> None:
+        self.dataframe = list(range(size))
+        super().__init__(tokenizer=build_tokenizer())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert self.tokenizer is not None
+        return {**self.tokenizer(f"1 + {index} ="), "state": index, "data_source": "sums"}
+
+
+def reward(data: DataProto) -> torch.Tensor:
+    """VERL's form: rewards of tokens, at the last one."""
+    rewards = torch.zeros(data.batch["responses"].shape)
+    length = data.batch["response_mask"].sum(1)
+    for row in range(len(data)):
+        rewards[row, length[row] - 1] = float(length[row] % 3 + data[row].batch["state"])
+    return rewards
+
+
+def trainer(folder: Path, *overrides: str, **parts: Any) -> RayPPOTrainer:
+    """Of a tiny run without its task, whose configuration is a file."""
+    line = rl_only(folder, "data.task=null", *overrides)
+    config = load_config([text for text in line if "=" in text], recipe="tiny")
+    path = folder.parent / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return RayPPOTrainer(path, **parts)
+
+
+def test_data_sets_and_functions_as_objects(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+        seen.append(len(items))
+        return verl.collate_fn([{**item, "note": "seen"} for item in items])
+
+    def judged(solution_str: str, **_: Any) -> dict[str, float]:
+        return {"score": 1.0, "acc": 0.25}
+
+    run = trainer(
+        tmp_path / "run",
+        "trainer.test_freq=2",
+        reward_fn=reward,
+        val_reward_fn=judged,
+        train_dataset=Sums(6),
+        val_dataset=Sums(3),
+        collate_fn=collate,
+        train_sampler=torch.utils.data.SequentialSampler(range(6)),
+    )
+    run.init_workers()
+    run.fit()
+    assert run.folder == tmp_path / "run"
+    records = records_of(tmp_path / "run" / "rollouts")
+    states = [[row["extra_info"]["state"] for row in rows] for rows in records.values()]
+    assert states == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    for row in (row for rows in records.values() for row in rows):
+        assert row["score"] == len(row["response_ids"]) % 3 + row["extra_info"]["state"]
+        assert row["extra_info"]["note"] == "seen"
+    assert seen == [1] * 4
+    assert metrics_of(tmp_path / "run")[2]["val-core/sums/acc/mean@1"] == 0.25
+
+
+def test_a_loaded_manager_scores_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return extra_info['state']\n"
+    )
+    manager = verl.load_reward_manager(
+        {"custom_reward_function": {"path": str(path)}}, build_tokenizer()
+    )
+    trainer(tmp_path / "run", reward_fn=manager, train_dataset=Sums(4)).fit()
+    rows = [row for rows in records_of(tmp_path / "run" / "rollouts").values() for row in rows]
+    assert [row["score"] for row in rows] == [row["extra_info"]["state"] for row in rows]
+
+
+def test_what_cannot_be_used_is_refused_or_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(ConfigError, match="models here read text; leave the processor out"):
+        trainer(folder, processor=object(), train_dataset=Sums(4))
+    with pytest.raises(ConfigError, match="there is nothing to train"):
+        trainer(folder, "sft.total_training_steps=0")
+    with pytest.raises(ConfigError, match="makes problems, and a train_dataset is given"):
+        RayPPOTrainer(
+            ["data.task=countdown", "actor_rollout_ref.model.init.num_layers=2"],
+            train_dataset=Sums(4),
+        )
+    assert "has no effect" not in caplog.text
+    made = trainer(
+        folder, train_dataset=Sums(4), role_worker_mapping={}, resource_pool_manager=object()
+    )
+    assert "RayPPOTrainer(role_worker_mapping=...) has no effect: the run is one process" in (
+        caplog.text
+    )
+    assert made.config.trainer.total_training_steps == 2
+
+
+def test_the_device_may_be_given(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run", train_dataset=Sums(4), device_name="cpu")
+    assert made.config.trainer.device == "cpu"
+    with pytest.raises(ConfigError, match=r"trainer\.device"):
+        trainer(tmp_path / "run", train_dataset=Sums(4), device_name="npu")
