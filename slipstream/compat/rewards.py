@@ -17,18 +17,24 @@ import torch
 from slipstream.config.load import load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
+from slipstream.errors import ConfigError
 from slipstream.loops.build_data import decode_with, make_reward_manager
 from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward_fn
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
 from slipstream.rewards.functions import default_compute_score as score_by_source
+from slipstream.rewards.load import load_reward_manager as load_manager
 from slipstream.rewards.protocol import RewardManager, apply_score
 from slipstream.rewards.sandbox.fusion import FusionSandbox
 from slipstream.rewards.sandbox.protocol import DEFAULT_LIMITS
 from slipstream.types import Sample, Segment, Status
 
 __all__ = [
+    "BatchRewardManager",
+    "DAPORewardManager",
     "DataProto",
     "DataProtoItem",
+    "NaiveRewardManager",
+    "PrimeRewardManager",
     "VerlRewardManager",
     "compute_reward",
     "compute_reward_async",
@@ -97,6 +103,41 @@ class VerlRewardManager:
         if any(score.failure is not None for score in given):
             extra["failed"] = [score.failure for score in given]
         return rewards, extra
+
+
+def _manager_class(name: str) -> Callable[..., VerlRewardManager]:
+    def make(
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        **reward_kwargs: Any,
+    ) -> VerlRewardManager:
+        """VERL's manager of this name around `compute_score`; None: the built-in functions.
+
+        `num_examine` is accepted. Raises ConfigError for a `reward_fn_key` of another column: that
+        is `data.reward_fn_key`, and batches have it as `data_source`.
+        """
+        if reward_fn_key != "data_source":
+            raise ConfigError(
+                f"reward_fn_key={reward_fn_key!r}: batches have the source of a row as "
+                f"data_source; set data.reward_fn_key={reward_fn_key}, which fills it"
+            )
+        manager = load_manager(
+            name,
+            decode=decode_with(tokenizer),
+            function=compute_score,
+            reward_kwargs=reward_kwargs,
+        )
+        return VerlRewardManager(manager, tokenizer)
+
+    return make
+
+
+NaiveRewardManager = _manager_class("naive")
+BatchRewardManager = _manager_class("batch")
+DAPORewardManager = _manager_class("dapo")
+PrimeRewardManager = _manager_class("prime")
 
 
 def samples_of(data: DataProto) -> list[Sample]:

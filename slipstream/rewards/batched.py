@@ -49,8 +49,8 @@ class BatchRewardManager(NaiveRewardManager):
         if not self._signature.many:
             raise ConfigError(
                 f"reward_model.reward_manager=batch calls {self._name} with lists, and it takes "
-                "one response: give it the parameters data_sources, solution_strs, ground_truths and "
-                "extra_infos, or set reward_model.reward_manager=naive"
+                "one response: give it the parameters data_sources, solution_strs, ground_truths "
+                "and extra_infos, or set reward_model.reward_manager=naive"
             )
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise ConfigError(

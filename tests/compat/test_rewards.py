@@ -136,3 +136,25 @@ def test_configurations_of_every_form(tmp_path: Path) -> None:
     assert config_of(interpolated).data.seed == 5
     with pytest.raises(ConfigError, match=r"did you mean trainer\.seed"):
         config_of({"trainer": {"sed": 5}})
+
+
+def test_managers_as_classes() -> None:
+    tokenizer = char_tokenizer()
+    assert verl.NaiveRewardManager(tokenizer, 1)(batch()).sum(1).tolist() == [0.0, 1.0]
+    dapo = verl.DAPORewardManager(
+        tokenizer,
+        num_examine=0,
+        max_resp_len=7,
+        overlong_buffer_cfg={"enable": True, "len": 4, "penalty_factor": 1.0},
+    )
+    assert dapo(batch()).sum(1).tolist() == [-1.0, 0.25]
+
+    def lengths(
+        data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any
+    ) -> list[int]:
+        return [len(text) for text in solution_strs]
+
+    together = verl.BatchRewardManager(tokenizer, 0, lengths)
+    assert together(batch()).sum(1).tolist() == [7.0, 6.0]
+    with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source, which fills it"):
+        verl.NaiveRewardManager(tokenizer, 0, reward_fn_key="source")

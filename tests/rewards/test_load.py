@@ -41,7 +41,7 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "nave",
             {},
-            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use dapo, limited, naive, ",
+            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use batch, dapo, limited, ",
         ),
         ("naive", {"on_failure": "skip"}, "'skip' is unknown; use zero, drop, stop"),
         ("naive", {"timeout_s": 0}, r"reward_model\.timeout_s 0 must be"),
