@@ -86,6 +86,7 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 
 _MEMORY = "it sizes the memory of an external engine or of sharded training, and neither is used"
 _NO_RAY = "the run is one process, without Ray"
+_REWARD_MODEL = "the reward model is computed in this process, beside the policy"
 _CRITIC = "the critic is trained in this process, beside the policy"
 _ENGINE = "it tunes an external serving engine, and the run uses its own"
 _LOG_PROB = "log-probabilities are computed in chunks (actor.log_prob_chunk_tokens)"
@@ -144,6 +145,18 @@ WITHOUT_EFFECT: dict[str, str] = {
     "reward_model.launch_reward_fn_async": "rewards are always computed while rollouts go on",
     "reward_model.use_reward_loop": "rewards are always computed while rollouts go on",
     "reward_model.enable_resource_pool": _NO_RAY,
+    "reward_model.n_gpus_per_node": _NO_RAY,
+    "reward_model.nnodes": _NO_RAY,
+    "reward_model.strategy": _REWARD_MODEL,
+    "reward_model.use_dynamic_bsz": _REWARD_MODEL,
+    "reward_model.forward_max_token_len_per_gpu": _REWARD_MODEL,
+    "reward_model.ulysses_sequence_parallel_size": _REWARD_MODEL,
+    "reward_model.model.input_tokenizer": "the policy's tokenizer is known",
+    "reward_model.model.use_*": _REWARD_MODEL,
+    "reward_model.model.fsdp_config.*": _REWARD_MODEL,
+    "reward_model.model.external_lib": f"{_MODEL}.external_lib is imported",
+    "reward_model.model.trust_remote_code": "code from checkpoints is never run",
+    "reward_model.profiler.*": _REWARD_MODEL,
     f"{_ACTOR}.calculate_sum_pi_squared": "it is computed for the estimators that need it",
     f"{_ACTOR}.calculate_entropy": "the entropy is always computed",
     "critic.strategy": _CRITIC,
@@ -237,7 +250,6 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_ROLLOUT}.interactions": _NO_MULTI_TURN,
     "tools": _NO_MULTI_TURN,
     f"{_ROLLOUT}.skip_rollout": _off("recorded rollouts cannot be replayed; set it to false"),
-    "reward_model.model.path": _off("this version has no reward model; set it to null"),
     "data.gen_batch_size": Neutral(
         (None,),
         f"groups that are filtered out are replaced one by one; set {_ROLLOUT}.over_sample_rate to "
@@ -288,10 +300,6 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
     f"{_MODEL}.trust_remote_code": {
         True: "code from checkpoints is never run; "
         f"set {_MODEL}.trust_remote_code=false and use a Qwen2, Qwen3 or Llama checkpoint"
-    },
-    "reward_model.enable": {
-        True: "reward models are not in this version; "
-        "set reward_model.enable=false and custom_reward_function.path=FILE"
     },
 }
 """Our key -> values that VERL knows and this version does not, each with the remedy."""

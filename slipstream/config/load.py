@@ -184,6 +184,7 @@ class _Tree:
             if one.problem is not None and _at(self.values, one.unless_equal) != one.value:
                 self.problems.append(one.problem)
         self._without_critic()
+        self._without_reward_model()
         self._micro_batches()
 
     def _without_critic(self) -> None:
@@ -193,6 +194,11 @@ class _Tree:
             for key in sorted(self.given - {"critic.enable"}):
                 if key.startswith("critic.") and _at(self.values, key) != _at(usual, key):
                     self.notices[f"{key} has no effect: no critic is trained"] = None
+
+    def _without_reward_model(self) -> None:
+        rewards = self.values["reward_model"]
+        if not rewards["enable"] and rewards["model"]["path"] is not None:
+            self.notices["reward_model.model.path has no effect: reward_model.enable=false"] = None
 
     def _micro_batches(self) -> None:
         """VERL's switch of fixed micro-batches is the size itself."""

@@ -47,11 +47,29 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedRewardConfig:
+    """The checkpoint of a learned reward model."""
+
+    path: str | None = None
+    """Folder of a Hugging Face model for sequence classification with one label."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "float32"
+    """Number format that it computes in; `auto`: as the actor's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelConfig:
     """How responses are scored."""
 
-    enable: Literal[False] = False
-    """Score with a reward model; always off in this version."""
+    enable: bool = False
+    """Score with the learned reward model of `reward_model.model`, instead of a function; `terms`
+    add to it."""
+    model: LearnedRewardConfig = field(default_factory=LearnedRewardConfig)
+    """The learned reward model."""
+    micro_batch_size_per_gpu: PositiveInt = 1
+    """Responses that the learned model scores at once; above 1 scores may differ in their last bits
+    with what else is in the batch."""
+    max_length: PositiveInt | None = None
+    """Longest prompt and response that the learned model reads, in tokens; null: its positions."""
     reward_manager: str = "naive"
     """Registered name of the manager that calls the reward function."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)

@@ -36,6 +36,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
     problems: list[str] = []
     for rule in (
         _registered,
+        _reward_model,
         _sandbox,
         _data,
         _sft_data,
@@ -74,6 +75,33 @@ def _registered(config: Config) -> Iterator[str]:
                 f"(known: {', '.join(known)}); the module that "
                 "actor_rollout_ref.model.external_lib names can register others"
             )
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    rewards = config.reward_model
+    if not rewards.enable:
+        if rewards.reward_manager == "model":
+            yield (
+                "reward_model.reward_manager=model is the learned reward model; set "
+                "reward_model.enable=true and reward_model.model.path=FOLDER"
+            )
+        return
+    if rewards.model.path is None:
+        yield (
+            "reward_model.enable=true has no model; set reward_model.model.path=FOLDER, or "
+            "reward_model.enable=false"
+        )
+    if rewards.reward_manager not in ("naive", "model"):
+        yield (
+            f"reward_model.reward_manager={rewards.reward_manager} calls a reward function, and "
+            "reward_model.enable=true scores with a model; set reward_model.reward_manager=naive"
+        )
+    if config.custom_reward_function.path is not None:
+        yield (
+            "custom_reward_function.path and reward_model.enable=true both score responses; to add "
+            "the two up set reward_model.terms={NAME: {path: FILE, weight: 1}} and "
+            "custom_reward_function.path=null"
+        )
 
 
 def _sandbox(config: Config) -> Iterator[str]:

@@ -26,11 +26,15 @@ from slipstream.loops.build_dataset import (
     make_source,
     prompt_reader,
 )
+from slipstream.loops.build_policy import device_of
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
+from slipstream.models.numerics import dtype_from_name
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rewards.sandbox.load import load_sandbox
 from slipstream.rewards.sandbox.protocol import ProgramLimits, Sandbox
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.reward_model import RewardModel
 from slipstream.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -54,6 +58,9 @@ class GivenParts:
 
 _SANDBOX_STARTS_S = 2.0
 """What beginning and ending a program may take beside its run."""
+
+_LEARNED_AT_ONCE = 16
+"""Responses of one call of a learned reward model."""
 
 
 def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None:
@@ -119,20 +126,47 @@ def make_sandbox(config: Config) -> Sandbox:
     )
 
 
+def make_reward_model(
+    config: Config, tokenizer: PreTrainedTokenizerBase, compute: ComputeThread
+) -> RewardModel:
+    """The learned reward model."""
+    rewards, device = config.reward_model, device_of(config)
+    assert rewards.model.path is not None, "checked by the configuration"
+    dtype = rewards.model.dtype
+    return RewardModel(
+        rewards.model.path,
+        tokenizer,
+        compute,
+        dtype=dtype_from_name(
+            config.actor_rollout_ref.actor.dtype if dtype == "auto" else dtype, device
+        ),
+        device=device,
+        batch_size=rewards.micro_batch_size_per_gpu,
+        max_length=rewards.max_length,
+    )
+
+
 def make_reward_manager(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     *,
     function: Callable[..., Any] | RewardManager | None = None,
     more_kwargs: Mapping[str, Any] | None = None,
+    compute: ComputeThread | None = None,
 ) -> RewardManager:
     """The scorer of responses. `function` comes before the one that the configuration names, and
-    a manager before all of it; `more_kwargs` are added to `reward_model.reward_kwargs`."""
+    a manager before all of it; a learned model works on `compute`, by default on a thread of its
+    own; `more_kwargs` are added to `reward_model.reward_kwargs`."""
     if isinstance(function, RewardManager):
         return function
     r, custom = config.reward_model, config.custom_reward_function
+    name, kwargs = r.reward_manager, {**r.reward_kwargs, **(more_kwargs or {})}
+    if function is None and r.enable:
+        name, function = "batch", make_reward_model(config, tokenizer, compute or ComputeThread())
+        # A call has a deadline, however many responses wait.
+        kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
     return load_reward_manager(
-        r.reward_manager,
+        name,
         decode=decode_with(tokenizer),
         timeout_s=r.timeout_s,
         on_failure=r.on_failure,
@@ -142,7 +176,7 @@ def make_reward_manager(
         custom_name=custom.name,
         custom_kwargs=custom.reward_kwargs or None,
         function=function,
-        reward_kwargs={**r.reward_kwargs, **(more_kwargs or {})} or None,
+        reward_kwargs=kwargs or None,
         terms=r.terms or None,
     )
 

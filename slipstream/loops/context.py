@@ -196,7 +196,9 @@ def open_run(
         folder=folder,
         tokenizer=tokenizer,
         task=task,
-        rewards=build.make_reward_manager(config, tokenizer, function=parts.reward_fn),
+        rewards=build.make_reward_manager(
+            config, tokenizer, function=parts.reward_fn, compute=compute
+        ),
         val_rewards=None
         if parts.val_reward_fn is None
         else build.make_reward_manager(config, tokenizer, function=parts.val_reward_fn),

@@ -50,8 +50,8 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     prompts = build.validation_prompts(config, tokenizer, task, count=problems)
     if not prompts:
         raise ConfigError("nothing to evaluate on: set data.val_files=FILE or data.task=countdown")
-    rewards = build.make_reward_manager(config, tokenizer)
     compute = ComputeThread()
+    rewards = build.make_reward_manager(config, tokenizer, compute=compute)
 
     def make() -> InferenceEngine:
         decoder = load_checkpoint(source, device=build.device_of(config))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from slipstream.rewards.protocol import Score
 from slipstream.types import Sample
 
 COMPLETIONS = "completions"
@@ -157,7 +158,9 @@ class DataProtoSignature:
         parts = {key: _entries(part, count) for key, part in more.items()}
         # VERL's managers tell a `score` of their own, before penalties: the tensor is the reward.
         return [
-            {**{key: part[i] for key, part in parts.items()}, "score": value}
+            value
+            if isinstance(value, Score)
+            else {**{key: part[i] for key, part in parts.items()}, "score": value}
             for i, value in enumerate(values)
         ]
 

@@ -164,7 +164,6 @@ def test_harmless_keys_are_accepted_with_one_notice(override: str) -> None:
             "there are no tools",
         ),
         ("critic.model.lora_rank=0", "critic.model.lora_rank=8", "trains all weights"),
-        ("reward_model.model.path=null", "+reward_model.model.path=m", "null"),
     ],
 )
 def test_an_absent_feature_is_accepted_off_and_refused_on(
@@ -202,7 +201,6 @@ def test_a_parallel_size_of_true_is_not_one() -> None:
         ("trainer.logger=mlflow", "set trainer.logger=[console,file]"),
         ("actor_rollout_ref.model.trust_remote_code=true", "trust_remote_code=false"),
         ("data.trust_remote_code=true", "trust_remote_code=false"),
-        ("reward_model.enable=true", "set reward_model.enable=false"),
     ],
 )
 def test_values_of_verl_are_refused_with_the_remedy(override: str, remedy: str) -> None:

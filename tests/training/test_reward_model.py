@@ -1,0 +1,172 @@
+"""Learned reward models against transformers itself, alone and in whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from slipstream.cli import main
+from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.errors import CheckpointError
+from slipstream.rewards.batched import BatchRewardManager
+from slipstream.rewards.data_proto import proto_of
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.reward_model import RewardModel
+from slipstream.types import Sample
+from tests.environment.helpers import CHATML, char_tokenizer, ids
+from tests.loops.helpers import records_of, rl_only
+from tests.rewards.helpers import sample
+
+
+def checkpoint(folder: Path, *, labels: int = 1, positions: int = 64, vocabulary: int = 224) -> Any:
+    """A reward model of random weights, saved in `folder`."""
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=positions,
+            num_labels=labels,
+            pad_token_id=None,
+        )
+    ).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def alone(model: Any, tokens: list[int]) -> float:
+    """What the checkpoint gives one sequence without padding."""
+    return float(model(input_ids=torch.tensor([tokens])).logits[0, 0])
+
+
+def scores_of(model: RewardModel, samples: list[Sample]) -> list[Any]:
+    return anyio.run(model, proto_of(samples, [s.response for s in samples]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_scores_are_the_checkpoints_of_the_rollouts_tokens(tmp_path: Path, batch_size: int) -> None:
+    model = checkpoint(tmp_path)
+    compute = ComputeThread()
+    scorer = RewardModel(tmp_path, build_tokenizer(), compute, batch_size=batch_size)
+    # Some end with token 0, 1, 2: whichever pads, it is not taken for an end.
+    samples = [sample(*tokens) for tokens in ([5, 0], [7], [1, 2, 3, 1], [4, 4, 2], [0, 0])]
+    expected = [alone(model, [9, 9, *s.response_ids]) for s in samples]
+    assert scores_of(scorer, samples) == pytest.approx(expected, abs=1e-5)
+    assert len(set(expected)) == 5
+    compute.close()
+
+
+def test_another_tokenizer_renders_the_conversation_anew(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path)
+    char_tokenizer(CHATML.replace("assistant:{% endif", "{% endif")).save_pretrained(tmp_path)
+    scorer = RewardModel(tmp_path, build_tokenizer(), ComputeThread())
+    one = sample(1, 2)
+    one.prompt, one.response = [{"role": "user", "content": "ab"}], "cd"
+    two = sample(1, 2)
+    two.prompt, two.response = "ab", "cd"
+    expected = [alone(model, ids(t)) for t in ("<s>user:ab<e>\n<s>assistant:cd<e>\n", "abcd")]
+    assert scores_of(scorer, [one, two]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_what_is_too_long_fails_alone(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, positions=6)
+    scorer = RewardModel(tmp_path, build_tokenizer(), ComputeThread())
+    manager = BatchRewardManager(scorer, decode=str)
+    short, long = anyio.run(manager.score_group, [sample(1, 2), sample(*range(5))])
+    assert short.value == pytest.approx(alone(model, [9, 9, 1, 2]))
+    assert (long.value, long.failure) == (0.0, "7 tokens are more than the reward model's 6")
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+    def load(folder: Path, **options: Any) -> RewardModel:
+        return RewardModel(folder, build_tokenizer(), ComputeThread(), **options)
+
+    with pytest.raises(CheckpointError, match=r"cannot be loaded .*config\.json and model"):
+        load(tmp_path / "absent")
+    checkpoint(tmp_path / "two", labels=2)
+    with pytest.raises(CheckpointError, match="gives 2 labels, and a reward is one number"):
+        load(tmp_path / "two")
+    checkpoint(tmp_path / "small", vocabulary=50)
+    with pytest.raises(CheckpointError, match="knows 50 tokens, and the policy's tokenizer has"):
+        load(tmp_path / "small")
+    checkpoint(tmp_path / "short", positions=8)
+    with pytest.raises(CheckpointError, match=r"max_length=9 is more than the 8 positions"):
+        load(tmp_path / "short", max_length=9)
+    char_tokenizer(None).save_pretrained(tmp_path / "short")
+    with pytest.raises(CheckpointError, match=r"other words than the policy's and no chat templ"):
+        load(tmp_path / "short")
+    from transformers import LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "two")).save_pretrained(tmp_path / "lm")
+    with pytest.raises(CheckpointError, match="holds LlamaForCausalLM, not a model for sequence"):
+        load(tmp_path / "lm")
+
+
+def test_a_run_is_rewarded_by_it(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "judge")
+    run = rl_only(
+        tmp_path / "run",
+        "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path / 'judge'}",
+        "reward_model.terms.repetition=0.5",
+    )
+    assert main(run) == 0
+    rows = [row for rows in records_of(tmp_path / "run" / "rollouts").values() for row in rows]
+    assert len(rows) == 8
+    for row in rows:
+        given = alone(model, [*row["prompt_ids"], *row["response_ids"]])
+        assert row["score"] <= given + 1e-5
+        assert row["score"] >= given - 0.5 - 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("reward_model.enable=true",), "has no model; set reward_model.model.path=FOLDER"),
+        (("reward_model.reward_manager=model",), "set reward_model.enable=true and"),
+        (
+            (
+                "reward_model.enable=true",
+                "reward_model.model.path=x",
+                "custom_reward_function.path=y",
+            ),
+            "both score responses",
+        ),
+        (
+            (
+                "reward_model.enable=true",
+                "reward_model.model.path=x",
+                "reward_model.reward_manager=prime",
+            ),
+            "calls a reward function, and",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(rl_only(tmp_path / "run", *overrides)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_asked_for_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = rl_only(tmp_path / "run", "reward_model.model.path=x")
+    assert main(["config", *line[1:]]) == 0
+    assert "reward_model.model.path has no effect: reward_model.enable=false" in (
+        capsys.readouterr().err
+    )
