@@ -72,10 +72,11 @@ class DataConfig:
     """Prompts: a built-in task, or files in VERL's row format."""
 
     task: str | None = None
-    """Task that makes problems without end: `countdown`, or one that the module named by
-    `model.external_lib` registers; null: read `train_files`."""
+    """Task that makes problems without end: `countdown`, `reasoning_gym`, or one that the module
+    named by `model.external_lib` registers; null: read `train_files`."""
     task_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
-    """Settings of the task, passed on as they are."""
+    """Settings of the task, passed on as they are; of `reasoning_gym`: `datasets`, a generator's
+    name or weights by name, and `system_prompt`."""
     train_files: tuple[str, ...] | None = None
     """Training files (parquet, JSONL, JSON), or folders that `datasets` saved: one or a list."""
     val_files: tuple[str, ...] | None = None

@@ -53,7 +53,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
     return problems
 
 
-BUILT_IN_TASKS = ("countdown",)
+BUILT_IN_TASKS = ("countdown", "reasoning_gym")
 """What `environment.registry` knows by itself, to be asked without importing it."""
 
 BUILT_IN_LOGGERS = ("console", "file", "tensorboard")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from slipstream.environment.countdown import CountdownTask
+from slipstream.environment.gym import ReasoningGymTask
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.types import Message, Prompt
 
@@ -29,10 +30,11 @@ class Task(Protocol):
 
     def max_prompt_tokens(self) -> int: ...
 
-    def max_response_tokens(self) -> int: ...
 
-
-_TASKS: dict[str, Callable[..., Task]] = {CountdownTask.name: CountdownTask}
+_TASKS: dict[str, Callable[..., Task]] = {
+    CountdownTask.name: CountdownTask,
+    ReasoningGymTask.name: ReasoningGymTask,
+}
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
@@ -47,21 +49,41 @@ def task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-def get_task(name: str, seed: int = 0, *, tokenizer: Any = None, **options: Any) -> Task:
-    """Build the task `name`. Raises `ConfigError` for unknown names and options, with near ones.
+_GIVEN = ("seed", "tokenizer", "max_prompt_length")
+"""What a task gets from the run, if its factory takes it."""
 
-    `tokenizer` goes to tasks whose factory takes one: it renders their prompts.
+
+def get_task(
+    name: str,
+    seed: int = 0,
+    *,
+    tokenizer: Any = None,
+    max_prompt_length: int | None = None,
+    **options: Any,
+) -> Task:
+    """Build the task `name`. Raises `ConfigError` for unknown names and options, with near ones,
+    and for a missing one.
+
+    `tokenizer`, which renders prompts, and `max_prompt_length` go to tasks whose factories take
+    them.
     """
     factory = _TASKS.get(name)
     if factory is None:
         raise ConfigError(f"unknown task {name!r}{_near(name, task_names())}")
-    accepted = [p for p in inspect.signature(factory).parameters if p != "seed"]
+    signature = inspect.signature(factory)
+    known = [p for p in signature.parameters if p not in _GIVEN]
     for option in options:
-        if option not in accepted:
-            known = [p for p in accepted if p != "tokenizer"]
+        if option not in known:
             raise ConfigError(f"task {name!r} has no option {option!r}{_near(option, known)}")
-    if tokenizer is not None and "tokenizer" in accepted:
-        options["tokenizer"] = tokenizer
+    for given, value in (("tokenizer", tokenizer), ("max_prompt_length", max_prompt_length)):
+        if value is not None and given in signature.parameters:
+            options[given] = value
+    for option in known:
+        required = signature.parameters[option].default is inspect.Parameter.empty
+        if required and option not in options:
+            raise ConfigError(
+                f"task {name!r} needs its option {option!r}; set data.task_kwargs.{option}"
+            )
     return factory(seed, **options)
 
 

@@ -68,7 +68,13 @@ def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None
     data = config.data
     if data.task is None:
         return None
-    task = get_task(data.task, data_seed(config), tokenizer=tokenizer, **data.task_kwargs)
+    task = get_task(
+        data.task,
+        data_seed(config),
+        tokenizer=tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        **data.task_kwargs,
+    )
     if data.max_prompt_length < task.max_prompt_tokens():
         raise ConfigError(
             f"data.max_prompt_length={data.max_prompt_length} is below the longest prompt of "

@@ -22,6 +22,7 @@ from slipstream.rewards.scorers import (
     math_dapo,
     math_verified,
     prime_math,
+    reasoning_gym,
     search_qa,
 )
 
@@ -87,7 +88,10 @@ _BY_SOURCE: dict[str, SyncComputeScore] = {
     **dict.fromkeys((f"searchR1_{name}" for name in _SEARCHED), search_qa.compute_score),
 }
 
-_BY_PREFIX: dict[str, SyncComputeScore] = {"aime": math_dapo.compute_score}
+_BY_PREFIX: dict[str, SyncComputeScore] = {
+    "aime": math_dapo.compute_score,
+    reasoning_gym.PREFIX: reasoning_gym.compute_score,
+}
 """For sources whose names begin so."""
 
 

@@ -26,6 +26,6 @@ def test_unknown_names_come_with_near_ones() -> None:
 def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
     register_task("mine", CountdownTask)
-    assert task_names() == ["countdown", "mine"]
+    assert task_names() == ["countdown", "mine", "reasoning_gym"]
     with pytest.raises(ConfigError, match="'mine' exists already"):
         register_task("mine", CountdownTask)
