@@ -210,6 +210,26 @@ def _run_reward(args: argparse.Namespace, _: list[str]) -> int:
     )
 
 
+def _data_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", metavar="NAME", help="gsm8k or math")
+    command.add_argument(
+        "source", metavar="SOURCE", type=Path, help="file or folder of the data set as published"
+    )
+    command.add_argument(
+        "--output", metavar="DIR", type=Path, required=True, help="where train.parquet and "
+        "test.parquet go"
+    )
+    add_debug_flag(command)
+
+
+def _run_data(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.environment.preprocess import convert
+
+    for path, rows in convert(args.name, args.source, args.output).items():
+        print(f"{rows:>8} rows  {path}")
+    return 0
+
+
 def _export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--checkpoint",
@@ -385,6 +405,19 @@ COMMANDS = (
   python -m pdb -c continue -m slipstream.cli reward dump.jsonl --fn my_reward.py --raise""",
         flags=_reward_flags,
         run=_run_reward,
+        takes_settings=False,
+    ),
+    Command(
+        name="data",
+        summary="turn a public data set into files to train and validate on",
+        usage="slipstream data NAME SOURCE --output DIR",
+        examples="""\
+  slipstream data gsm8k downloads/gsm8k --output data/gsm8k
+  slipstream data math downloads/MATH --output data/math
+  slipstream rl data.train_files=data/gsm8k/train.parquet data.val_files=data/gsm8k/test.parquet \\
+      actor_rollout_ref.model.path=models/Qwen2.5-0.5B""",
+        flags=_data_flags,
+        run=_run_data,
         takes_settings=False,
     ),
     Command(
