@@ -216,8 +216,11 @@ def _data_flags(command: argparse.ArgumentParser) -> None:
         "source", metavar="SOURCE", type=Path, help="file or folder of the data set as published"
     )
     command.add_argument(
-        "--output", metavar="DIR", type=Path, required=True, help="where train.parquet and "
-        "test.parquet go"
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="where train.parquet and test.parquet go",
     )
     add_debug_flag(command)
 

@@ -6,12 +6,14 @@ in `schema`, which is what other modules import.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from slipstream.config.fields import (
     CountOrOff,
     Fraction,
+    FrozenMapping,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -240,6 +242,9 @@ class ValKwargsConfig:
     """Responses per problem."""
     do_sample: bool = False
     """Sample instead of taking the likeliest token."""
+    by_source: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Other settings of single data sources, by name: `{aime24: {n: 32, do_sample: true,
+    temperature: 1}}`; what they leave out is as above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

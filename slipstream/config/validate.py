@@ -15,6 +15,7 @@ from slipstream.config.schema import Config, DataConfig
 from slipstream.config.schema_actor import ModelConfig, OptimConfig
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
 from slipstream.config.tree import show
+from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
 from slipstream.errors import did_you_mean
 
@@ -474,31 +475,15 @@ def _lora(model: ModelConfig) -> Iterator[str]:
 
 
 def _rollout(config: Config) -> Iterator[str]:
-    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    rollout = config.actor_rollout_ref.rollout
     if rollout.do_sample and rollout.temperature == 0:
         yield (
             f"{_ROLLOUT}.do_sample=true needs a temperature above 0; set {_ROLLOUT}.temperature=1 "
             f"or {_ROLLOUT}.do_sample=false"
         )
-    if val.do_sample and val.temperature == 0:
-        yield (
-            f"{_ROLLOUT}.val_kwargs.do_sample=true needs a temperature above 0; set "
-            f"{_ROLLOUT}.val_kwargs.temperature=1 or {_ROLLOUT}.val_kwargs.do_sample=false"
-        )
-    if not val.do_sample and val.temperature > 0:
-        yield (
-            f"{_ROLLOUT}.val_kwargs.temperature={val.temperature:g} has no effect with "
-            f"{_ROLLOUT}.val_kwargs.do_sample=false; set {_ROLLOUT}.val_kwargs.do_sample=true or "
-            f"{_ROLLOUT}.val_kwargs.temperature=0"
-        )
-    if not val.do_sample and val.n > 1:
-        yield (
-            f"{_ROLLOUT}.val_kwargs.n={val.n} greedy responses are all the same; set "
-            f"{_ROLLOUT}.val_kwargs.do_sample=true with a temperature, or {_ROLLOUT}.val_kwargs.n=1"
-        )
-    for key, top_p in (("top_p", rollout.top_p), ("val_kwargs.top_p", val.top_p)):
-        if top_p == 0:
-            yield f"{_ROLLOUT}.{key}=0 keeps no token; set {_ROLLOUT}.{key}=1"
+    yield from check_val_settings(config)
+    if rollout.top_p == 0:
+        yield f"{_ROLLOUT}.top_p=0 keeps no token; set {_ROLLOUT}.top_p=1"
     if rollout.partial_rollout and rollout.over_sample_rate == 0:
         yield (
             f"{_ROLLOUT}.partial_rollout=true has nothing to carry over: no response is cut off; "

@@ -33,7 +33,9 @@ def gsm8k_row(row: Row, split: str) -> dict[str, Any]:
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
     if found is None:
-        raise DataError(f"{row.where}: the answer does not end with '#### NUMBER': {answer[-60:]!r}")
+        raise DataError(
+            f"{row.where}: the answer does not end with '#### NUMBER': {answer[-60:]!r}"
+        )
     return _row(
         row,
         split,

@@ -19,6 +19,8 @@ import torch
 
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
+from slipstream.config.schema_actor import ValKwargsConfig
+from slipstream.config.val_settings import val_settings
 from slipstream.environment.data_buffer import DataBuffer
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
@@ -161,21 +163,25 @@ def sampling_params(config: Config) -> SamplingParams:
 def eval_settings(config: Config) -> EvalSettings:
     """How validation is sampled: `rollout.val_kwargs`."""
     r = config.actor_rollout_ref.rollout
-    v = r.val_kwargs
-    return EvalSettings(
-        params=SamplingParams(
-            max_tokens=config.data.max_response_length,
-            temperature=v.temperature if v.do_sample else 0.0,
-            top_k=v.top_k,
-            top_p=v.top_p,
-            stop_token_ids=r.stop_token_ids,
-            stop=r.stop,
-        ),
-        seed=config.trainer.seed,
-        n=v.n,
-        batch_size=config.data.val_batch_size,
-        timeout_s=config.trainer.stage_timeout_s,
-    )
+
+    def settings(v: ValKwargsConfig) -> EvalSettings:
+        return EvalSettings(
+            params=SamplingParams(
+                max_tokens=config.data.max_response_length,
+                temperature=v.temperature if v.do_sample else 0.0,
+                top_k=v.top_k,
+                top_p=v.top_p,
+                stop_token_ids=r.stop_token_ids,
+                stop=r.stop,
+            ),
+            seed=config.trainer.seed,
+            n=v.n,
+            batch_size=config.data.val_batch_size,
+            timeout_s=config.trainer.stage_timeout_s,
+        )
+
+    by_source = {name: settings(val_settings(config, name)) for name in r.val_kwargs.by_source}
+    return replace(settings(r.val_kwargs), by_source=by_source)
 
 
 def rollout_dtype(config: Config) -> torch.dtype:

@@ -24,7 +24,7 @@ from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
 from slipstream.loops.console import StepLines, accuracies, sample_texts
-from slipstream.loops.evaluate import Evaluation
+from slipstream.loops.evaluate import Evaluation, check_sources
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.loops.records import dump_groups
 from slipstream.loops.snapshot import Snapshots, policy_folder
@@ -153,6 +153,7 @@ class Run:
         """Accuracy on the held-out prompts, with `rollout.val_kwargs`."""
         settings = build.eval_settings(self.config)
         batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
+        batches += len(settings.by_source)  # each begins a batch of its own
         with self.stages.last_resort(
             "validation: a thread of the inference engine does not return",
             settings.timeout_s * batches,
@@ -191,6 +192,9 @@ def open_run(
     parts = parts or GivenParts()
     tokenizer = parts.tokenizer or build.make_tokenizer(config, initial_policy(config))
     task = build.make_task(config, tokenizer)
+    held_out = build.validation_prompts(config, tokenizer, task, parts=parts)
+    if held_out:
+        check_sources(held_out, build.eval_settings(config))
     return Run(
         config=config,
         folder=folder,
@@ -202,7 +206,7 @@ def open_run(
         val_rewards=None
         if parts.val_reward_fn is None
         else build.make_reward_manager(config, tokenizer, function=parts.val_reward_fn),
-        held_out=build.validation_prompts(config, tokenizer, task, parts=parts),
+        held_out=held_out,
         progress=progress,
         interrupt=interrupt,
         compute=compute,

@@ -6,10 +6,10 @@ alone and can be compared problem by problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from slipstream.errors import DataError
+from slipstream.errors import DataError, did_you_mean
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.metrics.batch_metrics import validation_metrics
 from slipstream.rewards.protocol import RewardManager
@@ -29,6 +29,12 @@ class EvalSettings:
     n: int = 1
     batch_size: int | None = None
     timeout_s: float = 3600.0
+    by_source: Mapping[str, EvalSettings] = field(default_factory=dict)
+    """Those of single data sources."""
+
+    def of(self, source: str) -> EvalSettings:
+        """The settings of prompts of one data source."""
+        return self.by_source.get(source, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +75,52 @@ async def evaluate(
     reward_manager: RewardManager,
     settings: EvalSettings,
 ) -> Evaluation:
-    """Generate and score `settings.n` responses to each prompt.
+    """Generate and score `settings.n` responses to each prompt, or as many as the settings of its
+    data source say.
 
-    Raises DataError without prompts, StageTimeoutError past the deadline, and RewardError where a
-    failed reward must end the run.
+    Raises DataError without prompts and for settings of a source that no prompt has,
+    StageTimeoutError past the deadline, and RewardError where a failed reward must end the run.
     """
     if not prompts:
         raise DataError("there is no prompt to evaluate on; set data.val_files or data.task")
+    check_sources(prompts, settings)
+    parts: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        own = prompt.data_source if prompt.data_source in settings.by_source else ""
+        parts.setdefault(own, []).append(place)
+    found: dict[int, Group] = {}
+    for source, places in parts.items():
+        chosen = [prompts[place] for place in places]
+        groups = await _evaluate(engines, chosen, reward_manager, settings.of(source))
+        for place, group in zip(places, groups, strict=True):
+            group.index = place
+            for sample in group.members:
+                sample.group_index = place
+            found[place] = group
+    ordered = [found[place] for place in range(len(prompts))]
+    metrics = validation_metrics(ordered, max_response_length=settings.params.max_tokens)
+    return Evaluation(groups=ordered, metrics=metrics)
+
+
+def check_sources(prompts: Sequence[Prompt], settings: EvalSettings) -> None:
+    """Refuse settings of a data source that no prompt has. Raises DataError."""
+    sources = {prompt.data_source for prompt in prompts}
+    for name in settings.by_source:
+        if name not in sources:
+            raise DataError(
+                f"actor_rollout_ref.rollout.val_kwargs.by_source names {name!r}, and no validation "
+                f"prompt is of that source{did_you_mean(name, sources)} (there are: "
+                f"{', '.join(sorted(sources))})"
+            )
+
+
+async def _evaluate(
+    engines: Sequence[InferenceEngine],
+    prompts: Sequence[Prompt],
+    reward_manager: RewardManager,
+    settings: EvalSettings,
+) -> list[Group]:
+    """The groups of prompts that are all sampled alike, in order."""
     manager = AsyncRolloutManager(
         engines,
         _Fixed(prompts),
@@ -92,5 +137,4 @@ async def evaluate(
     groups: list[Group] = []
     while len(groups) < len(prompts):
         groups += await manager.generate_batch()
-    metrics = validation_metrics(groups, max_response_length=settings.params.max_tokens)
-    return Evaluation(groups=groups, metrics=metrics)
+    return groups

@@ -57,7 +57,9 @@ def test_gsm8k_from_files_of_both_splits(tmp_path: Path) -> None:
     assert prompts[1].extra_info["question"] == "How many?"
     assert (prompts[2].extra_info["split"], prompts[2].extra_info["index"]) == ("train", 2)
     for prompt, row in zip(prompts, GSM8K, strict=True):
-        assert default_compute_score("openai/gsm8k", row["answer"].strip(), prompt.ground_truth) == 1
+        assert (
+            default_compute_score("openai/gsm8k", row["answer"].strip(), prompt.ground_truth) == 1
+        )
 
 
 def test_math_from_a_file_for_each_problem(tmp_path: Path) -> None:
@@ -97,9 +99,7 @@ def test_math_500_has_its_answers(tmp_path: Path) -> None:
         ("math", {"problem": "p", "solution": "s"}, "the solution has no box: 's'"),
     ],
 )
-def test_bad_rows_are_named(
-    tmp_path: Path, name: str, row: dict[str, Any], message: str
-) -> None:
+def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
     path = lines(tmp_path / "train.jsonl", [row])
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         convert(name, path, tmp_path / "out")

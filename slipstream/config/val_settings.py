@@ -1,0 +1,79 @@
+"""How validation samples each data source: `rollout.val_kwargs`, and what it says of single ones.
+
+Knows the schema. Called by `validate` and by the loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+
+from slipstream.config.schema import Config
+from slipstream.config.schema_actor import ValKwargsConfig
+from slipstream.config.tree import from_dict, show, to_dict
+from slipstream.errors import did_you_mean
+
+KEY = "actor_rollout_ref.rollout.val_kwargs"
+
+_OWN = tuple(f.name for f in fields(ValKwargsConfig) if f.name != "by_source")
+
+
+def val_settings(config: Config, source: str) -> ValKwargsConfig:
+    """The settings of one data source; `config` is a valid one."""
+    settings, problems = _of_source(config, source)
+    assert not problems, "checked by the configuration"
+    return settings
+
+
+def check_val_settings(config: Config) -> Iterator[str]:
+    """What is wrong with the settings of all sources, and with those of single ones."""
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    yield from _rules(val, KEY)
+    for source in val.by_source:
+        settings, problems = _of_source(config, source)
+        yield from problems
+        if not problems:
+            yield from _rules(settings, f"{KEY}.by_source.{source}")
+
+
+def _of_source(config: Config, source: str) -> tuple[ValKwargsConfig, list[str]]:
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    given = val.by_source.get(source)
+    if given is None:
+        return val, []
+    key = f"{KEY}.by_source.{source}"
+    if not isinstance(given, Mapping):
+        return val, [f"{key}={show(given)} must be a mapping, such as {{n: 8}}"]
+    unknown = [
+        f"{key}.{name} is no setting of validation{did_you_mean(name, _OWN)} (known: "
+        f"{', '.join(_OWN)})"
+        for name in given
+        if name not in _OWN
+    ]
+    if unknown:
+        return val, unknown
+    tree = to_dict(config)
+    tree["actor_rollout_ref"]["rollout"]["val_kwargs"].update(given)
+    typed, mismatches = from_dict(tree)
+    settings = replace(typed.actor_rollout_ref.rollout.val_kwargs, by_source=val.by_source)
+    return settings, [message.replace(KEY, key, 1) for message in mismatches]
+
+
+def _rules(val: ValKwargsConfig, key: str) -> Iterator[str]:
+    if val.do_sample and val.temperature == 0:
+        yield (
+            f"{key}.do_sample=true needs a temperature above 0; set {key}.temperature=1 or "
+            f"{key}.do_sample=false"
+        )
+    if not val.do_sample and val.temperature > 0:
+        yield (
+            f"{key}.temperature={val.temperature:g} has no effect with {key}.do_sample=false; set "
+            f"{key}.do_sample=true or {key}.temperature=0"
+        )
+    if not val.do_sample and val.n > 1:
+        yield (
+            f"{key}.n={val.n} greedy responses are all the same; set {key}.do_sample=true with a "
+            f"temperature, or {key}.n=1"
+        )
+    if val.top_p == 0:
+        yield f"{key}.top_p=0 keeps no token; set {key}.top_p=1"
