@@ -25,6 +25,7 @@ from slipstream.rewards.scorers import (
     reasoning_gym,
     search_qa,
 )
+from slipstream.rewards.scorers.truth import text_of
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """Search-R1's sets of questions."""
@@ -67,10 +68,10 @@ def exact_match(
 
     Raises `ValueError` where there is no ground truth.
     """
-    if ground_truth is None:
-        raise ValueError(f"exact_match: no ground truth (data_source {data_source!r})")
-    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    return 1.0 if solution_str.strip() in {str(a).strip() for a in accepted} else 0.0
+    several = isinstance(ground_truth, list | tuple) and len(ground_truth) > 0
+    accepted = ground_truth if several else [ground_truth]
+    texts = {text_of(one, "exact_match", data_source, empty=True) for one in accepted}
+    return 1.0 if solution_str.strip() in texts else 0.0
 
 
 _BY_SOURCE: dict[str, SyncComputeScore] = {

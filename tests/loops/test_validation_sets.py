@@ -45,14 +45,9 @@ def test_each_set_has_its_own_settings(tmp_path: Path) -> None:
     assert "val-aux/team/hard/acc/pass@2" in metrics
     assert metrics["val-aux/easy/num_prompts"] == metrics["val-aux/team/hard/num_prompts"] == 4
     rows = records_of(tmp_path / "run" / "validation")["1.jsonl"]
-    assert [row["group"] for row in rows] == [0, 1, 1, 1, 1, 2, 3, 3, 3, 3] + [
-        4, 5, 5, 5, 5, 6, 7, 7, 7, 7,
-    ]  # fmt: skip
-    assert [row["uid"] for row in rows][::5] == [
-        "one.jsonl:0",
-        "one.jsonl:2",
-        "two.jsonl:0",
-        "two.jsonl:2",
+    assert [row["group"] for row in rows] == [n for n in range(8) for _ in range(1 + 3 * (n % 2))]
+    assert [row["uid"] for row in rows if row["group"] % 2 == 0] == [
+        f"{name}.jsonl:{row}" for name in ("one", "two") for row in (0, 2)
     ]
     hard_ones = [row["response_ids"] for row in rows if row["group"] == 1]
     assert len({tuple(tokens) for tokens in hard_ones}) > 1

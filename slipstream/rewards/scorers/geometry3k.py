@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.latex import same
+from slipstream.rewards.scorers.truth import text_of
 
 _FORM_WEIGHT = 0.1
 
@@ -31,8 +32,7 @@ def compute_score(
 
     Raises ValueError where there is no ground truth.
     """
-    if ground_truth is None:
-        raise ValueError(f"geometry3k: no ground truth (data_source {data_source!r})")
+    truth = text_of(ground_truth, "geometry3k", data_source)
     answer = last_boxed(solution_str)
-    right = answer is not None and same(answer, str(ground_truth))
+    right = answer is not None and same(answer, truth)
     return (1 - _FORM_WEIGHT) * right + _FORM_WEIGHT * has_form(solution_str)

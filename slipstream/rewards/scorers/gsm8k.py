@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from slipstream.errors import ConfigError
+from slipstream.rewards.scorers.truth import text_of
 
 _TAIL = 300
 _STRICT = re.compile(r"#### (-?[0-9.,$]+)")
@@ -52,9 +53,8 @@ def compute_score(
     Answers are compared as text after removing commas and `$`. Raises ValueError where there is no
     ground truth.
     """
-    if ground_truth is None:
-        raise ValueError(f"gsm8k: no ground truth (data_source {data_source!r})")
+    truth = text_of(ground_truth, "gsm8k", data_source)
     answer = extract_answer(solution_str, method)
     if answer is None:
         return 0.0
-    return score if answer == _plain_number(str(ground_truth).strip()) else format_score
+    return score if answer == _plain_number(truth) else format_score

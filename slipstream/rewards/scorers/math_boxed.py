@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.latex import same
+from slipstream.rewards.scorers.truth import text_of
 
 
 def compute_score(
@@ -19,7 +20,6 @@ def compute_score(
 
     Raises ValueError where there is no ground truth.
     """
-    if ground_truth is None:
-        raise ValueError(f"math: no ground truth (data_source {data_source!r})")
+    truth = text_of(ground_truth, "math", data_source)
     answer = last_boxed(solution_str)
-    return 1.0 if answer is not None and same(answer, str(ground_truth)) else 0.0
+    return 1.0 if answer is not None and same(answer, truth) else 0.0

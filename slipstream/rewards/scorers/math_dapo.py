@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.rewards.scorers.boxed import last_boxed
+from slipstream.rewards.scorers.truth import text_of
 
 _TAIL, _BOX_TAIL = 300, 100
 """Characters at the end of a response that are read: for an answer, and for a box."""
@@ -112,8 +113,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """`score` 1.0 for the right answer and -1.0 otherwise, `acc` whether it was, `pred` what was
     read. Raises ValueError where there is no ground truth."""
-    if ground_truth is None:
-        raise ValueError(f"math_dapo: no ground truth (data_source {data_source!r})")
+    truth = text_of(ground_truth, "math_dapo", data_source)
     pred = extract_answer(solution_str)
-    right = pred == normalised(str(ground_truth))
+    right = pred == normalised(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}

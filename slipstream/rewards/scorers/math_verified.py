@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.errors import RewardError
 from slipstream.rewards.scorers.boxed import last_boxed
+from slipstream.rewards.scorers.truth import text_of
 
 
 @cache
@@ -55,7 +56,8 @@ def compute_score(
     missing.
     """
     of_truth, of_response, verify = library()
-    truth = [] if ground_truth is None else of_truth(rf"\boxed{{{ground_truth}}}")
+    text = text_of(ground_truth, "math_verify", data_source)
+    truth = of_truth(rf"\boxed{{{text}}}")
     if not truth:
         raise ValueError(
             f"math_verify: the ground truth {ground_truth!r} cannot be read as an answer "

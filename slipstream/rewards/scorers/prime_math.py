@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.rewards.scorers import latex, math_verified
 from slipstream.rewards.scorers.boxed import last_boxed
+from slipstream.rewards.scorers.truth import text_of
 
 _TAIL = 300
 """Characters at the end of a response in which an answer in words is looked for."""
@@ -47,13 +48,12 @@ def compute_score(
 ) -> float:
     """1.0 where the answer is right, else 0.0. Raises ValueError where there is no ground truth, or
     one that cannot be read, and RewardError where math-verify is missing."""
-    if ground_truth is None:
-        raise ValueError(f"prime_math: no ground truth (data_source {data_source!r})")
+    truth = text_of(ground_truth, "prime_math", data_source)
     # Said before any response is scored, not at the first one that is written in another way.
     math_verified.library()
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
-    if latex.same(answer, str(ground_truth)):
+    if latex.same(answer, truth):
         return 1.0
-    return math_verified.compute_score(data_source, rf"\boxed{{{answer}}}", ground_truth)
+    return math_verified.compute_score(data_source, rf"\boxed{{{answer}}}", truth)

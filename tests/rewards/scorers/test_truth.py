@@ -1,0 +1,39 @@
+"""Ground truths of the wrong kind are failures with a reason, not wrong answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.rewards.functions import data_sources, default_compute_score
+from slipstream.rewards.scorers.truth import text_of
+
+OTHERS = ("reasoning_gym/*",)
+"""Graded by their problems."""
+
+RIGHT = "<think>x</think> <answer>5</answer> #### 5 Answer: 5 \\boxed{5}"
+
+
+def test_text_and_numbers_are_ground_truths() -> None:
+    assert [text_of(truth, "x", "") for truth in (" 5 ", 5, 1.5)] == ["5", "5", "1.5"]
+    assert text_of("", "x", "", empty=True) == ""
+
+
+@pytest.mark.parametrize("source", [s.replace("*", "1") for s in data_sources() if s not in OTHERS])
+@pytest.mark.parametrize("truth", [None, {}, {"answer": 5}, [], True])
+def test_what_is_neither_is_refused_by_every_scorer(source: str, truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground truth"):
+        default_compute_score(source, RIGHT, truth, {})
+
+
+@pytest.mark.parametrize(
+    "source", ["gsm8k", "lighteval/MATH", "aime24", "math_verify", "numina_olympiads"]
+)
+def test_an_empty_text_is_refused_where_answers_are_mathematics(source: str) -> None:
+    with pytest.raises(ValueError, match="the ground truth is empty"):
+        default_compute_score(source, RIGHT, " ", {})
+    assert default_compute_score(source, RIGHT, 5, {}) in (
+        1.0,
+        {"score": 1.0, "acc": True, "pred": "5"},
+    )
