@@ -137,7 +137,8 @@ class DynamicGenDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         self.data_generator = generator or _generator(self.config)
         self.last_batch: Any = None
-        self._generated: list[dict[str, Any]] = []
+        self._generated: list[Row] = []
+        self._made = 0
         self._grow()
 
     def on_batch_end(self, batch: Any) -> None:
@@ -146,33 +147,42 @@ class DynamicGenDataset(RLHFDataset):
         self._grow()
 
     def state_dict(self) -> dict[str, Any]:
-        """The generated rows, as JSON types."""
-        return {"generated": self._generated}
+        """The generated rows, each with its number among all that were made, as JSON types."""
+        rows = [[row.number, row.values] for row in self._generated]
+        return {"generated": rows, "made": self._made}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the generated rows of `state` instead of those there are."""
         kept = len(self.dataframe) - len(self._generated)
         del self.dataframe[kept:], self._prompts[kept:]
-        self._generated = []
-        self._add(state["generated"])
+        self._generated, self._made = [], int(state["made"])
+        self._add([self._row(number, values) for number, values in state["generated"]])
 
     def _grow(self) -> None:
-        self._add(self.data_generator.generate(self))
+        made = self.data_generator.generate(self)
+        if made is None or isinstance(made, str | Mapping):
+            raise DataError(
+                f"{type(self.data_generator).__name__}.generate must return rows, an empty list "
+                f"for none, got {type(made).__name__}"
+            )
+        rows = [self._row(number, values) for number, values in enumerate(made, self._made)]
+        self._made += len(rows)
+        self._add(rows)
 
-    def _add(self, made: Iterable[Mapping[str, Any]]) -> None:
-        name, first = type(self.data_generator).__name__, len(self._generated)
-        rows = []
-        for number, values in enumerate(made, start=first):
-            where = f"row {number} that {name} generated"
-            if not isinstance(values, Mapping):
-                raise DataError(f"{where} must be a mapping, got {type(values).__name__}")
-            try:
-                plain = json.loads(json.dumps(dict(values)))
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{where} is not of JSON's types: {error}") from error
-            rows.append(Row(Path(name), number, plain, name, where=where))
-        loaded = self._append(rows) if rows else LoadedPrompts([])
-        self._generated.extend(row.values for row in loaded.rows)
+    def _row(self, number: int, values: Any) -> Row:
+        name = type(self.data_generator).__name__
+        where = f"row {number} that {name} generated"
+        if not isinstance(values, Mapping):
+            raise DataError(f"{where} must be a mapping, got {type(values).__name__}")
+        try:
+            plain = json.loads(json.dumps(dict(values)))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where} is not of JSON's types: {error}") from error
+        return Row(Path(name), number, plain, name, where=where)
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        if rows:
+            self._generated.extend(self._append(rows).rows)
 
 
 def _generator(config: Mapping[str, Any]) -> AbstractDataGenerator:

@@ -85,11 +85,11 @@ def test_without_rows_and_without_tokenizer(tmp_path: Path) -> None:
 
 
 class Harder(AbstractDataGenerator):
-    """A longer prompt each time, and one that is too long."""
+    """One that is too long, and a longer prompt each time."""
 
     def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
         seen = dataset.last_batch
-        return [{"prompt": "z" * len(dataset), "level": seen}, {"prompt": "z" * 99}]
+        return [{"prompt": "z" * 99}, {"prompt": "z" * len(dataset), "level": seen}]
 
 
 def test_a_generator_adds_rows_after_each_batch(
@@ -130,17 +130,19 @@ def test_generators_are_named_in_the_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("rows", "message"),
     [
-        ("text", "row 0 that Bad generated must be a mapping, got str"),
-        ({"prompt": "a", "when": object()}, "row 0 that Bad generated is not of JSON's types"),
-        ({"text": "a"}, "row 0 that Bad generated has no column 'prompt'"),
+        (["text"], "row 0 that Bad generated must be a mapping, got str"),
+        (None, "Bad.generate must return rows, an empty list for none, got NoneType"),
+        ("text", "Bad.generate must return rows, an empty list for none, got str"),
+        ([{"prompt": "a", "when": object()}], "row 0 that Bad generated is not of JSON's types"),
+        ([{"text": "a"}], "row 0 that Bad generated has no column 'prompt'"),
     ],
 )
-def test_bad_generated_rows_are_named(tmp_path: Path, row: Any, message: str) -> None:
+def test_bad_generated_rows_are_named(tmp_path: Path, rows: Any, message: str) -> None:
     class Bad(AbstractDataGenerator):
-        def generate(self, dataset: DynamicGenDataset) -> Iterable[Any]:
-            return [row]
+        def generate(self, dataset: DynamicGenDataset) -> Any:
+            return rows
 
     with pytest.raises(DataError, match=re.escape(message)):
         DynamicGenDataset(write(tmp_path / "a.jsonl", "a"), char_tokenizer(), generator=Bad())

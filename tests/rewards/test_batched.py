@@ -90,12 +90,15 @@ def test_one_bad_value_is_its_own_failure() -> None:
 
 
 def test_who_gives_up_does_not_hold_up_the_others() -> None:
+    asked: list[int] = []
+
     async def body() -> float:
         started, go_on = anyio.Event(), anyio.Event()
 
         async def slow(
             data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any
         ) -> list[float]:
+            asked.append(len(solution_strs))
             started.set()
             await go_on.wait()
             return [7.0] * len(solution_strs)
@@ -109,6 +112,7 @@ def test_who_gives_up_does_not_hold_up_the_others() -> None:
         return (await manager.score_sample(sample(2))).value
 
     assert anyio.run(body) == 7.0
+    assert asked == [1, 1]
 
 
 def test_functions_of_single_responses_and_bad_sizes_are_refused() -> None:
