@@ -105,7 +105,11 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class AbstractDataGenerator(ABC):
-    """Makes rows for a `DynamicGenDataset`; `config` is its `data` section."""
+    """Makes rows for a `DynamicGenDataset`; `config` is its `data` section.
+
+    One that remembers something has `state_dict` and `load_state_dict`, of JSON's types, so that a
+    resumed run goes on exactly.
+    """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.config: Mapping[str, Any] = {} if config is None else config
@@ -135,7 +139,7 @@ class DynamicGenDataset(RLHFDataset):
     ) -> None:
         """`generator`: by default what `config`'s `datagen.path` and `datagen.name` name."""
         super().__init__(data_files, tokenizer, config, processor, max_samples)
-        self.data_generator = generator or _generator(self.config)
+        self.data_generator: Any = generator or _generator(self.config)
         self.last_batch: Any = None
         self._generated: list[Row] = []
         self._made = 0
@@ -148,13 +152,19 @@ class DynamicGenDataset(RLHFDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """The generated rows, each with its number among all that were made, as JSON types."""
-        rows = [[row.number, row.values] for row in self._generated]
-        return {"generated": rows, "made": self._made}
+        generator = self.data_generator
+        return {
+            "generated": [[row.number, row.values] for row in self._generated],
+            "made": self._made,
+            "generator": generator.state_dict() if hasattr(generator, "state_dict") else None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the generated rows of `state` instead of those there are."""
         kept = len(self.dataframe) - len(self._generated)
         del self.dataframe[kept:], self._prompts[kept:]
+        if state["generator"] is not None:
+            self.data_generator.load_state_dict(state["generator"])
         self._generated, self._made = [], int(state["made"])
         self._add([self._row(number, values) for number, values in state["generated"]])
 

@@ -87,8 +87,17 @@ def test_without_rows_and_without_tokenizer(tmp_path: Path) -> None:
 class Harder(AbstractDataGenerator):
     """One that is too long, and a longer prompt each time."""
 
+    calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.calls = state["calls"]
+
     def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
         seen = dataset.last_batch
+        self.calls += 1
         return [{"prompt": "z" * 99}, {"prompt": "z" * len(dataset), "level": seen}]
 
 
@@ -106,6 +115,10 @@ def test_a_generator_adds_rows_after_each_batch(
     again = DynamicGenDataset(path, char_tokenizer(), config, generator=Harder())
     again.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert [i["raw_prompt"] for i in again] == ["a", "b", "zz", "zzz"]
+    assert [i["uid"] for i in again] == [i["uid"] for i in dataset]
+    assert again.data_generator.calls == dataset.data_generator.calls == 2
+    again.on_batch_end("more")
+    dataset.on_batch_end("more")
     assert [i["uid"] for i in again] == [i["uid"] for i in dataset]
 
 
