@@ -79,8 +79,15 @@ class ReasoningGymTask:
     def demonstration(
         self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
     ) -> list[Message]:
-        """The problem and its answer in the form that is graded, without a chain of thought."""
+        """The problem and its answer in the form that is graded, without a chain of thought. Raises
+        `DataError` where the generator tells no answer."""
         entry, messages, _ = self._problem(split, index)
+        if entry["answer"] is None:
+            raise DataError(
+                f"reasoning-gym's {entry['metadata']['source_dataset']} grades answers and tells "
+                "none, so that there is nothing to imitate; leave it out, or set "
+                "sft.total_training_steps=0"
+            )
         answer = f"<answer>{entry['answer']}</answer>"
         return [*messages, {"role": "assistant", "content": answer}]
 

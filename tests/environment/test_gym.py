@@ -21,11 +21,18 @@ from tests.loops.helpers import records_of, rl_only
 gym = pytest.importorskip("reasoning_gym")
 
 
+class Bytes:
+    """Takes any text: a token for each byte."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
+        return list("".join(message["content"] for message in messages).encode())
+
+
 def task(datasets: Any, **options: Any) -> ReasoningGymTask:
     made = get_task(
         "reasoning_gym",
         options.pop("seed", 1),
-        tokenizer=char_tokenizer(),
+        tokenizer=options.pop("tokenizer", char_tokenizer()),
         **{"datasets": datasets, "max_prompt_length": 9999, **options},
     )
     assert isinstance(made, ReasoningGymTask)
@@ -94,6 +101,24 @@ def test_long_problems_are_passed_over() -> None:
     ]
     with pytest.raises(DataError, match=r"in a row are longer than data.max_prompt_length=20"):
         task("chain_sum", max_prompt_length=20).prompt("train", 0)
+
+
+WITHOUT_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
+"""Generators whose problems have many solutions, of which they tell none."""
+
+
+def test_every_generator_makes_problems_and_grades_their_answers() -> None:
+    names = sorted(set(gym.factory.DATASETS) - {"composite"})
+    assert len(names) > 100
+    for name in names:
+        one = task(name, tokenizer=Bytes(), max_prompt_length=10**7)
+        prompt = one.prompt("train", 7)
+        assert graded(prompt, "no")["score"] < 0.1, name
+        if name in WITHOUT_ANSWERS:
+            with pytest.raises(DataError, match="tells none, so that there is nothing to imitate"):
+                one.demonstration("train", 7)
+        else:
+            assert graded(prompt, one.demonstration("train", 7)[-1]["content"])["acc"] == 1.0, name
 
 
 def test_a_demonstration_is_what_is_graded() -> None:
