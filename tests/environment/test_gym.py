@@ -107,6 +107,9 @@ WITHOUT_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube"
 """Generators whose problems have many solutions, of which they tell none."""
 
 
+# Libraries that generators use leave files open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_every_generator_makes_problems_and_grades_their_answers() -> None:
     names = sorted(set(gym.factory.DATASETS) - {"composite"})
     assert len(names) > 100
