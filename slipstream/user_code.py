@@ -19,16 +19,28 @@ _PACKAGE = "pkg://"
 """VERL's mark of a module's dotted name where a file's path could stand."""
 
 
-def load_named(path: str | Path, name: str, *, path_key: str, name_key: str, what: str) -> Any:
+_PREFIX = "slipstream_user_"
+"""Of the names of modules that files become."""
+
+
+def load_named(
+    path: str | Path,
+    name: str,
+    *,
+    path_key: str,
+    name_key: str,
+    what: str,
+    prefix: str = _PREFIX,
+) -> Any:
     """The callable `name` of the file `path`, or of the module `pkg://dotted.name`.
 
     `path_key` and `name_key` are the options, for messages, and `what` says in the plural what is
     looked for. Raises ConfigError for a missing file or name, and for what does not import.
     """
-    module = import_module(path, key=path_key)
+    module = import_module(path, key=path_key, prefix=prefix)
     found = getattr(module, name, None)
     if not callable(found):
-        own = defined(module)
+        own = _defined(module)
         hint = did_you_mean(name, own) or "."
         raise ConfigError(
             f"{name_key} {name!r} is not in {str(path)!r}{hint} It defines: "
@@ -37,7 +49,7 @@ def load_named(path: str | Path, name: str, *, path_key: str, name_key: str, wha
     return found
 
 
-def import_module(path: str | Path, *, key: str, prefix: str = "slipstream_user_") -> ModuleType:
+def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> ModuleType:
     """The module of a file, which `pickle` finds again in this process, or of `pkg://dotted.name`.
 
     Raises ConfigError, which names the option `key`, where it does not import.
@@ -66,7 +78,7 @@ def import_module(path: str | Path, *, key: str, prefix: str = "slipstream_user_
     return module
 
 
-def defined(module: ModuleType) -> list[str]:
+def _defined(module: ModuleType) -> list[str]:
     """The public functions and classes that are the module's own, sorted."""
     return sorted(
         key

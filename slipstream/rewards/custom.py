@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
@@ -23,10 +22,11 @@ from slipstream.rewards.signatures import (
     takes,
     wants_data,
 )
-from slipstream.user_code import defined, import_module
+from slipstream.user_code import import_module, load_named
 
 _TRLS = (COMPLETIONS, "prompts", "completion_ids")
 
+_PATH_KEY = "custom_reward_function.path"
 _PREFIX = "slipstream_custom_reward_"
 """Of the names of modules that files become."""
 
@@ -40,15 +40,14 @@ def get_custom_reward_fn(
     `ConfigError` for a missing file or name, a file that does not import, and a signature that
     does not take these arguments.
     """
-    module = _import(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = defined(module)
-        hint = did_you_mean(name, own) or "."
-        raise ConfigError(
-            f"custom_reward_function.name {name!r} is not a function of {str(path)!r}{hint} It "
-            f"defines: {', '.join(own) or 'no functions'}"
-        )
+    function = load_named(
+        path,
+        name,
+        path_key=_PATH_KEY,
+        name_key="custom_reward_function.name",
+        what="functions",
+        prefix=_PREFIX,
+    )
     kwargs = dict(reward_kwargs or {})
     _check_signature(function, kwargs, name, path)
     return functools.partial(function, **kwargs) if kwargs else function
@@ -67,12 +66,8 @@ def call_custom(path: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _loaded(path: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_import(path), name)
+    function: Callable[..., Any] = getattr(import_module(path, key=_PATH_KEY, prefix=_PREFIX), name)
     return function
-
-
-def _import(path: str | Path) -> ModuleType:
-    return import_module(path, key="custom_reward_function.path", prefix=_PREFIX)
 
 
 def _check_signature(

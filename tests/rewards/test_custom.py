@@ -64,7 +64,7 @@ def test_missing_file_and_name(tmp_path: Path) -> None:
         get_custom_reward_fn(tmp_path / "no.py")
     with pytest.raises(
         ConfigError,
-        match=r"name 'compute_scor' is not a function of '.*mine\.py'; did you mean "
+        match=r"name 'compute_scor' is not in '.*mine\.py'; did you mean "
         r"compute_score or compute_reward\? It defines: Helper, compute_reward, compute_score, ",
     ):
         get_custom_reward_fn(path, "compute_scor")
