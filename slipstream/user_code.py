@@ -9,11 +9,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_mean
+
+T = TypeVar("T")
 
 _PACKAGE = "pkg://"
 """VERL's mark of a module's dotted name where a file's path could stand."""
@@ -47,6 +50,22 @@ def load_named(
             f"{', '.join(own) or f'no {what}'}"
         )
     return found
+
+
+def called(function: Callable[..., T], name: str, /, *args: Any, **kwargs: Any) -> T:
+    """What a user's function returns; whatever it raises becomes a `DataError` that names it.
+
+    Errors of Slipstream's own pass.
+    """
+    try:
+        return function(*args, **kwargs)
+    except SlipstreamError:
+        raise
+    except Exception as error:  # user code may raise anything; the reason is passed on
+        told = f": {error}" if str(error) else ""
+        raise DataError(
+            f"{name} failed with {type(error).__name__}{told} (--debug shows where)"
+        ) from error
 
 
 def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> ModuleType:

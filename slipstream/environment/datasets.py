@@ -13,14 +13,23 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from slipstream.environment.rows import Row, as_messages, mapping, missing_column, read_rows, subset
+from slipstream.environment.rows import (
+    Row,
+    as_messages,
+    ground_truth_of,
+    mapping,
+    missing_column,
+    read_rows,
+    subset,
+)
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message, Prompt
 
@@ -45,7 +54,7 @@ class LoadedPrompts:
     prompts: list[Prompt]
     filtered: int = 0
     failed: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
 
     def warn(self, max_prompt_length: int) -> None:
         """Log what was left out, if anything was."""
@@ -91,20 +100,24 @@ class PromptReader:
 
     def read(self, rows: Sequence[Row]) -> LoadedPrompts:
         """The prompts of `rows` that are not left out, truncated. May be none."""
+        return self.keep((row, row.where, partial(self.prompt, row)) for row in rows)
+
+    def keep(self, rows: Iterable[tuple[Any, str, Callable[[], Prompt]]]) -> LoadedPrompts:
+        """As `read`, of rows that are each a row, how messages name it, and what renders it."""
         loaded = LoadedPrompts([])
         filtered = 0
-        for row in rows:
+        for row, where, render in rows:
             try:
-                prompt = self.prompt(row)
+                prompt = render()
             except jinja2.TemplateError as error:
-                loaded.failed.append(f"{row.where} ({type(error).__name__}: {error})")
+                loaded.failed.append(f"{where} ({type(error).__name__}: {error})")
                 continue
             if not prompt.ids:
-                raise DataError(f"{row.where}: the prompt has no tokens")
+                raise DataError(f"{where}: the prompt has no tokens")
             if len(prompt.ids) > self.max_prompt_length and self.filter_overlong:
                 filtered += 1
                 continue
-            self.truncate(prompt, row.where)
+            self.truncate(prompt, where)
             loaded.prompts.append(prompt)
             loaded.rows.append(row)
         return replace(loaded, filtered=filtered)
@@ -142,7 +155,7 @@ class PromptReader:
             ids=ids,
             messages=messages,
             data_source=str(row.values.get(self.reward_fn_key) or ""),
-            ground_truth=mapping(row, "reward_model").get("ground_truth"),
+            ground_truth=ground_truth_of(row),
             extra_info=self._extra_info(row),
             ability=str(row.values.get("ability") or ""),
             multi_modal=media or None,

@@ -7,6 +7,7 @@ a data set has, which goes to the reward function by its own name. Knows no file
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.environment.datasets import PromptReader
-from slipstream.environment.rows import Row, as_messages, mapping
+from slipstream.environment.rows import Row, as_messages, ground_truth_of, mapping
 from slipstream.errors import DataError
 from slipstream.types import Message, Prompt
 
@@ -23,6 +24,14 @@ _READ = {*_TOKENS, "raw_prompt", "reward_model", "extra_info", "ability", "uid"}
 """Fields of an item that a prompt has as its own, and under no second name."""
 _EMPTY: dict[str, Any] = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
 """What `as_item` gives where a row's `extra_info` says nothing: none of it is the row's."""
+
+
+class RenderedIds(list[int]):
+    """The token ids of `messages`, as they were then."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt.ids)
+        self.messages = copy.deepcopy(prompt.messages)
 
 
 def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prompt:
@@ -37,6 +46,8 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
     row = Row(Path(name), index, dict(item), name, where=where)
     messages = _messages(row, reader)
     ids = _ids(row)
+    if isinstance(raw := item.get("raw_prompt_ids"), RenderedIds) and messages != raw.messages:
+        ids = None  # the item's class has rewritten the messages
     if ids is None:
         if messages is None:
             raise DataError(
@@ -58,7 +69,7 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
         ids=ids,
         messages=messages if messages is not None else "",
         data_source="" if source is None else str(source),
-        ground_truth=mapping(row, "reward_model").get("ground_truth"),
+        ground_truth=ground_truth_of(row),
         extra_info={**others, **mapping(row, "extra_info")},
         ability=str(item.get("ability") or ""),
     )
@@ -129,7 +140,7 @@ def as_item(prompt: Prompt, row: Mapping[str, Any], *, length: int, pad: int) ->
         "input_ids": ids,
         "attention_mask": there,
         "position_ids": (there.cumsum(0) - 1).clamp(min=0),
-        "raw_prompt_ids": list(prompt.ids),
+        "raw_prompt_ids": RenderedIds(prompt),
         "raw_prompt": prompt.messages,
         **{key: extra.get(key, empty) for key, empty in _EMPTY.items()},
         "uid": prompt.uid,

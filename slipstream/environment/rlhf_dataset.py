@@ -7,9 +7,12 @@ which `loops.build_dataset` makes; `dataset_source` draws from it.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +24,23 @@ from slipstream.environment.items import as_item
 from slipstream.environment.rows import Row, read_rows, subset
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Prompt
-from slipstream.user_code import load_named
+from slipstream.user_code import called, load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 _MAX_PROMPT_LENGTH = 1024
 """VERL's, where no configuration says another."""
+
+
+class LoadedRow(dict[str, Any]):
+    """The columns of a row, and where they come from."""
+
+    def __init__(self, origin: Row) -> None:
+        super().__init__(origin.values)
+        self.origin = origin
 
 
 class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -35,9 +48,13 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     `config` is the section `data` as a mapping (keys: `prompt_key`, `reward_fn_key`,
     `max_prompt_length`, `truncation`, `filter_overlong_prompts`, `apply_chat_template_kwargs`,
-    `shuffle`, `seed`). Rows whose template fails are left out, counted and named. A subclass may
-    have rows of its own: without `data_files` it sets `self.dataframe`, or defines `__len__`, and
-    defines `__getitem__`.
+    `shuffle`, `seed`). Rows whose template fails are left out, counted and named.
+
+    `self.dataframe` is the list of rows; an item is made from its row when it is asked for. A
+    subclass may filter or change it, define VERL's `_read_files_and_tokenize`,
+    `maybe_filter_out_long_prompts` and `_build_messages`, or have rows of its own: without
+    `data_files` it sets `self.dataframe` or defines `__len__`, and defines `__getitem__`; one that
+    holds an environment in `self.env` is as long as that.
     """
 
     def __init__(
@@ -50,45 +67,92 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         """Raises `DataError` for files that cannot be read and where no row is left."""
         self.config: Mapping[str, Any] = {} if config is None else config
-        self.tokenizer = tokenizer
+        self.data_files = data_files
+        self.tokenizer: Any = tokenizer
         self.tokenizer_kwargs: dict[str, Any] = {}
         self.processor = processor
         self.max_samples = max_samples
         self.prompt_key = str(self.config.get("prompt_key", "prompt"))
         self.max_prompt_length = int(self.config.get("max_prompt_length", _MAX_PROMPT_LENGTH))
-        self._prompts: list[Prompt] = []
-        if data_files is None:
-            if not hasattr(self, "dataframe"):
-                self.dataframe: list[Any] = []
-            return
-        self.dataframe = []
-        seed = self.config.get("seed") if self.config.get("shuffle", True) else None
-        loaded = self._append(subset(read_rows(data_files), max_samples=max_samples, seed=seed))
-        if not loaded.prompts:
-            raise none_left(loaded, self.max_prompt_length)
+        self._identity = ""
+        if data_files is not None:
+            self._read_files_and_tokenize()
+            content = repr(list(self.dataframe)).encode()
+            self._identity = hashlib.blake2b(content, digest_size=8).hexdigest()
+        elif not hasattr(self, "dataframe"):
+            self.dataframe: Any = []
 
     def __len__(self) -> int:
-        return len(self.dataframe)
+        env: Any = getattr(self, "env", None)
+        return len(env if len(self.dataframe) == 0 and hasattr(env, "__len__") else self.dataframe)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Item `index` with all columns of its row but the prompt."""
-        if index >= len(self._prompts):
-            raise IndexError(f"row {index} of {len(self._prompts)}")
-        row = {k: v for k, v in self.dataframe[index].items() if k != self.prompt_key}
-        assert self.tokenizer is not None, "a prompt has been read with it"
+        row = self.dataframe[index]
+        prompt, columns = self._rendered(row, index)
+        self._reader().truncate(prompt, self._where(row, index))
         pad = self.tokenizer.pad_token_id
         return as_item(
-            self._prompts[index], row, length=self.max_prompt_length, pad=0 if pad is None else pad
+            prompt, columns, length=self.max_prompt_length, pad=0 if pad is None else pad
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[i] for i in range(len(self)))
 
-    def _append(self, rows: Sequence[Row]) -> LoadedPrompts:
-        """Add rows that can be rendered and are short enough; warn of the others."""
+    def identity(self) -> str:
+        """What the rows are, so that a run is not resumed with others; "" without files."""
+        return self._identity
+
+    def _read_files_and_tokenize(self) -> None:
+        seed = self.config.get("seed") if self.config.get("shuffle", True) else None
+        assert self.data_files is not None
+        rows = subset(read_rows(self.data_files), max_samples=self.max_samples, seed=seed)
+        self.dataframe = self.maybe_filter_out_long_prompts([LoadedRow(row) for row in rows])
+
+    def maybe_filter_out_long_prompts(self, dataframe: Sequence[Any]) -> list[Any]:
+        """The rows that can be rendered and, with `filter_overlong_prompts`, are short enough; the
+        others are counted and named in a warning. Raises `DataError` where none is left."""
+        loaded = self._kept(dataframe)
+        loaded.warn(self.max_prompt_length)
+        if not loaded.rows:
+            raise none_left(loaded, self.max_prompt_length)
+        return loaded.rows
+
+    def _build_messages(self, example: dict[str, Any]) -> Any:
+        """Take the prompt out of a row's columns: messages, or text."""
+        return example.pop(self.prompt_key, None)
+
+    def _kept(self, rows: Sequence[Any]) -> LoadedPrompts:
+        return self._reader().keep(
+            (row, self._where(row, index), partial(self._prompt, row, index))
+            for index, row in enumerate(rows)
+        )
+
+    def _prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
+        return self._rendered(row, index)[0]
+
+    def _rendered(self, row: Mapping[str, Any], index: int) -> tuple[Prompt, dict[str, Any]]:
+        """The whole prompt of a row, and its other columns."""
+        columns = dict(row)
+        messages = self._build_messages(columns)
+        values = {k: v for k, v in columns.items() if k != self.prompt_key}
+        if messages is not None:
+            values[self.prompt_key] = messages
+        name = type(self).__name__
+        origin = row.origin if isinstance(row, LoadedRow) else Row(Path(name), index, {}, name)
+        where = self._where(row, index)
+        prompt = self._reader().prompt(
+            Row(origin.file, origin.number, values, origin.source, where)
+        )
+        return prompt, {k: v for k, v in values.items() if k != self.prompt_key}
+
+    def _where(self, row: Any, index: int) -> str:
+        return row.origin.where if isinstance(row, LoadedRow) else f"{type(self).__name__}[{index}]"
+
+    def _reader(self) -> PromptReader:
         if self.tokenizer is None:
             raise DataError(f"{type(self).__name__} reads prompts and has no tokenizer; give one")
-        loaded = PromptReader(
+        return PromptReader(
             tokenizer=self.tokenizer,
             max_prompt_length=self.max_prompt_length,
             prompt_key=self.prompt_key,
@@ -97,11 +161,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             filter_overlong=bool(self.config.get("filter_overlong_prompts", True)),
             processor=self.processor,
             template_kwargs=dict(self.config.get("apply_chat_template_kwargs") or {}),
-        ).read(rows)
-        loaded.warn(self.max_prompt_length)
-        self.dataframe.extend(row.values for row in loaded.rows)
-        self._prompts.extend(loaded.prompts)
-        return loaded
+        )
 
 
 class AbstractDataGenerator(ABC):
@@ -141,7 +201,7 @@ class DynamicGenDataset(RLHFDataset):
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         self.data_generator: Any = generator or _generator(self.config)
         self.last_batch: Any = None
-        self._generated: list[Row] = []
+        self._generated: list[LoadedRow] = []
         self._made = 0
         self._grow()
 
@@ -154,32 +214,39 @@ class DynamicGenDataset(RLHFDataset):
         """The generated rows, each with its number among all that were made, as JSON types."""
         generator = self.data_generator
         return {
-            "generated": [[row.number, row.values] for row in self._generated],
+            "generated": [[row.origin.number, dict(row)] for row in self._generated],
             "made": self._made,
             "generator": generator.state_dict() if hasattr(generator, "state_dict") else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the generated rows of `state` instead of those there are."""
-        kept = len(self.dataframe) - len(self._generated)
-        del self.dataframe[kept:], self._prompts[kept:]
+        old = set(map(id, self._generated))
+        self.dataframe = [row for row in self.dataframe if id(row) not in old]
         if state["generator"] is not None:
             self.data_generator.load_state_dict(state["generator"])
+        elif not hasattr(self.data_generator, "state_dict"):
+            log.warning(
+                "%s has no state_dict: what it remembered before the run was resumed is gone, its "
+                "rows are not",
+                type(self.data_generator).__name__,
+            )
         self._generated, self._made = [], int(state["made"])
         self._add([self._row(number, values) for number, values in state["generated"]])
 
     def _grow(self) -> None:
-        made = self.data_generator.generate(self)
+        name = f"{type(self.data_generator).__name__}.generate"
+        made = called(self.data_generator.generate, name, self)
         if made is None or isinstance(made, str | Mapping):
             raise DataError(
-                f"{type(self.data_generator).__name__}.generate must return rows, an empty list "
-                f"for none, got {type(made).__name__}"
+                f"{name} must return rows, an empty list for none, got {type(made).__name__}"
             )
-        rows = [self._row(number, values) for number, values in enumerate(made, self._made)]
+        values: list[Any] = called(list, name, made)
+        rows = [self._row(number, value) for number, value in enumerate(values, self._made)]
         self._made += len(rows)
         self._add(rows)
 
-    def _row(self, number: int, values: Any) -> Row:
+    def _row(self, number: int, values: Any) -> LoadedRow:
         name = type(self.data_generator).__name__
         where = f"row {number} that {name} generated"
         if not isinstance(values, Mapping):
@@ -188,11 +255,13 @@ class DynamicGenDataset(RLHFDataset):
             plain = json.loads(json.dumps(dict(values)))
         except (TypeError, ValueError) as error:
             raise DataError(f"{where} is not of JSON's types: {error}") from error
-        return Row(Path(name), number, plain, name, where=where)
+        return LoadedRow(Row(Path(name), number, plain, name, where=where))
 
-    def _add(self, rows: Sequence[Row]) -> None:
-        if rows:
-            self._generated.extend(self._append(rows).rows)
+    def _add(self, rows: Sequence[LoadedRow]) -> None:
+        loaded = self._kept(rows)
+        loaded.warn(self.max_prompt_length)
+        self.dataframe = [*self.dataframe, *loaded.rows]
+        self._generated.extend(loaded.rows)
 
 
 def _generator(config: Mapping[str, Any]) -> AbstractDataGenerator:
@@ -208,7 +277,7 @@ def _generator(config: Mapping[str, Any]) -> AbstractDataGenerator:
             f"data.datagen.name={name} must be a class with generate(dataset), as "
             "AbstractDataGenerator has it"
         )
-    generator: AbstractDataGenerator = found(config)
+    generator: AbstractDataGenerator = called(found, f"{name}(...)", config)
     return generator
 
 

@@ -97,6 +97,14 @@ def as_messages(row: Row, key: str) -> list[Message]:
                 f"{row.where}: column {key!r}, message {turn} needs 'role' and 'content', got "
                 f"{_short(message)}"
             )
+        content = message["content"]
+        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        called = content is None and message.get("tool_calls")
+        if not (isinstance(content, str) or parts or called):
+            raise DataError(
+                f"{row.where}: column {key!r}, message {turn}: 'content' must be text, got "
+                f"{type(content).__name__} {_short(content)}"
+            )
     # Parquet gives every message the union of all keys; the absent ones come back as None.
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
 
@@ -112,6 +120,12 @@ def mapping(row: Row, key: str) -> dict[str, Any]:
             f"{_short(value)}"
         )
     return value
+
+
+def ground_truth_of(row: Row) -> Any:
+    """VERL's `reward_model.ground_truth`, else a column `ground_truth`, as TRL's data sets have."""
+    truth = mapping(row, "reward_model").get("ground_truth")
+    return row.values.get("ground_truth") if truth is None else truth
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from slipstream.environment.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError, did_you_mean
-from slipstream.user_code import load_named
+from slipstream.user_code import called, load_named
 
 DATASET_INDEX = "dataset_index"
 """The field of a batch that holds the places of its rows in the data set."""
@@ -184,5 +184,7 @@ def load_sampler(
             f"data.sampler.class_name={name} must be a torch.utils.data.Sampler, such as "
             "AbstractSampler of slipstream.environment.samplers"
         )
-    sampler: torch.utils.data.Sampler[int] = found(data_source=dataset, data_config=config)  # type: ignore[call-arg]
+    sampler: torch.utils.data.Sampler[int] = called(
+        found, f"{name}(...)", data_source=dataset, data_config=config
+    )
     return sampler

@@ -18,7 +18,7 @@ from slipstream.environment.rlhf_dataset import DynamicGenDataset, RLHFDataset
 from slipstream.environment.samplers import load_sampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Prompt
-from slipstream.user_code import load_named
+from slipstream.user_code import called, load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ def make_dataset(
         raise ConfigError(
             f"data.custom_cls.name={own.name} cannot be made with {', '.join(arguments)}: {error}"
         ) from error
-    return found(**arguments)
+    return called(found, f"{own.name}(...)", **arguments)
 
 
 def make_source(
@@ -135,8 +135,12 @@ def all_prompts(
     """The first `count` prompts of a data set, -1: all. Raises `DataError` where there is none, and
     for items of equal uid."""
     reader, name = prompt_reader(config, tokenizer), type(dataset).__name__
-    total = len(dataset) if count == -1 else min(count, len(dataset))
-    prompts = [as_prompt(dataset[i], reader=reader, name=name, index=i) for i in range(total)]
+    length = called(len, f"{name}.__len__", dataset)
+    total = length if count == -1 else min(count, length)
+    prompts = []
+    for i in range(total):
+        item = called(dataset.__getitem__, f"{name}.__getitem__({i})", i)
+        prompts.append(as_prompt(item, reader=reader, name=name, index=i))
     if not prompts:
         raise DataError(f"{name} has no rows to validate on; see data.val_files")
     if len({prompt.uid for prompt in prompts}) < len(prompts):

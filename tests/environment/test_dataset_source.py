@@ -110,7 +110,7 @@ def test_a_list_does_not_listen() -> None:
 def test_bad_data_sets_are_named() -> None:
     with pytest.raises(DataError, match="list has no rows: give it data files"):
         source([])
-    with pytest.raises(DataError, match="object or its sampler has no length"):
+    with pytest.raises(DataError, match="object has no length: give the class"):
         source(object())
     same = DataBuffer(source(Letters(2, uid="x")))
     with pytest.raises(DataError, match=r"Letters\[1\] has the uid 'x' of Letters\[0\]"):
