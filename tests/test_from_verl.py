@@ -26,6 +26,8 @@ INFERENCE = (
     "actor_rollout_ref.rollout.top_p=0.9",
     "actor_rollout_ref.rollout.max_response_length=12",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.rollout.interactions=null",
+    "actor_rollout_ref.rollout.tools=null",
 )
 TRAINING = (
     "actor_rollout_ref.actor.optim.lr=1e-6",
@@ -70,6 +72,8 @@ REFUSED = {
     "actor_rollout_ref.rollout.name=sglang": "actor_rollout_ref.rollout.name=embedded",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "set it to 1",
     "actor_rollout_ref.actor.strategy=fsdp": "actor_rollout_ref.actor.strategy=single",
+    "actor_rollout_ref.rollout.tools=[search]": "set it to false or null",
+    "actor_rollout_ref.rollout.interactions=[chat]": "set it to false or null",
 }
 """What needs several devices or another engine, and what the message says to set."""
 

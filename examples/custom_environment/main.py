@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from your_environment import YourEnvironment
 
 from slipstream.compat.verl import RayPPOTrainer
+from slipstream.environment.tokenizer import build_tokenizer
 
 
 @hydra.main(config_path="config", config_name="config", version_base=None)
@@ -20,7 +21,8 @@ def main(config: DictConfig) -> None:
     env = YourEnvironment()
 
     # Create custom dataset
-    dataset = CustomEnvDataset(env)
+    tokenizer = build_tokenizer()
+    dataset = CustomEnvDataset(env, tokenizer=tokenizer)
 
     # Create custom reward manager
     reward_fn = CustomRewardManager(env)
@@ -30,7 +32,7 @@ def main(config: DictConfig) -> None:
         config=config,
         train_dataset=dataset,
         reward_fn=reward_fn,
-        val_dataset=CustomEnvDataset(YourEnvironment(size=64, seed=2)),
+        val_dataset=CustomEnvDataset(YourEnvironment(size=64, seed=2), tokenizer=tokenizer),
     )
 
     # Start training

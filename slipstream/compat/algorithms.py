@@ -21,6 +21,7 @@ from slipstream.algorithms import (
     register_adv_est,
     register_policy_loss,
 )
+from slipstream.algorithms.registry import registered_name
 from slipstream.compat.rewards import DataProto
 
 __all__ = [
@@ -90,8 +91,14 @@ def compute_advantage(
     """`data` with `advantages` and `returns` (B, T), from `token_level_rewards` (else
     `token_level_scores`), `response_mask`, `uid`, and `values` where the estimator takes them.
 
-    `num_repeat` is VERL's and not needed: groups are rows of one `uid`.
+    `num_repeat` is VERL's and not needed: groups are rows of one `uid`. Raises ValueError for an
+    estimator other than GAE without `uid`.
     """
+    if "uid" not in data.non_tensor_batch and registered_name(adv_estimator) != "gae":
+        raise ValueError(
+            f"{adv_estimator} compares the responses to a prompt: non_tensor_batch['uid'] must say "
+            "which rows have the same one"
+        )
     batch = data.batch
     settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     rewards = "token_level_rewards" if "token_level_rewards" in batch else "token_level_scores"
@@ -103,7 +110,8 @@ def compute_advantage(
     }
     asked |= {k: batch[k] for k in ("values", "reward_baselines", "old_log_probs") if k in batch}
     advantages, returns = get_adv_estimator_fn(adv_estimator)(**asked)
-    return data.union(DataProto({"advantages": advantages, "returns": returns}))
+    data.batch["advantages"], data.batch["returns"] = advantages, returns
+    return data
 
 
 compute_advantages = compute_advantage

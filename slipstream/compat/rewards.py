@@ -6,6 +6,7 @@ A manager here is one of `slipstream.rewards`, called with a whole `DataProto`.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from slipstream.config.load import load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.loops.build_data import decode_with, make_reward_manager
 from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward_fn
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
@@ -26,6 +27,7 @@ from slipstream.rewards.load import load_reward_manager as load_manager
 from slipstream.rewards.protocol import RewardManager, apply_score
 from slipstream.rewards.sandbox.fusion import FusionSandbox
 from slipstream.rewards.sandbox.protocol import DEFAULT_LIMITS
+from slipstream.rewards.signatures import RETURN_DICT, takes
 from slipstream.types import Sample, Segment, Status
 
 __all__ = [
@@ -43,6 +45,19 @@ __all__ = [
     "get_custom_reward_fn",
     "load_reward_manager",
 ]
+
+
+_log = logging.getLogger(__name__)
+
+_OF_SAMPLES = (
+    "data_source",
+    "reward_model",
+    "extra_info",
+    "uid",
+    "raw_prompt",
+    "response_text",
+)
+"""Fields of batches that samples have as their own."""
 
 
 def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] = ()) -> Config:
@@ -75,8 +90,8 @@ class VerlRewardManager:
         """Rewards (B, R), each at the last token of its response; with `return_dict` a mapping of
         `reward_tensor` and `reward_extra_info`, lists by the name of a part.
 
-        A batch with `rm_scores` has its rewards already. Raises RewardError where
-        `reward_model.on_failure` is `stop`; `drop` marks its rows with the part `failed`.
+        A batch with `rm_scores` has its rewards already. Failures are told in a warning and as the
+        part `failed`. Raises RewardError where `reward_model.on_failure` is `stop`.
         """
         extra: dict[str, list[Any]] = {}
         if "rm_scores" in data.batch:
@@ -100,8 +115,10 @@ class VerlRewardManager:
         extra: dict[str, list[Any]] = {n: [s.parts.get(n) for s in given] for n in names}
         if any(score.answer is not None for score in given):
             extra["pred"] = [score.answer for score in given]
-        if any(score.failure is not None for score in given):
+        failed = [score.failure for score in given if score.failure is not None]
+        if failed:
             extra["failed"] = [score.failure for score in given]
+            _log.warning("%d of %d responses failed: %s", len(failed), len(given), failed[0])
         return rewards, extra
 
 
@@ -143,7 +160,8 @@ PrimeRewardManager = _manager_class("prime")
 def samples_of(data: DataProto) -> list[Sample]:
     """The rows of a batch as finished samples: from `responses` and `attention_mask` (or
     `response_mask`), with `prompts`, `data_source`, `reward_model`, `extra_info` and `uid` where
-    they are. Raises KeyError without responses."""
+    they are; other fields that are no tensors go to `extra_info`. Raises KeyError without
+    responses, and DataError for a `reward_model` or `extra_info` that is no mapping."""
     batch, others = data.batch, data.non_tensor_batch
     responses = batch["responses"]
     width = responses.shape[1]
@@ -156,6 +174,14 @@ def samples_of(data: DataProto) -> list[Sample]:
         value = others[name][row] if name in others else None
         return default if value is None else value
 
+    def _object(name: str, row: int) -> dict[str, Any]:
+        value = field(name, row, {})
+        if not isinstance(value, Mapping):
+            raise DataError(
+                f"row {row}: {name} must be a mapping, got {type(value).__name__} {value!r}"
+            )
+        return dict(value)
+
     samples = []
     for row in range(len(data)):
         prompt: list[int] = []
@@ -164,6 +190,7 @@ def samples_of(data: DataProto) -> list[Sample]:
             mask = batch["attention_mask"][row, : len(tokens)] if "attention_mask" in batch else 1
             prompt = tokens[torch.as_tensor(mask).bool().expand(len(tokens))].tolist()
         answer = responses[row][there[row].bool()].tolist()
+        own = {key: values[row] for key, values in others.items() if key not in _OF_SAMPLES}
         samples.append(
             Sample(
                 prompt=field("raw_prompt", row, ""),
@@ -174,8 +201,8 @@ def samples_of(data: DataProto) -> list[Sample]:
                 status=Status.COMPLETED,
                 uid=str(field("uid", row, row)),
                 data_source=str(field("data_source", row, "")),
-                ground_truth=field("reward_model", row, {}).get("ground_truth"),
-                extra_info=dict(field("extra_info", row, {})),
+                ground_truth=_object("reward_model", row).get("ground_truth"),
+                extra_info={**own, **_object("extra_info", row)},
             )
         )
     return samples
@@ -198,10 +225,8 @@ def compute_reward(
     data: DataProto, reward_fn: Callable[..., Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Rewards (B, R) or (B,) of a batch, and what goes with them, by a manager or a function."""
-    if isinstance(reward_fn, VerlRewardManager):
-        returned = reward_fn(data, return_dict=True)
-    else:
-        returned = reward_fn(data)
+    asked = {RETURN_DICT: True} if takes(reward_fn, RETURN_DICT) else {}
+    returned = reward_fn(data, **asked)
     if isinstance(returned, Mapping):
         return returned["reward_tensor"], dict(returned.get("reward_extra_info") or {})
     if isinstance(returned, tuple):

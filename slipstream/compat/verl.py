@@ -1,6 +1,6 @@
 """Names of VERL, for code that was written for it: change `verl` to `slipstream.compat.verl`.
 
-Batches have string keys here and nowhere else. `docs/from_verl.md` says what differs.
+`docs/from_verl.md` says what differs.
 """
 
 from slipstream.compat.algorithms import (

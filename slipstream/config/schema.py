@@ -53,7 +53,7 @@ class SamplerConfig:
     `PassRateSampler`, a curriculum; null: all rows, as `data.shuffle` says."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Settings that the class finds in its configuration; of `PassRateSampler`: `floor`,
-    `momentum`."""
+    `momentum`, `threshold`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

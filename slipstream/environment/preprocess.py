@@ -25,6 +25,7 @@ from slipstream.rewards.scorers.boxed import last_boxed
 SPLITS = ("train", "test")
 
 _SUFFIXES = (".parquet", ".jsonl", ".json")
+_NAME = re.compile(rf"({'|'.join(SPLITS)})(-\d+-of-\d+)?\.\w+")
 _GSM8K_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*$")
 
 
@@ -102,24 +103,35 @@ def _splits(source: Path) -> dict[str, list[Path]]:
     if not source.is_dir():
         raise DataError(f"{str(source)!r} does not exist: give a file or folder of the data set")
     found: dict[str, list[Path]] = {}
-    for split in SPLITS:
-        files = [
-            path
-            for path in sorted(source.rglob("*"))
-            if path.suffix in _SUFFIXES and _of_split(path.relative_to(source), split)
-        ]
-        if files:
-            found[split] = files
+    roots: dict[Path, None] = {}
+    for path in sorted(source.rglob("*")):
+        place = _place(path, source)
+        if place is not None:
+            split, root = place
+            roots[root] = None
+            found.setdefault(split, []).append(path)
     if not found:
         raise DataError(
-            f"{str(source)!r} has no .parquet, .jsonl or .json file whose name, or folder's name, "
-            "begins with train or test"
+            f"{str(source)!r} has no .parquet, .jsonl or .json file that is called train or test, "
+            "as a shard of either is (train-00000-of-00001.parquet), or in a folder of that name"
         )
-    return found
+    if len(roots) > 1:
+        raise DataError(
+            f"{str(source)!r} holds several data sets; give one of: {', '.join(map(str, roots))}"
+        )
+    return {split: found[split] for split in SPLITS if split in found}
 
 
-def _of_split(path: Path, split: str) -> bool:
-    return any(part == split for part in path.parts[:-1]) or path.name.startswith(split)
+def _place(path: Path, source: Path) -> tuple[str, Path] | None:
+    """Which split a file belongs to, and the folder of the data set that it is of."""
+    if path.suffix not in _SUFFIXES:
+        return None
+    parents = path.relative_to(source).parts[:-1]
+    for depth, part in enumerate(parents):
+        if part in SPLITS:
+            return part, source.joinpath(*parents[:depth])
+    named = _NAME.fullmatch(path.name)
+    return (named[1], path.parent) if named else None
 
 
 def _numbered(files: list[Path]) -> Iterator[Row]:

@@ -39,7 +39,8 @@ class AbstractCurriculumSampler(AbstractSampler):
     @abstractmethod
     def update(self, batch: Any) -> None:
         """Called after each step with VERL's `DataProto` of it: `batch["token_level_scores"]`
-        (B, R), and beside its fields `acc`, `uid` and `dataset_index`."""
+        (B, R), and beside its fields `acc`, `uid`, `dataset_index` and `trained`, which is False
+        for groups that `algorithm.filter_groups` rejected."""
 
 
 class PassRateSampler(AbstractCurriculumSampler):
@@ -49,12 +50,13 @@ class PassRateSampler(AbstractCurriculumSampler):
     its rewards, which is what group-relative advantages learn from, and a floor that keeps asking
     for what seemed settled. The rate is an exponential mean of `momentum` per group, and begins at
     1/2, so that what was never asked comes first. No prompt is drawn twice before the next update,
-    as long as there are others. Options in `data.sampler.kwargs`; the draws are a function of the
-    seed, the count, and the rates.
+    as long as there are others. A response is solved where its `acc` is above 0 or, where scores
+    tell none, its reward above `threshold`. Options in `data.sampler.kwargs`; the draws are a
+    function of the seed, the count, and the rates.
     """
 
     def __init__(self, data_source: Sized, data_config: Mapping[str, Any]) -> None:
-        options = {"floor": 0.02, "momentum": 0.5}
+        options = {"floor": 0.02, "momentum": 0.5, "threshold": 0.0}
         given = (data_config.get("sampler") or {}).get("kwargs") or {}
         for key, value in given.items():
             if key not in options:
@@ -62,13 +64,16 @@ class PassRateSampler(AbstractCurriculumSampler):
                     f"data.sampler.kwargs.{key} is no option of PassRateSampler"
                     f"{did_you_mean(key, options)} (known: {', '.join(options)})"
                 )
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or (key != "threshold" and not 0 < value <= 1):
                 raise ConfigError(
-                    f"data.sampler.kwargs.{key}={value} must be above 0 and at most 1"
+                    f"data.sampler.kwargs.{key}={value} must be "
+                    + ("a number" if key == "threshold" else "above 0 and at most 1")
                 )
             options[key] = float(value)
         self._source = data_source
         self._floor, self._momentum = options["floor"], options["momentum"]
+        self._threshold = options["threshold"]
         self._seed = str(data_config.get("seed"))
         self._rates = np.full(len(data_source), 0.5)
         self._drawn = 0
@@ -91,7 +96,7 @@ class PassRateSampler(AbstractCurriculumSampler):
     def update(self, batch: Any) -> None:
         self._see_growth()
         places = [int(i) for i in batch.non_tensor_batch[DATASET_INDEX]]
-        solved = _solved(batch)
+        solved = self._solved(batch)
         for place in sorted(set(places)):
             of_it = [right for i, right in zip(places, solved, strict=True) if i == place]
             rate = sum(of_it) / len(of_it)
@@ -117,6 +122,14 @@ class PassRateSampler(AbstractCurriculumSampler):
         self._rates, self._drawn, self._sums = rates, int(state["drawn"]), None
         self._taken = {int(i) for i in state["taken"]}
         self._see_growth()
+
+    def _solved(self, batch: Any) -> list[float]:
+        """1.0 for each row that is right, else 0.0."""
+        rights = batch.non_tensor_batch.get("acc")
+        if rights is not None and all(right is not None for right in rights):
+            return [float(right > 0) for right in rights]
+        rewards = batch.batch["token_level_scores"].sum(-1).tolist()
+        return [float(reward > self._threshold) for reward in rewards]
 
     def _see_growth(self) -> None:
         """A data set may have gained rows."""
@@ -144,14 +157,6 @@ class PassRateSampler(AbstractCurriculumSampler):
         weights = self._rates * (1.0 - self._rates) + self._floor
         weights[list(self._taken)] = 0.0
         return np.cumsum(weights)
-
-
-def _solved(batch: Any) -> list[float]:
-    """1.0 for each row that is right: its `acc` where it has one, else a reward above 0."""
-    rights = batch.non_tensor_batch.get("acc")
-    if rights is None or any(right is None for right in rights):
-        rights = batch.batch["token_level_scores"].sum(-1).tolist()
-    return [float(right > 0) for right in rights]
 
 
 BUILT_IN = {"PassRateSampler": PassRateSampler}

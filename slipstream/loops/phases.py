@@ -285,7 +285,7 @@ class _RLPhase:
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
         if (source := self._data.listener) is not None:
-            batch = proto_of_step(groups, run.tokenizer, source.place_of)
+            batch = proto_of_step(groups, self._rollouts.rejected, run.tokenizer, source.place_of)
             source.on_batch_end(batch)
         if self._watch is not None:
             metrics |= self._watch.metrics()

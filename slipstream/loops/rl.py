@@ -201,6 +201,7 @@ async def run_rl_training(
         failures.see(step, groups)
         watch.see(step, metrics)
         done = await after_step(step, groups, metrics, timers) if after_step is not None else False
+        failures.check(step)
         metrics |= speed_metrics(groups, metrics, timers)
         history.append(metrics)
         if metrics_logger is not None and (step % config.log_every == 0 or done):
@@ -249,20 +250,35 @@ def speed_metrics(
 
 
 class FailureWatch:
-    """Says each new kind of failure once, with how many samples of the step it took."""
+    """Says each new kind of failure once, with how many samples of the step it took. Where no
+    sample has ever been scored, there is nothing to learn: `check` raises."""
 
     def __init__(self, notify: Callable[[str], None], *, at_most: int = 5) -> None:
         self._notify = notify
         self._left = at_most
         self._said: set[str] = set()
+        self._scored = 0
+        self._last = ""
 
     def see(self, step: int, groups: Sequence[Group]) -> None:
         samples = [sample for group in groups for sample in group.samples]
-        for reason, count in Counter(filter(None, map(failure_of, samples))).items():
+        failures = list(filter(None, map(failure_of, samples)))
+        self._scored += len(samples) - len(failures)
+        self._last = failures[-1] if failures else ""
+        for reason, count in Counter(failures).items():
             if reason not in self._said and self._left:
                 self._said.add(reason)
                 self._left -= 1
                 self._notify(f"warning: step {step}: {count} of {len(samples)} samples: {reason}")
+
+    def check(self, step: int) -> None:
+        """Raises TrainingError where all samples failed, of this step and of those before."""
+        if self._scored == 0 and self._last:
+            raise TrainingError(
+                f"step {step}: not one response could be scored: {self._last}. Try the reward "
+                "function on the recorded rollouts: slipstream reward RUN/rollouts/"
+                f"{step}.jsonl --fn FILE:NAME"
+            )
 
 
 class FlatRewardWatch:

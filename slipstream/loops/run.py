@@ -23,7 +23,7 @@ from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.config.launch import INTERRUPTED
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.errors import StageTimeoutError
+from slipstream.errors import ConfigError, DataError, StageTimeoutError
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
@@ -186,6 +186,7 @@ async def _train(run: Run, mode: Mode) -> bool:
     start = initial_policy(run.config)
     phases = mode.split("+")
     check_resumable(run, phases)
+    _check_validation(run)
     if run.config.trainer.val_only:
         await _validate_only(run, start)
         return True
@@ -213,6 +214,24 @@ async def _train(run: Run, mode: Mode) -> bool:
     return not run.interrupt.requested and await rl_phase(run, start)
 
 
+def _check_validation(run: Run) -> None:
+    """Without prompts nothing is validated: refused where nothing else is to be done, and told
+    where it was asked for. Raises ConfigError."""
+    trainer = run.config.trainer
+    if run.held_out:
+        return
+    if trainer.val_only:
+        raise ConfigError(
+            "trainer.val_only=true has nothing to validate on; set data.val_files=FILE or "
+            "data.task=countdown"
+        )
+    if trainer.test_freq > 0:
+        run.progress.note(
+            f"trainer.test_freq={trainer.test_freq} has no effect: there is nothing to validate "
+            "on; set data.val_files=FILE"
+        )
+
+
 async def _validate_only(run: Run, start: Path | None) -> None:
     checkpoint = run.resume_folder("sft")
     if checkpoint is not None:
@@ -229,8 +248,8 @@ def _conclude(folder: Path, *, finished: bool) -> None:
     if logs:
         try:
             print(f"picture      {plot_run(logs, folder / PICTURE)}")
-        except OSError as error:
-            # The run is done; a full disk must not make it look failed.
+        except (OSError, DataError) as error:
+            # The run is done; a full disk must not make it look failed, nor a log without curves.
             print(f"picture      none: {error}")
     print(f"checkpoints  {folder}")
     if finished:

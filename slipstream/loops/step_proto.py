@@ -1,4 +1,4 @@
-"""What was trained on in a step, as VERL's `DataProto`, for samplers and data sets that listen."""
+"""What was scored in a step, as VERL's `DataProto`, for samplers and data sets that listen."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ import torch
 
 from slipstream.environment.samplers import DATASET_INDEX
 from slipstream.rewards.data_proto import DataProto, proto_of
-from slipstream.types import Group
+from slipstream.types import Group, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def proto_of_step(
-    groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, place_of: Callable[[str], int]
+    groups: Sequence[Group],
+    rejected: Sequence[Group],
+    tokenizer: PreTrainedTokenizerBase,
+    place_of: Callable[[str], int],
 ) -> DataProto:
-    """The samples of a step with their rewards.
+    """The samples of a step with their rewards: those of the groups that were trained on, and of
+    those that a filter rejected. Failed ones, which have no reward, are not among them.
 
     Beside what `proto_of` has: `token_level_scores` (B, R), each reward at the last token of its
-    response; `acc` where scores tell it, else None; `dataset_index`, the place of each prompt in
-    its data set.
+    response; `acc` where scores tell it, else None; `trained`; and `dataset_index`, the place of
+    each prompt in its data set.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    marked = [
+        (sample, trained)
+        for some, trained in ((groups, True), (rejected, False))
+        for group in some
+        for sample in group.samples
+        if sample.status is not Status.FAILED
+    ]
+    samples = [sample for sample, _ in marked]
     texts = [tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in samples]
     batch = proto_of(samples, texts)
     scores = torch.zeros_like(batch.batch["responses"], dtype=torch.float32)
@@ -35,6 +46,7 @@ def proto_of_step(
         {**batch.batch, "token_level_scores": scores},
         {
             **batch.non_tensor_batch,
+            "trained": [trained for _, trained in marked],
             "acc": [s.reward_parts.get("acc") for s in samples],
             DATASET_INDEX: [place_of(s.uid) for s in samples],
         },

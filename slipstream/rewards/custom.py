@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.rewards.signatures import (
     COMPLETIONS,
+    RETURN_DICT,
     SOLUTIONS,
     DataProtoSignature,
     VerlBatchSignature,
@@ -25,6 +26,8 @@ from slipstream.rewards.signatures import (
 from slipstream.user_code import import_module, load_named
 
 _TRLS = (COMPLETIONS, "prompts", "completion_ids")
+_TRAINERS = ("trainer_state", "log_extra", "log_metric")
+"""What TRL's trainer passes of itself."""
 
 _PATH_KEY = "custom_reward_function.path"
 _PREFIX = "slipstream_custom_reward_"
@@ -89,6 +92,8 @@ def _check_signature(
     if trl:
         _check_known(signature, kwargs, name, file)
         return
+    if wants_data(function) and takes(function, RETURN_DICT):
+        given = (*given, RETURN_DICT)
     try:
         signature.bind(**dict.fromkeys(given), **kwargs)
     except TypeError as error:
@@ -104,6 +109,18 @@ def _check_known(
 ) -> None:
     """Of TRL's functions: which columns a row has is known only when it comes."""
     parameters = signature.parameters
+    asked = [
+        key
+        for key in _TRAINERS
+        if key in parameters
+        and parameters[key].default is inspect.Parameter.empty
+        and key not in kwargs
+    ]
+    if asked:
+        raise ConfigError(
+            f"{name}{signature} in {str(file)!r} needs {', '.join(asked)} of TRL's trainer, which "
+            "is not here: give it a default, and log by returning a mapping for each response"
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     unknown = sorted(set(kwargs) - set(parameters))

@@ -1,7 +1,8 @@
 """VERL's `DataProto`, as far as reward functions and managers of whole batches use it.
 
-Named tensors in `batch`, everything else in `non_tensor_batch`. Knows samples; nothing else in
-Slipstream speaks of batches by such keys (`compat.verl` offers it to code written for VERL).
+Named tensors in `batch`, everything else in `non_tensor_batch`. Knows samples. Batches of such keys
+are made for code of users that was written for them (`signatures`, samplers and data sets that
+listen) and for learned reward models; nothing is computed from them otherwise.
 """
 
 from __future__ import annotations
@@ -28,6 +29,25 @@ class Batch(dict[str, Any]):
 
     def __len__(self) -> int:
         return self._size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batch, (dict(self), self._others, self._size)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._others
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if len(self) == 0 and self._size == 0 and not self._others:
+            self._size = len(value)
+        if len(value) != self._size:
+            raise ValueError(f"{key!r} has {len(value)} rows, and the batch {self._size}")
+        super().__setitem__(key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def __missing__(self, key: str) -> Any:
         if key in self._others:
@@ -159,6 +179,54 @@ class DataProto:
             del self.meta_info[key]
         return taken
 
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Give tensors other names; returns itself. Raises KeyError for one that is not there."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"{len(old)} fields and {len(new)} new names")
+        tensors = {key: dict.pop(self.batch, key) for key in old}
+        for name, key in zip(new, old, strict=True):
+            self.batch[name] = tensors[key]
+        return self
+
+    def select_idxs(self, idxs: Any) -> DataProto:
+        """The rows at these places, or where a mask is true."""
+        chosen: DataProto = self[idxs]
+        return chosen
+
+    def slice(self, start: int | None = None, end: int | None = None) -> DataProto:
+        """Rows from `start` up to `end`."""
+        rows: DataProto = self[start:end]
+        return rows
+
+    def reorder(self, indices: Any) -> None:
+        """Put the rows into another order, in place."""
+        ordered = self[indices]
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of so many rows; the last one may have fewer."""
+        return [self[at : at + split_size] for at in range(0, len(self), split_size)]
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """So many parts of one size. Raises ValueError where the rows cannot be divided so."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal parts")
+        return self.split(len(self) // chunks)
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int, seed: int | None = None
+    ) -> Iterator[DataProto]:
+        """Mini-batches of the rows, `epochs` times over, in another order each time. Raises
+        ValueError where the rows cannot be divided so."""
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} rows do not fill mini-batches of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator)
+            yield from self[order].split(mini_batch_size)
+
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row so many times: row by row, or the whole batch again and again."""
         rows = np.arange(len(self))
@@ -272,11 +340,20 @@ def _plain(place: Any) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return bool(torch.equal(left, right))
-    return len(left) == len(right) and all(
-        a is b or a == b for a, b in zip(left, right, strict=True)
-    )
+    """Whether two fields, or two values in them, are equal."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        return both and bool(torch.equal(left, right))
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        if left.dtype == object or right.dtype == object:
+            same = (_same(a, b) for a, b in zip(left, right, strict=False))
+            return left.shape == right.shape and all(same)
+        return bool(np.array_equal(left, right))
+    if isinstance(left, float) and isinstance(right, float) and left != left:
+        return right != right
+    return bool(left == right)
 
 
 def _alike(values: Sequence[Any]) -> bool:

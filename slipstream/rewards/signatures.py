@@ -27,6 +27,9 @@ SOLUTIONS = "solution_strs"
 DATA = "data"
 """The same of those for VERL's `DataProto`; they have no other that is filled from the data."""
 
+RETURN_DICT = "return_dict"
+"""What VERL's managers are asked with for a mapping instead of a tensor."""
+
 REWARD_TENSOR = "reward_tensor"
 """Where VERL's managers have the rewards in a mapping."""
 
@@ -125,7 +128,8 @@ class TRLSignature:
 
 
 class DataProtoSignature:
-    """A function, or a manager, of a whole `DataProto`.
+    """A function, or a manager, of a whole `DataProto`; one with a parameter `return_dict`, as
+    VERL's managers have it, is asked for a mapping.
 
     It returns a tensor (B,), or (B, T) whose rewards of tokens are added up; or, as VERL's managers
     do, a mapping with `reward_tensor` and `reward_extra_info`, or the two as a tuple.
@@ -134,11 +138,14 @@ class DataProtoSignature:
     ARGUMENTS = (DATA,)
     many = True
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._more = {RETURN_DICT: True} if takes(function, RETURN_DICT) else {}
+
     def arguments(self, samples: Sequence[Sample], responses: Sequence[str]) -> dict[str, Any]:
         # Torch is not needed for the other signatures.
         from slipstream.rewards.data_proto import proto_of
 
-        return {DATA: proto_of(samples, responses)}
+        return {DATA: proto_of(samples, responses), **self._more}
 
     def results(self, returned: Any, count: int) -> list[Any]:
         rewards: Any = returned
@@ -196,7 +203,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     if takes(function, COMPLETIONS):
         return TRLSignature(function)
     if wants_data(function):
-        return DataProtoSignature()
+        return DataProtoSignature(function)
     return VerlBatchSignature() if takes(function, SOLUTIONS) else VerlSignature()
 
 

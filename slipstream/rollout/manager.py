@@ -140,6 +140,8 @@ class AsyncRolloutManager:
         self._clock = clock
         self._next_group = 0
         self._carried: list[Group] = []
+        self.rejected: list[Group] = []
+        """Scored groups of the last batch that the filter did not accept."""
 
     @property
     def timeout_s(self) -> float:
@@ -166,11 +168,12 @@ class AsyncRolloutManager:
             await self._run_batch(groups, batch)
         if scope.cancelled_caught:
             raise StageTimeoutError(self._late(batch))
+        self.rejected = batch.rejected
         batch.occupancy.finish()
         self.counts.tail_seconds = batch.occupancy.tail_seconds
         self.counts.scoring_seconds = batch.occupancy.empty_seconds
         if self._filter is not None:
-            self.counts.generated = 1 + batch.rejected / batch.want
+            self.counts.generated = 1 + len(batch.rejected) / batch.want
         self._keep_unfinished(batch)
         return sorted(batch.done, key=lambda group: group.index)
 
@@ -231,6 +234,7 @@ class AsyncRolloutManager:
         del batch.running[group.index]
         verdict = run_filter(self._filter, group.samples)
         if not verdict:
+            batch.rejected.append(group)
             self._replace(verdict.reason, batch)
         elif len(batch.done) == batch.want:
             batch.surplus.append(group)
@@ -242,10 +246,10 @@ class AsyncRolloutManager:
     def _replace(self, reason: str, batch: _Batch) -> None:
         """Count a rejected group, and start another one where the batch still needs it."""
         self.counts.drop(reason)
-        batch.rejected += 1
-        if batch.rejected > self.settings.max_rejected * batch.want:
+        if len(batch.rejected) > self.settings.max_rejected * batch.want:
             raise DataError(
-                f"the group filter rejected {batch.rejected} groups while a batch of {batch.want} "
+                f"the group filter rejected {len(batch.rejected)} groups while a batch of "
+                f"{batch.want} "
                 f"was made ({len(batch.done)} accepted; reasons: {self.counts.dropped}); relax "
                 "the filter (algorithm.filter_groups.max_num_gen_batches counts the batches of "
                 "prompts to try) or use prompts of another difficulty"
@@ -337,7 +341,7 @@ class _Batch:
     running: dict[int, Group] = field(default_factory=dict)
     done: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
-    rejected: int = 0
+    rejected: list[Group] = field(default_factory=list)
     launch: Callable[[Group], None] = field(default=lambda group: None)
     stopping: bool = False
 

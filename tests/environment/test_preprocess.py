@@ -41,8 +41,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_gsm8k_from_files_of_both_splits(tmp_path: Path) -> None:
-    lines(tmp_path / "raw" / "train.jsonl", GSM8K)
-    (tmp_path / "raw" / "main").mkdir()
+    lines(tmp_path / "raw" / "main" / "train.jsonl", GSM8K)
     table = pyarrow.Table.from_pylist(GSM8K[:1])
     pyarrow.parquet.write_table(table, tmp_path / "raw" / "main" / "test-00000-of-00001.parquet")
     assert convert("gsm8k", tmp_path / "raw", tmp_path / "out") == {
@@ -112,8 +111,20 @@ def test_bad_sources_are_named(tmp_path: Path) -> None:
         convert("gsm", tmp_path, tmp_path)
     with pytest.raises(DataError, match="does not exist: give a file or folder"):
         convert("math", tmp_path / "absent", tmp_path)
-    with pytest.raises(DataError, match=r"has no .parquet, .jsonl or .json file whose name"):
+    with pytest.raises(DataError, match=r"has no .parquet, .jsonl or .json file that is called"):
         convert("math", tmp_path, tmp_path)
+
+
+def test_other_variants_are_not_mixed_in(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", GSM8K)
+    lines(tmp_path / "train_socratic.jsonl", GSM8K)
+    assert convert("gsm8k", tmp_path, tmp_path / "out") == {tmp_path / "out" / "train.parquet": 3}
+    for name in ("main", "socratic"):
+        lines(tmp_path / "hub" / name / "train.jsonl", GSM8K)
+    with pytest.raises(DataError, match=r"several data sets; give one of: .*main, .*socratic"):
+        convert("gsm8k", tmp_path / "hub", tmp_path / "out")
+    main_only = convert("gsm8k", tmp_path / "hub" / "main", tmp_path / "out")
+    assert list(main_only.values()) == [3]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

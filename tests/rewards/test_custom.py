@@ -68,7 +68,7 @@ def test_missing_file_and_name(tmp_path: Path) -> None:
         r"compute_score or compute_reward\? It defines: Helper, compute_reward, compute_score, ",
     ):
         get_custom_reward_fn(path, "compute_scor")
-    with pytest.raises(ConfigError, match=r"name 'value' is not a function"):
+    with pytest.raises(ConfigError, match=r"name 'value' is not in"):
         get_custom_reward_fn(path, "value")
     with pytest.raises(ConfigError, match=r"'.*empty\.py'\. It defines: no functions"):
         get_custom_reward_fn(write(tmp_path, "x = 1", "empty.py"))

@@ -98,3 +98,73 @@ def test_of_a_mapping() -> None:
     with pytest.raises(ValueError, match=r"differ in length: {'x': 2, 'y': 1}"):
         DataProto.from_single_dict({"x": torch.zeros(2), "y": ["a"]})
     assert len(DataProto()) == 0
+
+
+def rows(*values: int, **fields: object) -> DataProto:
+    return DataProto({"x": torch.tensor(values)}, {"name": [str(v) for v in values], **fields})
+
+
+def test_parts_and_orders() -> None:
+    data = rows(1, 2, 3, 4)
+    assert [p.batch["x"].tolist() for p in data.chunk(2)] == [[1, 2], [3, 4]]
+    assert [p.batch["x"].tolist() for p in data.split(3)] == [[1, 2, 3], [4]]
+    with pytest.raises(ValueError, match="4 rows cannot be divided into 3 equal parts"):
+        data.chunk(3)
+    assert data.slice(1, 3).non_tensor_batch["name"].tolist() == ["2", "3"]
+    assert data.select_idxs([3, 0]).batch["x"].tolist() == [4, 1]
+    mask = torch.tensor([True, False, True, False])
+    assert data.select_idxs(mask).non_tensor_batch["name"].tolist() == ["1", "3"]
+    data.reorder(torch.tensor([3, 2, 1, 0]))
+    assert data.batch["x"].tolist() == [4, 3, 2, 1]
+    assert data.batch["name"].tolist() == ["4", "3", "2", "1"]
+    assert data.rename("x", "y").batch["y"].tolist() == [4, 3, 2, 1]
+    assert "x" not in data.batch
+
+
+def test_mini_batches_hold_every_row_once_an_epoch() -> None:
+    batches = list(rows(1, 2, 3, 4).make_iterator(2, epochs=2, seed=1))
+    assert [len(batch) for batch in batches] == [2] * 4
+    for epoch in (batches[:2], batches[2:]):
+        assert sorted(x for batch in epoch for x in batch.batch["x"].tolist()) == [1, 2, 3, 4]
+    again = list(rows(1, 2, 3, 4).make_iterator(2, epochs=2, seed=1))
+    assert [b.batch["x"].tolist() for b in again] == [b.batch["x"].tolist() for b in batches]
+    with pytest.raises(ValueError, match="4 rows do not fill mini-batches of 3"):
+        list(rows(1, 2, 3, 4).make_iterator(3, epochs=1))
+
+
+def test_concatenated_selected_and_taken_out() -> None:
+    both = DataProto.concat([rows(1), rows(2, 3)])
+    assert both.batch["x"].tolist() == [1, 2, 3]
+    assert both.non_tensor_batch["name"].tolist() == ["1", "2", "3"]
+    with pytest.raises(ValueError, match="batches differ in their fields: y"):
+        DataProto.concat([rows(1), rows(2, y=[1])])
+    assert both.repeat(2).batch["x"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert both.repeat(2, interleave=False).batch["name"].tolist() == ["1", "2", "3"] * 2
+    taken = both.pop(batch_keys=["x"])
+    assert taken.batch["x"].tolist() == [1, 2, 3]
+    assert (list(both.batch), list(taken.non_tensor_batch)) == ([], [])
+    assert both.select(non_tensor_batch_keys=["name"]).batch["name"][2] == "3"
+
+
+def test_a_union_of_equal_fields_whatever_they_hold() -> None:
+    nan = float("nan")
+    held = [np.array([1, 2]), torch.tensor([3.0]), [nan, {"a": 1}]]
+    again = [np.array([1, 2]), torch.tensor([3.0]), held[2]]
+    data = rows(1, 2, 3, state=held)
+    assert data.union(rows(1, 2, 3, state=again, score=[nan, 1.0, 2.0])) is data
+    assert data.union(rows(1, 2, 3, score=[float("nan"), 1.0, 2.0])).batch["score"][1] == 1.0
+    with pytest.raises(ValueError, match="both batches have a field 'state', and it differs"):
+        data.union(rows(1, 2, 3, state=[np.array([1, 3]), *held[1:]]))
+
+
+def test_fields_are_found_and_checked() -> None:
+    data = rows(1, 2, state=["a", "b"])
+    assert "state" in data.batch
+    assert data.batch.get("state").tolist() == ["a", "b"]
+    assert data.batch.get("other") is None
+    assert "other" not in data.batch
+    with pytest.raises(ValueError, match="'y' has 3 rows, and the batch 2"):
+        data.batch["y"] = torch.zeros(3)
+    empty = DataProto()
+    empty.batch["x"] = torch.zeros(3)
+    assert len(empty) == 3

@@ -7,7 +7,6 @@ from typing import Any
 from your_environment import State, YourEnvironment
 
 from slipstream.compat.verl import RLHFDataset
-from slipstream.environment.tokenizer import build_tokenizer
 
 
 class CustomEnvDataset(RLHFDataset):
@@ -15,9 +14,7 @@ class CustomEnvDataset(RLHFDataset):
 
     def __init__(self, your_env: YourEnvironment, **kwargs: Any) -> None:
         self.env = your_env
-        # The environment's data are its states; its words are those of this tokenizer.
-        self.dataframe = [your_env.get_state(idx) for idx in range(len(your_env))]
-        kwargs.setdefault("tokenizer", build_tokenizer())
+        # Load your environment data
         super().__init__(**kwargs)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from your_environment import YourEnvironment
 
@@ -12,7 +14,7 @@ from slipstream.environment.tokenizer import build_tokenizer
 class CustomRewardManager:
     """Reads the action in each response and asks the environment."""
 
-    def __init__(self, environment: YourEnvironment) -> None:
+    def __init__(self, environment: YourEnvironment, **kwargs: Any) -> None:
         self.env = environment
         self.tokenizer = build_tokenizer()
 
