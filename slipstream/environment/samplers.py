@@ -128,8 +128,9 @@ class PassRateSampler(AbstractCurriculumSampler):
         rights = batch.non_tensor_batch.get("acc")
         if rights is not None and all(right is not None for right in rights):
             return [float(right > 0) for right in rights]
-        rewards = batch.batch["token_level_scores"].sum(-1).tolist()
-        return [float(reward > self._threshold) for reward in rewards]
+        # Compared by torch: 0.1 of a tensor is above the 0.1 of Python.
+        above = batch.batch["token_level_scores"].sum(-1) > self._threshold
+        return [float(right) for right in above.tolist()]
 
     def _see_growth(self) -> None:
         """A data set may have gained rows."""

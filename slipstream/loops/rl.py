@@ -157,7 +157,7 @@ async def run_rl_training(
     )
     history: list[dict[str, float]] = []
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
-    failures = FailureWatch(notify)
+    failures = FailureWatch(notify, give_up=config.max_skipped_batches)
     timers, idle = Timers(), IdleCores(usable_cores())
     if drafter is not None:
         await drafter.begin()
@@ -201,11 +201,11 @@ async def run_rl_training(
         failures.see(step, groups)
         watch.see(step, metrics)
         done = await after_step(step, groups, metrics, timers) if after_step is not None else False
-        failures.check(step)
         metrics |= speed_metrics(groups, metrics, timers)
         history.append(metrics)
         if metrics_logger is not None and (step % config.log_every == 0 or done):
             metrics_logger.log(step, metrics)
+        failures.check(step, last=step == config.num_steps)
         if save is not None and (done or checkpoint_due(step, config)):
             await save(step, done, timers)
         if done:
@@ -253,16 +253,19 @@ class FailureWatch:
     """Says each new kind of failure once, with how many samples of the step it took. Where no
     sample has ever been scored, there is nothing to learn: `check` raises."""
 
-    def __init__(self, notify: Callable[[str], None], *, at_most: int = 5) -> None:
-        self._notify = notify
+    def __init__(
+        self, notify: Callable[[str], None], *, at_most: int = 5, give_up: int = 3
+    ) -> None:
+        self._notify, self._give_up = notify, give_up
         self._left = at_most
         self._said: set[str] = set()
-        self._scored = 0
+        self._scored = self._steps = 0
         self._last = ""
 
     def see(self, step: int, groups: Sequence[Group]) -> None:
         samples = [sample for group in groups for sample in group.samples]
         failures = list(filter(None, map(failure_of, samples)))
+        self._steps += 1
         self._scored += len(samples) - len(failures)
         self._last = failures[-1] if failures else ""
         for reason, count in Counter(failures).items():
@@ -271,11 +274,13 @@ class FailureWatch:
                 self._left -= 1
                 self._notify(f"warning: step {step}: {count} of {len(samples)} samples: {reason}")
 
-    def check(self, step: int) -> None:
-        """Raises TrainingError where all samples failed, of this step and of those before."""
-        if self._scored == 0 and self._last:
+    def check(self, step: int, *, last: bool) -> None:
+        """Raises TrainingError where all samples of all steps have failed, `give_up` of them or up
+        to the `last`."""
+        if self._scored == 0 and self._last and (last or self._steps >= self._give_up):
             raise TrainingError(
-                f"step {step}: not one response could be scored: {self._last}. Try the reward "
+                f"not one response of {self._steps} steps could be scored, so that there is "
+                f"nothing to learn: {self._last}. Repair it, and try the reward "
                 "function on the recorded rollouts: slipstream reward RUN/rollouts/"
                 f"{step}.jsonl --fn FILE:NAME"
             )

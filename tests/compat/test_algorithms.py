@@ -72,3 +72,14 @@ def test_advantages_of_a_batch() -> None:
     )
     verl.compute_advantages(again, verl.AdvantageEstimator.GAE, gamma=1.0, lam=1.0)
     assert again.batch["returns"].tolist() == [[1.0, 1.0], [0.0, 0.0], [3.0, 3.0], [2.0, 0.0]]
+
+
+def test_advantages_are_computed_again_where_asked_again() -> None:
+    fields = {"token_level_rewards": torch.ones(2, 1), "response_mask": torch.ones(2, 1)}
+    data = DataProto(fields, {"uid": ["a", "b"]})
+    verl.compute_advantage(data, "grpo")
+    data.batch["token_level_rewards"] = torch.tensor([[1.0], [3.0]])
+    verl.compute_advantage(data, "grpo")
+    assert data.batch["advantages"].tolist() == [[1.0], [3.0]]
+    with pytest.raises(ValueError, match=r"grpo compares the responses .*\['uid'\] must say"):
+        verl.compute_advantage(DataProto(fields), "grpo")

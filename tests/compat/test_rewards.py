@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from slipstream.compat import verl
 from slipstream.compat.rewards import config_of, samples_of
 from slipstream.compat.verl import DataProto
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.rewards.data_proto import proto_of
 from tests.environment.helpers import char_tokenizer, ids
 from tests.rewards.helpers import sample
@@ -158,3 +158,43 @@ def test_managers_as_classes() -> None:
     assert together(batch()).sum(1).tolist() == [7.0, 6.0]
     with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source, which fills it"):
         verl.NaiveRewardManager(tokenizer, 0, reward_fn_key="source")
+
+
+def test_managers_are_asked_for_a_mapping_where_they_take_the_question() -> None:
+    class Mine:
+        def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
+            rewards = torch.ones(len(data))
+            extra = {"acc": [0.5] * len(data)}
+            return (
+                {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+            )
+
+    tensor, extra = verl.compute_reward(batch(), Mine())
+    assert tensor.tolist() == [1.0, 1.0]
+    assert extra == {"acc": [0.5, 0.5]}
+
+
+def test_failures_of_a_direct_call_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def boom(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        raise ValueError("boom")
+
+    rewards = verl.NaiveRewardManager(char_tokenizer(), 0, boom)(batch())
+    assert rewards.abs().sum() == 0
+    assert "2 of 2 responses failed: ValueError: boom" in caplog.text
+
+
+def test_fields_of_a_data_set_reach_functions_of_batches() -> None:
+    def of_state(data: DataProto) -> torch.Tensor:
+        return torch.tensor([float(state) for state in data.batch["state"]])
+
+    data = batch().union(DataProto(non_tensor_batch={"state": [3, 4]}))
+    manager = verl.NaiveRewardManager(char_tokenizer(), 0, of_state)
+    assert manager(data).sum(1).tolist() == [3.0, 4.0]
+
+
+def test_a_row_of_the_wrong_kind_is_named() -> None:
+    data = DataProto(
+        {"responses": torch.tensor([[5], [6]])}, {"reward_model": [{"ground_truth": "1"}, "2"]}
+    )
+    with pytest.raises(DataError, match="row 1: reward_model must be a mapping, got str '2'"):
+        samples_of(data)

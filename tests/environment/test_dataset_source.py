@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,3 +126,162 @@ def test_bad_data_sets_are_named() -> None:
     other = DataBuffer(source([{"input_ids": [65]}]))
     with pytest.raises(DataError, match="recorded with dataset = 'list'"):
         DataBuffer(source(Letters(2))).load_state_dict(other.state_dict())
+
+
+class Shared(torch.utils.data.Sampler[int]):
+    """Draws from a generator that all share."""
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield self.draw()
+
+
+@pytest.mark.parametrize(
+    "draw_one",
+    [
+        lambda: random.randrange(5),
+        lambda: int(np.random.randint(5)),
+        lambda: int(torch.randint(5, ())),
+    ],
+)
+def test_samplers_of_shared_generators_are_functions_of_the_seed(
+    draw_one: Callable[[], int],
+) -> None:
+    def make() -> DataBuffer:
+        return DataBuffer(source(Letters(5), Shared(draw_one)))
+
+    before = random.getstate(), torch.get_rng_state()
+    one = make()
+    first = draw(one, 6)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    draw_one()
+    assert draw(make(), 6) == first
+    # It never ends, and is restored all the same.
+    other = make()
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert draw(other, 7) == draw(one, 7)
+
+
+def test_long_items_are_passed_over_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    items = [{"input_ids": [65] * n} for n in (3, 12, 2, 30)]
+    buffer = DataBuffer(source(items))
+    assert [len(p.ids) for p in buffer.get_prompts(4)] == [3, 2, 3, 2]
+    assert "list[1] has 12 tokens, more than data.max_prompt_length 9" in caplog.text
+    assert caplog.text.count("passed over") == 1
+    with pytest.raises(DataError, match="no item of list is short enough"):
+        DataBuffer(source(items[1:2])).get_prompts(1)
+
+
+def test_other_data_are_not_gone_on_with() -> None:
+    class Known(Letters):
+        content = "x"
+
+        def identity(self) -> str:
+            return self.content
+
+    state = DataBuffer(source(Known(3))).state_dict()
+    with pytest.raises(DataError, match="recorded with rows = 3, but now it is 4"):
+        DataBuffer(source(Known(4))).load_state_dict(state)
+    other = Known(3)
+    other.content = "y"
+    with pytest.raises(DataError, match="recorded with content = 'x', but now it is 'y'"):
+        DataBuffer(source(other)).load_state_dict(state)
+
+
+class Broken(Letters):
+    """Raises in the method that it is told."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(3)
+        self.method = method
+
+    def _fail(self, method: str) -> None:
+        if method == self.method:
+            raise RuntimeError("boom")
+
+    def __len__(self) -> int:
+        self._fail("__len__")
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self._fail("__getitem__")
+        return super().__getitem__(index)
+
+    def on_batch_end(self, batch: Any) -> None:
+        self._fail("on_batch_end")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fail("state_dict")
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._fail("load_state_dict")
+
+
+class Odd(torch.utils.data.Sampler[int]):
+    """Yields one odd place, or raises."""
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        if self.place is None:
+            raise RuntimeError("boom")
+        yield self.place
+
+
+@pytest.mark.parametrize(
+    "method", ["__len__", "__getitem__", "on_batch_end", "state_dict", "load_state_dict"]
+)
+def test_what_a_class_raises_names_it(method: str) -> None:
+    def use() -> None:
+        buffer = DataBuffer(source(Broken(method)))
+        buffer.get_prompts(1)
+        assert buffer.listener is not None
+        buffer.listener.on_batch_end("batch")
+        buffer.load_state_dict(buffer.state_dict())
+
+    with pytest.raises(DataError, match=rf"Broken\.{method}.* failed with RuntimeError: boom"):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (7, "drew place 7 of Letters, which has 3 items"),
+        (-1, "drew place -1 of Letters"),
+        ("a", "a place of Odd failed with ValueError"),
+        (None, "Odd.__iter__ failed with RuntimeError: boom"),
+    ],
+)
+def test_odd_places_are_named(place: Any, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        DataBuffer(source(Letters(3), Odd(place))).get_prompts(1)
+
+
+def test_states_that_json_has_no_value_for_are_refused_at_once() -> None:
+    class Stateful(Letters):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": torch.zeros(1)}
+
+    with pytest.raises(DataError, match=r"Stateful\.state_dict goes into checkpoints"):
+        source(Stateful(2))
+
+
+def test_a_curriculum_without_a_state_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Learns(Often):
+        def update(self, batch: Any) -> None:
+            pass
+
+    source(Letters(2), Learns(2))
+    assert "Learns learns from batches and has no state_dict" in caplog.text

@@ -101,3 +101,28 @@ def test_long_items_are_cut_as_the_setting_says() -> None:
 def test_bad_items_are_named(item: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         read(item)
+
+
+def test_messages_that_a_class_rewrote_are_rendered_anew() -> None:
+    given = Prompt(uid="u", ids=ids("ab"), messages="ab")
+    item = as_item(given, {}, length=5, pad=9)
+    assert read(item).ids == ids("ab")
+    assert read({**item, "raw_prompt": "cd"}).ids == ids("cd")
+    talk = [{"role": "user", "content": "ab"}]
+    item = as_item(Prompt(uid="u", ids=[1], messages=talk), {}, length=5, pad=9)
+    talk[0]["content"] = "cd"
+    assert read(item, max_prompt_length=99).ids == ids("<s>user:cd<e>\n<s>assistant:")
+
+
+def test_a_column_of_ground_truths_is_one() -> None:
+    assert read({"prompt": "a", "ground_truth": "7"}).ground_truth == "7"
+    both = {"prompt": "a", "ground_truth": "7", "reward_model": {"ground_truth": "8"}}
+    assert read(both).ground_truth == "8"
+    assert read(both).extra_info["ground_truth"] == "7"
+
+
+@pytest.mark.parametrize("content", [5, {"a": 1}, [1, 2], None])
+def test_contents_that_are_no_text_are_named(content: Any) -> None:
+    message = "column 'prompt', message 0: 'content' must be text, got "
+    with pytest.raises(DataError, match=re.escape(f"Mine[3]: {message}{type(content).__name__}")):
+        read({"prompt": [{"role": "user", "content": content}]})

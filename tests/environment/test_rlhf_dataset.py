@@ -171,3 +171,58 @@ def test_collation_stacks_tensors_and_keeps_the_rest() -> None:
     assert batch["state"].tolist() == [[1], None]
     with pytest.raises(ValueError, match="1 of 2 items have a field 'b'"):
         collate_fn([{"a": 1, "b": 1}, {"a": 1}])
+
+
+def test_rows_and_prompts_stay_together(tmp_path: Path) -> None:
+    class Odd(RLHFDataset):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.dataframe = [row for row in self.dataframe if row["level"] % 2]
+            self.dataframe.append({"prompt": "own", "level": 9})
+            self.dataframe[0]["prompt"] = "changed"
+
+    items = list(Odd(write(tmp_path / "a.jsonl", *"abcd"), char_tokenizer()))
+    assert [(item["raw_prompt"], item["level"]) for item in items] == [
+        ("changed", 1),
+        ("d", 3),
+        ("own", 9),
+    ]
+    assert [item["reward_model"]["ground_truth"] for item in items[:2]] == ["b", "d"]
+    assert [item["raw_prompt_ids"] for item in items] == [ids("changed"), ids("d"), ids("own")]
+    assert [item["uid"] for item in items] == ["a.jsonl:1", "a.jsonl:3", "Odd:2"]
+
+
+def test_verls_hooks_are_called(tmp_path: Path) -> None:
+    class Hooked(RLHFDataset):
+        def _read_files_and_tokenize(self) -> None:
+            super()._read_files_and_tokenize()
+            self.dataframe.reverse()
+
+        def maybe_filter_out_long_prompts(self, dataframe: Any) -> list[Any]:
+            return super().maybe_filter_out_long_prompts(dataframe[1:])
+
+        def _build_messages(self, example: dict[str, Any]) -> str:
+            return f"<{example.pop(self.prompt_key)}{example.pop('level')}>"
+
+    items = list(Hooked(write(tmp_path / "a.jsonl", *"abc"), char_tokenizer()))
+    assert [item["raw_prompt"] for item in items] == ["<c2>", "<b1>"]
+    assert "level" not in items[0]
+
+
+def test_as_long_as_its_environment() -> None:
+    class Walk(RLHFDataset):
+        def __init__(self, env: list[str], **kwargs: Any) -> None:
+            self.env = env
+            super().__init__(**kwargs)
+
+    assert len(Walk(["a", "b"])) == 2
+    assert len(RLHFDataset()) == 0
+
+
+def test_other_rows_have_another_identity(tmp_path: Path) -> None:
+    def identity(*prompts: str) -> str:
+        return RLHFDataset(write(tmp_path / "a.jsonl", *prompts), char_tokenizer()).identity()
+
+    assert identity("a", "b") == identity("a", "b")
+    assert len({identity("a", "b"), identity("a", "c"), identity("a")}) == 3
+    assert RLHFDataset().identity() == ""

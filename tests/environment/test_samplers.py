@@ -44,6 +44,12 @@ def test_rates_are_exponential_means_of_groups() -> None:
     assert curriculum.pass_rates[2] == 0.75
 
 
+def test_what_is_solved_may_begin_above_zero() -> None:
+    curriculum = sampler(2, momentum=1.0, threshold=0.1)
+    curriculum.update(batch([0, 0, 1, 1], [0.1, 0.1, 0.1, 1.1]))
+    assert curriculum.pass_rates.tolist() == [0.0, 0.5]
+
+
 def test_prompts_between_always_and_never_are_drawn_more_often() -> None:
     curriculum = sampler(30, floor=0.02, momentum=1.0)
     solved = [1.0] * 10 + [0.0] * 10
@@ -97,6 +103,7 @@ def test_new_rows_are_seen() -> None:
         ({"floor": 0}, "data.sampler.kwargs.floor=0 must be above 0"),
         ({"momentum": 2}, "momentum=2 must be above 0 and at most 1"),
         ({"momentum": True}, "momentum=True must be"),
+        ({"threshold": "x"}, "threshold=x must be a number"),
     ],
 )
 def test_bad_options_are_refused(kwargs: dict[str, Any], message: str) -> None:

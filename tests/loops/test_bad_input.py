@@ -20,7 +20,7 @@ from slipstream.checkpoint.state import huggingface_folder
 from slipstream.checkpoint.tree import save_tree
 from slipstream.cli import main
 from slipstream.config import load_config
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.environment.tokenizer import build_tokenizer, save_tokenizer
 from slipstream.errors import CheckpointError
 from slipstream.loops import build
 from slipstream.loops.records import dump_groups
@@ -265,13 +265,15 @@ def test_a_reward_function_that_raises_or_returns_nonsense(
 
     refused(line("stop"), 6, capsys, "compute_score failed on sample", reason, "zero or drop")
 
-    assert main(line("zero")) == 0
-    said = capsys.readouterr().out
-    assert said.count(f"4 of 4 samples: reward 0, since the reward function failed: {reason}") == 1
+    assert main(line("zero")) == 7
+    printed = capsys.readouterr()
+    said = f"4 of 4 samples: reward 0, since the reward function failed: {reason}"
+    assert printed.out.count(said) == 1
+    assert "error: not one response of 3 steps could be scored" in printed.err
     metrics = dict(read_jsonl(tmp_path / "zero" / "metrics.jsonl"))
-    assert [metrics[step]["training/num_failed_rewards"] for step in range(1, 5)] == [4] * 4
-    assert [metrics[step]["training/num_zero_variance_groups"] for step in range(1, 5)] == [2] * 4
-    assert [metrics[step]["critic/score/mean"] for step in range(1, 5)] == [0] * 4
+    assert [metrics[step]["training/num_failed_rewards"] for step in range(1, 4)] == [4] * 3
+    assert [metrics[step]["training/num_zero_variance_groups"] for step in range(1, 4)] == [2] * 3
+    assert [metrics[step]["critic/score/mean"] for step in range(1, 4)] == [0] * 3
 
     parts = ["no sample could be trained on in 3 steps in a row", reason, "on_failure=zero"]
     refused(line("drop"), 7, capsys, *parts)
@@ -283,7 +285,13 @@ def test_a_reward_function_that_never_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = broken(tmp_path, "    import threading\n    threading.Event().wait()\n")
-    overrides = [*FAST, "trainer.total_training_steps=9", "reward_model.timeout_s=0.05"]
+    overrides = [
+        *FAST,
+        "trainer.total_training_steps=9",
+        "reward_model.timeout_s=0.05",
+        "reward_model.num_workers=2",
+        f"{ROLLOUT}.n=6",
+    ]
     line = rl_only(tmp_path / "run", *overrides, reward=reward)
     refused(line, 6, capsys, "hang past their deadline of 0.05 s", "raise reward_model.timeout_s")
 
@@ -483,3 +491,45 @@ def test_a_core_can_be_lent_by_compiled_kernels_alone(
     few = "actor_rollout_ref.rollout.one_thread_below"
     line = rl_only(tmp_path / "run", "actor_rollout_ref.rollout.name=hf", f"{few}=4", reward=reward)
     refused(line, 2, capsys, f"{few}=4 is of the embedded engine's compiled kernels", f"{few}=0")
+
+
+def test_validating_without_anything_to_validate_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 ="}\n{"prompt": "2 + 2 ="}\n')
+    line = rl_only(
+        tmp_path / "run",
+        "data.task=null",
+        f"data.tokenizer={tmp_path / 'tokenizer'}",
+        f"data.train_files={tmp_path / 'rows.jsonl'}",
+        "trainer.total_training_steps=1",
+        reward=write_reward(tmp_path),
+    )
+    assert main([*line, "trainer.val_only=true"]) == 2
+    assert "trainer.val_only=true has nothing to validate on; set data.val_files=FILE" in (
+        capsys.readouterr().err
+    )
+    assert main([*line, "trainer.test_freq=1"]) == 0
+    assert "trainer.test_freq=1 has no effect: there is nothing to validate on" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_run_without_a_single_score_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = write_reward(tmp_path, HEAD + "    1 / 0\n")
+    for policy in ("zero", "drop"):
+        line = rl_only(
+            tmp_path / policy,
+            f"reward_model.on_failure={policy}",
+            "trainer.total_training_steps=2",
+            reward=reward,
+        )
+        assert main(line) == 7
+        error = capsys.readouterr().err
+        assert "error: not one response of 2 steps could be scored" in error
+        assert "ZeroDivisionError: division by zero" in error
+        assert "slipstream reward RUN/rollouts/2.jsonl" in error
+        assert (tmp_path / policy / "rollouts" / "2.jsonl").exists()

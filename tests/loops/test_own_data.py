@@ -148,3 +148,72 @@ def test_bad_classes_are_refused_before_anything_is_trained(
     assert main(own(tmp_path / "run", code, *overrides)) in (2, 3)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_groups_that_a_filter_rejects_teach_the_curriculum(tmp_path: Path, code: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['state'] < 3:\n"
+        "        return 1.0\n"
+        "    return float(len(set(solution_str.split())) % 2)\n"
+    )
+    line = own(
+        tmp_path / "run",
+        code,
+        "data.custom_cls.kwargs.size=6",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=seq_reward",
+        "actor_rollout_ref.rollout.n=6",
+        "trainer.total_training_steps=4",
+        f"custom_reward_function.path={tmp_path / 'judge.py'}",
+        "custom_reward_function.name=compute_score",
+    )
+    assert main(line) == 0
+    data = json.loads((tmp_path / "run/global_step_4/data.json").read_text())["data_buffer"]
+    rates = data["sampler_state"]["rates"]
+    # Those that are always right were never trained on, and are known to be.
+    assert min(rates[:3]) > 0.7
+    trained = {
+        row["extra_info"]["state"]
+        for rows in records_of(tmp_path / "run" / "rollouts").values()
+        for row in rows
+    }
+    assert trained <= {3, 4, 5}
+
+
+BROKEN = """
+from slipstream.environment.rlhf_dataset import RLHFDataset
+
+class Late(RLHFDataset):
+    def __init__(self, data_files, tokenizer, processor, config, max_samples):
+        self.asked = 0
+        self.dataframe = list(range(9))
+        super().__init__(None, tokenizer, config, processor, max_samples)
+
+    def __getitem__(self, index):
+        self.asked += 1
+        if self.asked > 3:
+            raise KeyError("gone")
+        return self.tokenizer(f"1 + {index} =")
+
+def one(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str) % 2)
+"""
+
+
+def test_what_a_class_raises_in_a_run_is_one_line(
+    tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code.write_text(CODE + BROKEN)
+    line = own(
+        tmp_path / "run",
+        code,
+        "data.custom_cls.name=Late",
+        "~data.custom_cls.kwargs.size",
+        "custom_reward_function.name=one",
+    )
+    assert main(line) == 3
+    error = capsys.readouterr().err
+    assert "error: Late.__getitem__(" in error
+    assert "failed with KeyError: 'gone'" in error
+    assert "Traceback" not in error

@@ -3,10 +3,13 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+import anyio
 import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.rewards.custom import get_custom_reward_fn
+from slipstream.rewards.manager import NaiveRewardManager
+from tests.rewards.helpers import decode, sample
 
 CODE = """
 from dataclasses import dataclass
@@ -99,3 +102,22 @@ def test_signatures_are_checked_before_the_run(tmp_path: Path) -> None:
         get_custom_reward_fn(path, "compute_score", {"scal": 2.0})
     with pytest.raises(ConfigError, match="must not contain ground_truth"):
         get_custom_reward_fn(path, "compute_score", {"ground_truth": 2.0})
+
+
+def test_what_trls_trainer_passes_of_itself_is_not_here(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def needs(completions, trainer_state, **columns): return [0.0]\n"
+        "def may(completions, log_extra=None, **columns): return [0.0]\n"
+    )
+    with pytest.raises(ConfigError, match=r"needs trainer_state of TRL's trainer, which"):
+        get_custom_reward_fn(path, "needs")
+    assert get_custom_reward_fn(path, "may") is not None
+
+
+def test_managers_of_verl_are_files_functions_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def mine(data, return_dict): return {'reward_tensor': [2.0]}\n")
+    function = get_custom_reward_fn(path, "mine")
+    manager = NaiveRewardManager(function, decode=decode)
+    assert anyio.run(manager.score_sample, sample(1)).value == 2.0
