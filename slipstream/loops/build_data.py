@@ -165,6 +165,8 @@ def make_reward_manager(
     own; `more_kwargs` are added to `reward_model.reward_kwargs`."""
     if isinstance(function, RewardManager):
         return function
+    if function is not None and not callable(function):
+        raise ConfigError(f"reward_fn must be a function or a manager, got {function!r}")
     r, custom = config.reward_model, config.custom_reward_function
     name, kwargs = r.reward_manager, {**r.reward_kwargs, **(more_kwargs or {})}
     if function is None and r.enable:

@@ -104,6 +104,8 @@ def test_what_cannot_be_used_is_refused_or_told(
             ["data.task=countdown", "actor_rollout_ref.model.init.num_layers=2"],
             train_dataset=Sums(4),
         )
+    with pytest.raises(ConfigError, match="reward_fn must be a function or a manager, got 5"):
+        trainer(folder, train_dataset=Sums(4), reward_fn=5).fit()
     assert "has no effect" not in caplog.text
     made = trainer(
         folder, train_dataset=Sums(4), role_worker_mapping={}, resource_pool_manager=object()
