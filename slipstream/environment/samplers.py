@@ -21,6 +21,10 @@ DATASET_INDEX = "dataset_index"
 """The field of a batch that holds the places of its rows in the data set."""
 
 
+_UNKNOWN = 0.5
+"""The pass rate of a prompt that was never asked."""
+
+
 class AbstractSampler(torch.utils.data.Sampler[int]):
     """What `data.sampler` names. `data_source` is the data set, `data_config` the section `data`.
 
@@ -48,15 +52,15 @@ class PassRateSampler(AbstractCurriculumSampler):
 
     A prompt whose running pass rate is p is drawn with weight p (1 - p) + `floor`: the variance of
     its rewards, which is what group-relative advantages learn from, and a floor that keeps asking
-    for what seemed settled. The rate is an exponential mean of `momentum` per group, and begins at
-    1/2, so that what was never asked comes first. No prompt is drawn twice before the next update,
+    for what seemed settled. The rate is that of the first group, and then an exponential mean of
+    `momentum` per group; what was never asked counts as 1/2, so that it comes first. No prompt is drawn twice before the next update,
     as long as there are others. A response is solved where its `acc` is above 0 or, where scores
     tell none, its reward above `threshold`. Options in `data.sampler.kwargs`; the draws are a
     function of the seed, the count, and the rates.
     """
 
     def __init__(self, data_source: Sized, data_config: Mapping[str, Any]) -> None:
-        options = {"floor": 0.02, "momentum": 0.5, "threshold": 0.0}
+        options = {"floor": 0.05, "momentum": 0.5, "threshold": 0.0}
         given = (data_config.get("sampler") or {}).get("kwargs") or {}
         for key, value in given.items():
             if key not in options:
@@ -75,7 +79,8 @@ class PassRateSampler(AbstractCurriculumSampler):
         self._floor, self._momentum = options["floor"], options["momentum"]
         self._threshold = options["threshold"]
         self._seed = str(data_config.get("seed"))
-        self._rates = np.full(len(data_source), 0.5)
+        self._rates = np.full(len(data_source), _UNKNOWN)
+        self._asked = np.zeros(len(data_source), dtype=bool)
         self._drawn = 0
         self._taken: set[int] = set()
         self._sums: np.ndarray[Any, np.dtype[np.float64]] | None = None
@@ -100,13 +105,16 @@ class PassRateSampler(AbstractCurriculumSampler):
         for place in sorted(set(places)):
             of_it = [right for i, right in zip(places, solved, strict=True) if i == place]
             rate = sum(of_it) / len(of_it)
-            self._rates[place] += self._momentum * (rate - self._rates[place])
+            share = self._momentum if self._asked[place] else 1.0
+            self._rates[place] += share * (rate - self._rates[place])
+            self._asked[place] = True
         self._taken.clear()
         self._sums = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "rates": self._rates.tolist(),
+            "asked": self._asked.nonzero()[0].tolist(),
             "drawn": self._drawn,
             "taken": sorted(self._taken),
         }
@@ -120,6 +128,8 @@ class PassRateSampler(AbstractCurriculumSampler):
                 f"{len(self._source)}; resume with the same data"
             )
         self._rates, self._drawn, self._sums = rates, int(state["drawn"]), None
+        self._asked = np.zeros(len(rates), dtype=bool)
+        self._asked[state["asked"]] = True
         self._taken = {int(i) for i in state["taken"]}
         self._see_growth()
 
@@ -135,7 +145,8 @@ class PassRateSampler(AbstractCurriculumSampler):
     def _see_growth(self) -> None:
         """A data set may have gained rows."""
         if (more := len(self._source) - len(self._rates)) > 0:
-            self._rates = np.append(self._rates, np.full(more, 0.5))
+            self._rates = np.append(self._rates, np.full(more, _UNKNOWN))
+            self._asked = np.append(self._asked, np.zeros(more, dtype=bool))
             self._sums = None
 
     def _draw(self) -> int:

@@ -36,12 +36,14 @@ def test_every_prompt_comes_before_any_comes_again() -> None:
 def test_rates_are_exponential_means_of_groups() -> None:
     curriculum = sampler(3, momentum=0.5)
     curriculum.update(batch([0, 0, 1, 1], [1.0, 1.0, 0.0, 0.5]))
-    assert curriculum.pass_rates.tolist() == [0.75, 0.5, 0.5]
+    assert curriculum.pass_rates.tolist() == [1.0, 0.5, 0.5]
     curriculum.update(batch([0, 0], [0.0, -1.0]))
-    assert curriculum.pass_rates.tolist() == [0.375, 0.5, 0.5]
+    assert curriculum.pass_rates.tolist() == [0.5, 0.5, 0.5]
+    curriculum.update(batch([0, 1], [0.0, 0.0]))
+    assert curriculum.pass_rates.tolist() == [0.25, 0.25, 0.5]
     # What is right is told by `acc`, where scores have it: rewards may hold penalties.
     curriculum.update(batch([2, 2], [-1.0, -1.0], acc=[1.0, 1.0]))
-    assert curriculum.pass_rates[2] == 0.75
+    assert curriculum.pass_rates[2] == 1.0
 
 
 def test_what_is_solved_may_begin_above_zero() -> None:
@@ -93,7 +95,7 @@ def test_new_rows_are_seen() -> None:
     rows.append(2)
     curriculum.update(batch([0], [1.0]))
     assert len(curriculum) == 3
-    assert curriculum.pass_rates.tolist() == [0.75, 0.5, 0.5]
+    assert curriculum.pass_rates.tolist() == [1.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
