@@ -53,10 +53,10 @@ class PassRateSampler(AbstractCurriculumSampler):
     A prompt whose running pass rate is p is drawn with weight p (1 - p) + `floor`: the variance of
     its rewards, which is what group-relative advantages learn from, and a floor that keeps asking
     for what seemed settled. The rate is that of the first group, and then an exponential mean of
-    `momentum` per group; what was never asked counts as 1/2, so that it comes first. No prompt is drawn twice before the next update,
-    as long as there are others. A response is solved where its `acc` is above 0 or, where scores
-    tell none, its reward above `threshold`. Options in `data.sampler.kwargs`; the draws are a
-    function of the seed, the count, and the rates.
+    `momentum` per group; what was never asked counts as 1/2, so that it comes first. No prompt is
+    drawn twice before the next update, as long as there are others. A response is solved where its
+    `acc` is above 0 or, where scores tell none, its reward above `threshold`. Options in
+    `data.sampler.kwargs`; the draws are a function of the seed, the count, and the rates.
     """
 
     def __init__(self, data_source: Sized, data_config: Mapping[str, Any]) -> None:
