@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,20 @@ def test_all_panels_with_their_data(tmp_path: Path, figures: list[Any]) -> None:
     assert loss.lines[0].get_ydata().tolist() == [2.0, 1.0]
     assert "accuracy: 0.5124   ·   steps: 2" in [text.get_text() for text in figure.texts]
     assert figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
-    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_the_state_that_pyplot_keeps_is_not_touched(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.jsonl", (1, {"critic/score/mean": 0.5}))
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from slipstream.metrics.picture import plot_run\n"
+        f"plot_run([Path({str(path)!r})], Path({str(tmp_path / 'run.png')!r}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run.png").exists()
 
 
 def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Any]) -> None:

@@ -62,9 +62,16 @@ def test_it_needs_no_signals() -> None:
     assert found == [1.0]
 
 
-@pytest.mark.parametrize("truth", [None, ""])
-def test_a_ground_truth_that_is_none_is_an_error_of_the_data(truth: object) -> None:
-    with pytest.raises(ValueError, match="cannot be read as an answer"):
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        (None, "no ground truth"),
+        ("", "the ground truth is empty"),
+        ("$$", "cannot be read as an answer"),
+    ],
+)
+def test_a_ground_truth_that_is_none_is_an_error_of_the_data(truth: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         compute_score("math_verify", "5", truth)
 
 

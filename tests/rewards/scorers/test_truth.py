@@ -12,7 +12,7 @@ from slipstream.rewards.scorers.truth import text_of
 OTHERS = ("reasoning_gym/*",)
 """Graded by their problems."""
 
-RIGHT = "<think>x</think> <answer>5</answer> #### 5 Answer: 5 \\boxed{5}"
+RIGHT = "<think>x</think> <answer>5</answer> #### 5\n\\boxed{5}\nAnswer: 5"
 
 
 def test_text_and_numbers_are_ground_truths() -> None:
