@@ -10,7 +10,7 @@ import torch
 
 from slipstream.compat.rewards import config_of
 from slipstream.environment.samplers import load_sampler
-from slipstream.loops.build_dataset import data_seed, make_dataset
+from slipstream.loops.build_dataset import data_section, data_seed, make_dataset
 
 
 def create_rl_dataset(
@@ -43,7 +43,7 @@ def create_rl_sampler(
     wanted = config.data.sampler
     if wanted.class_name is not None:
         return load_sampler(
-            dataset, dict(data_config), path=wanted.class_path, name=wanted.class_name
+            dataset, data_section(config), path=wanted.class_path, name=wanted.class_name
         )
     if not config.data.shuffle:
         return torch.utils.data.SequentialSampler(dataset)

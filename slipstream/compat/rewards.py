@@ -24,7 +24,12 @@ from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
 from slipstream.rewards.functions import default_compute_score as score_by_source
 from slipstream.rewards.load import load_reward_manager as load_manager
-from slipstream.rewards.protocol import RewardManager, apply_score
+from slipstream.rewards.protocol import (
+    SCORE_PART,
+    GroupRewardManager,
+    RewardManager,
+    apply_score,
+)
 from slipstream.rewards.sandbox.fusion import FusionSandbox
 from slipstream.rewards.sandbox.protocol import DEFAULT_LIMITS
 from slipstream.rewards.signatures import RETURN_DICT, takes
@@ -82,9 +87,8 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
 class VerlRewardManager:
     """A reward manager as VERL's trainer calls it: with a batch of finished responses."""
 
-    def __init__(self, manager: RewardManager, tokenizer: Any) -> None:
+    def __init__(self, manager: RewardManager) -> None:
         self.manager = manager
-        self._decode = decode_with(tokenizer)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
         """Rewards (B, R), each at the last token of its response; with `return_dict` a mapping of
@@ -103,16 +107,20 @@ class VerlRewardManager:
     async def score(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """What calling it gives, from a running event loop."""
         samples = samples_of(data)
-        for sample in samples:
-            sample.response = self._decode(sample.response_ids)
         given = await self.manager.score_group(samples)
-        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-        for row, (sample, score) in enumerate(zip(samples, given, strict=True)):
+        groups: dict[str, list[Sample]] = {}
+        for sample, score in zip(samples, given, strict=True):
             apply_score(sample, score)
+            groups.setdefault(sample.uid, []).append(sample)
+        if isinstance(self.manager, GroupRewardManager):
+            for members in groups.values():
+                await self.manager.finish_group(members)
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+        for row, sample in enumerate(samples):
             if sample.response_length:
-                rewards[row, sample.response_length - 1] = score.value
-        names = dict.fromkeys(name for score in given for name in score.parts)
-        extra: dict[str, list[Any]] = {n: [s.parts.get(n) for s in given] for n in names}
+                rewards[row, sample.response_length - 1] = sample.reward
+        names = dict.fromkeys(n for s in samples for n in s.reward_parts if n != SCORE_PART)
+        extra: dict[str, list[Any]] = {n: [s.reward_parts.get(n) for s in samples] for n in names}
         if any(score.answer is not None for score in given):
             extra["pred"] = [score.answer for score in given]
         failed = [score.failure for score in given if score.failure is not None]
@@ -146,7 +154,7 @@ def _manager_class(name: str) -> Callable[..., VerlRewardManager]:
             function=compute_score,
             reward_kwargs=reward_kwargs,
         )
-        return VerlRewardManager(manager, tokenizer)
+        return VerlRewardManager(manager)
 
     return make
 
@@ -218,7 +226,7 @@ def load_reward_manager(
     """
     wanted = config_of(config)
     manager = make_reward_manager(wanted, tokenizer, more_kwargs=reward_kwargs)
-    return VerlRewardManager(manager, tokenizer)
+    return VerlRewardManager(manager)
 
 
 def compute_reward(

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -57,7 +58,7 @@ class DatasetSource:
         self._name = type(dataset).__name__
         self._drawn: dict[str, int] = {}
         self._places: dict[str, int] = {}
-        self._long = 0
+        self._passed_over = False
         self.epoch_id = 0
         self.sample_offset = 0
         self._length = self._epoch_length()
@@ -79,6 +80,9 @@ class DatasetSource:
                 "it anew",
                 type(sampler).__name__,
             )
+        for part in (sampler, dataset):
+            if _has(part, "state_dict") and not _has(part, "load_state_dict"):
+                raise DataError(f"{type(part).__name__} has a state_dict and no load_state_dict")
         self.state_dict()  # is refused now, not when the first checkpoint is due
         self._order: Iterator[int] | None = None  # not begun
 
@@ -100,38 +104,29 @@ class DatasetSource:
             passed += 1
             if passed > self._length:
                 raise DataError(
-                    f"no item of {self._name} is short enough: {passed} in a row have more than "
-                    f"data.max_prompt_length={self._reader.max_prompt_length} tokens; raise it, or "
-                    "set data.truncation and data.filter_overlong_prompts=false"
+                    f"no item of {self._name} can be used: {passed} in a row have more than "
+                    f"data.max_prompt_length={self._reader.max_prompt_length} tokens, or their "
+                    "chat template failed; raise it, or set data.truncation and "
+                    "data.filter_overlong_prompts=false"
                 )
 
     def _prompt(self, index: int) -> Prompt | None:
         """The prompt of an item, None where it is passed over."""
-        reader = self._reader
-        whole = replace(reader, truncation="error", max_prompt_length=_ANY_LENGTH)
-        prompt = as_prompt(
-            self._item(index),
-            reader=whole if reader.filter_overlong else reader,
-            name=self._name,
-            index=index,
-        )
+        where, reader = f"{self._name}[{index}]", self._reader
+        render = partial(as_prompt, self._item(index), reader=reader, name=self._name, index=index)
+        loaded = reader.keep([(index, where, render)])
+        if not loaded.prompts:
+            if not self._passed_over:
+                why = loaded.failed or [f"{where}, of more tokens than data.max_prompt_length,"]
+                log.warning("%s is passed over, as all such items are", why[0])
+            self._passed_over = True
+            return None
+        (prompt,) = loaded.prompts
         if self._places.setdefault(prompt.uid, index) != index:
             raise DataError(
-                f"{self._name}[{index}] has the uid {prompt.uid!r} of {self._name}"
+                f"{where} has the uid {prompt.uid!r} of {self._name}"
                 f"[{self._places[prompt.uid]}]; every item needs its own, or none"
             )
-        if len(prompt.ids) > reader.max_prompt_length:
-            self._long += 1
-            if self._long == 1:
-                log.warning(
-                    "%s[%d] has %d tokens, more than data.max_prompt_length %d: it is passed over, "
-                    "as all such items are",
-                    self._name,
-                    index,
-                    len(prompt.ids),
-                    reader.max_prompt_length,
-                )
-            return None
         times = self.epoch_id
         if self._sampler is not None:  # which may draw an item more than once in an epoch
             times = self._drawn.get(prompt.uid, 0)
@@ -242,9 +237,6 @@ class DatasetSource:
             f"the sampler {type(self._sampler).__name__} of {self._name} has a length of "
             f"{self._length} and yields fewer places"
         )
-
-
-_ANY_LENGTH = 1 << 40
 
 
 def _first(values: Any) -> Any:

@@ -35,10 +35,10 @@ class RenderedIds(list[int]):
 
 
 def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prompt:
-    """The prompt of item `index` of the data set `name`.
+    """The whole prompt of item `index` of the data set `name`, however long.
 
     Its uid is the item's own, else made of `name` and `index`. Raises `DataError` that names both
-    for an item without a prompt, of a wrong type, or too long.
+    for an item without a prompt, or of a wrong type, and what its chat template raises.
     """
     where = f"{name}[{index}]"
     if not isinstance(item, Mapping):
@@ -64,7 +64,7 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
         if key not in _READ and key != reader.reward_fn_key and not _is_empty(key, value)
     }
     uid = item.get("uid")
-    prompt = Prompt(
+    return Prompt(
         uid=str(uid) if uid is not None else f"{name}:{index}",
         ids=ids,
         messages=messages if messages is not None else "",
@@ -73,8 +73,6 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
         extra_info={**others, **mapping(row, "extra_info")},
         ability=str(item.get("ability") or ""),
     )
-    reader.truncate(prompt, where)
-    return prompt
 
 
 def _is_empty(key: Any, value: Any) -> bool:

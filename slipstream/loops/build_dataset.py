@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import Config
@@ -137,12 +138,16 @@ def all_prompts(
     reader, name = prompt_reader(config, tokenizer), type(dataset).__name__
     length = called(len, f"{name}.__len__", dataset)
     total = length if count == -1 else min(count, length)
-    prompts = []
-    for i in range(total):
-        item = called(dataset.__getitem__, f"{name}.__getitem__({i})", i)
-        prompts.append(as_prompt(item, reader=reader, name=name, index=i))
+
+    def prompt(index: int) -> Prompt:
+        item = called(dataset.__getitem__, f"{name}.__getitem__({index})", index)
+        return as_prompt(item, reader=reader, name=name, index=index)
+
+    loaded = reader.keep((i, f"{name}[{i}]", partial(prompt, i)) for i in range(total))
+    loaded.warn(reader.max_prompt_length)
+    prompts = loaded.prompts
     if not prompts:
-        raise DataError(f"{name} has no rows to validate on; see data.val_files")
+        raise DataError(f"{name} has no rows to validate on that can be used; see data.val_files")
     if len({prompt.uid for prompt in prompts}) < len(prompts):
         raise DataError(f"items of {name} share a uid; every item needs its own, or none")
     return prompts

@@ -133,8 +133,8 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
                 f"reward_model.model.path={folder} gives {config.num_labels} labels, and a reward "
                 "is one number"
             )
-        model = AutoModelForSequenceClassification.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True
+        model, told = AutoModelForSequenceClassification.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [""])[0]
@@ -142,6 +142,11 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             f"reward_model.model.path={folder} cannot be loaded ({type(error).__name__}: {reason})"
             "; give a folder with config.json and model.safetensors"
         ) from error
+    if told["missing_keys"]:
+        raise CheckpointError(
+            f"reward_model.model.path={folder} lacks the weights "
+            f"{', '.join(sorted(told['missing_keys'])[:3])}, which would be drawn at random"
+        )
     return model.to(device).eval()
 
 

@@ -198,3 +198,20 @@ def test_a_row_of_the_wrong_kind_is_named() -> None:
     )
     with pytest.raises(DataError, match="row 1: reward_model must be a mapping, got str '2'"):
         samples_of(data)
+
+
+def test_terms_of_groups_count_in_direct_calls(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def spread(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(len(solution_strs)) for _ in solution_strs]\n"
+    )
+    term = {"path": str(path), "name": "spread", "weight": 1, "group": True}
+    config = {"reward_model": {"terms": {"spread": term}}}
+    manager = verl.load_reward_manager(config, char_tokenizer())
+    data = batch()
+    assert manager(data).sum(1).tolist() == [1.0, 2.0]
+    data.non_tensor_batch["uid"][:] = "u"
+    tensor, extra = verl.compute_reward(data, manager)
+    assert tensor.sum(1).tolist() == [2.0, 3.0]
+    assert extra["spread"] == [2.0, 2.0]

@@ -173,9 +173,9 @@ def test_long_items_are_passed_over_where_asked(caplog: pytest.LogCaptureFixture
     items = [{"input_ids": [65] * n} for n in (3, 12, 2, 30)]
     buffer = DataBuffer(source(items))
     assert [len(p.ids) for p in buffer.get_prompts(4)] == [3, 2, 3, 2]
-    assert "list[1] has 12 tokens, more than data.max_prompt_length 9" in caplog.text
+    assert "list[1], of more tokens than data.max_prompt_length, is passed over" in caplog.text
     assert caplog.text.count("passed over") == 1
-    with pytest.raises(DataError, match="no item of list is short enough"):
+    with pytest.raises(DataError, match="no item of list can be used"):
         DataBuffer(source(items[1:2])).get_prompts(1)
 
 
@@ -274,8 +274,24 @@ def test_states_that_json_has_no_value_for_are_refused_at_once() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"seen": torch.zeros(1)}
 
-    with pytest.raises(DataError, match=r"Stateful\.state_dict goes into checkpoints"):
+    with pytest.raises(DataError, match="Stateful has a state_dict and no load_state_dict"):
         source(Stateful(2))
+
+    class Both(Stateful):
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(DataError, match=r"Both\.state_dict goes into checkpoints"):
+        source(Both(2))
+
+
+def test_items_whose_template_fails_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    strict = "{% for m in messages %}{{ m.content or raise_exception('no') }}{% endfor %}"
+    items = [{"raw_prompt": [{"role": "user", "content": text}]} for text in ("a", "")]
+    reader = PromptReader(tokenizer=char_tokenizer(strict), max_prompt_length=9)
+    buffer = DataBuffer(DatasetSource(items, reader, seed=1, shuffle=False))
+    assert [p.epoch for p in buffer.get_prompts(2)] == [0, 1]
+    assert "list[1] (TemplateError: no) is passed over" in caplog.text
 
 
 def test_a_curriculum_without_a_state_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

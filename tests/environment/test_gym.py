@@ -53,7 +53,10 @@ def test_a_problem_is_a_function_of_its_place() -> None:
         assert left.uid == f"reasoning_gym/{split}/{index}"
         question = left.extra_info["reasoning_gym"]["question"]
         system = gym.utils.SYSTEM_PROMPTS["default"]
-        assert left.messages == "" or isinstance(left.messages, str | list)
+        assert left.messages == [
+            {"role": "system", "content": system},
+            {"role": "user", "content": question},
+        ]
         assert left.ids == ids(f"<s>system:{system}<e>\n<s>user:{question}<e>\n<s>assistant:")
     questions = {one.prompt("train", i).extra_info["reasoning_gym"]["question"] for i in range(40)}
     assert len(questions) == 40

@@ -20,7 +20,9 @@ def read(item: Any, **options: Any) -> Prompt:
     reader = PromptReader(
         tokenizer=char_tokenizer(), **{"max_prompt_length": 20, "filter_overlong": False, **options}
     )
-    return as_prompt(item, reader=reader, name="Mine", index=3)
+    prompt = as_prompt(item, reader=reader, name="Mine", index=3)
+    reader.truncate(prompt, "Mine[3]")
+    return prompt
 
 
 def test_padding_is_taken_off_and_unknown_fields_reach_the_reward() -> None:

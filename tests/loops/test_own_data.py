@@ -217,3 +217,24 @@ def test_what_a_class_raises_in_a_run_is_one_line(
     assert "error: Late.__getitem__(" in error
     assert "failed with KeyError: 'gone'" in error
     assert "Traceback" not in error
+
+
+def test_long_items_are_left_out_of_validation_too(tmp_path: Path, code: Path) -> None:
+    long = (
+        "\nclass Long(Sums):\n"
+        "    def __getitem__(self, index):\n"
+        "        item = super().__getitem__(index)\n"
+        "        return item if index % 2 else {**item, **self.tokenizer('1 ' * 99)}\n"
+    )
+    code.write_text(CODE + long)
+    line = own(
+        tmp_path / "run",
+        code,
+        "data.custom_cls.name=Long",
+        "data.val_files=none.jsonl",
+        "data.filter_overlong_prompts=true",
+        "trainer.total_training_steps=1",
+    )
+    assert main(line) == 0
+    rows = records_of(tmp_path / "run" / "validation")["1.jsonl"]
+    assert [row["extra_info"]["state"] for row in rows] == [1, 3]

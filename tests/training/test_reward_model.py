@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from slipstream.cli import main
@@ -105,6 +106,12 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     char_tokenizer(None).save_pretrained(tmp_path / "short")
     with pytest.raises(CheckpointError, match=r"other words than the policy's and no chat templ"):
         load(tmp_path / "short")
+    checkpoint(tmp_path / "headless")
+    weights = load_file(tmp_path / "headless" / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks the weights score\.weight"):
+        load(tmp_path / "headless")
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "two")).save_pretrained(tmp_path / "lm")
