@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
 BENCH_MODEL ?= runs/bench-model
+JOBS ?= 4
 PEERS_VENV := .venv-vllm
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
@@ -28,9 +29,9 @@ endif
 quickstart: install ## train a small reasoning model by SFT and RL; SEED=n, ARGS="--sft-control"
 	@$(BIN)/slipstream quickstart $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-test: install ## the tests; ARGS="tests/models -k rope"
-	@tools/install-bubblewrap.sh
-	@$(BIN)/python -m pytest $(ARGS)
+test: install ## the tests, JOBS=4 at once at most; ARGS="tests/models -k rope"
+	@tools/install-system.sh
+	@$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist worksteal $(ARGS)
 
 check: install ## lint, format, import ranks and types, each with its time
 	@tools/check.sh $(BIN)

@@ -29,6 +29,7 @@ from slipstream.config.launch import (
 from slipstream.config.load import CONFIG_FILE, to_yaml
 from slipstream.config.mode import resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.metrics.timeline import command_begins
 
 DRAFT_LAYOUTS = ("vllm", "sglang")
 """Keys of `models.draft_layouts.LAYOUTS`, which would import torch."""
@@ -334,6 +335,48 @@ def _run_config(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def _runs_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="a run folder; several are overlaid"
+    )
+
+
+def _report_flags(command: argparse.ArgumentParser) -> None:
+    _runs_argument(command)
+    command.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="where the page goes (default: report.html in the run folder; of several runs, here)",
+    )
+    add_debug_flag(command)
+
+
+def _run_report(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.report.page import REPORT_FILE, write_report
+
+    folder = args.runs[0] if len(args.runs) == 1 else Path()
+    output = args.output or folder / REPORT_FILE
+    for note in write_report(args.runs, output):
+        print(f"note: {note}")
+    print(f"report       {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    return 0
+
+
+def _watch_flags(command: argparse.ArgumentParser) -> None:
+    _runs_argument(command)
+    command.add_argument(
+        "--port", metavar="N", type=positive, help="default: the first free one from 6780 on"
+    )
+    add_debug_flag(command)
+
+
+def _run_watch(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.report.watch import serve
+
+    return serve(args.runs, args.port)
+
+
 def _run_bench(args: argparse.Namespace, _: list[str]) -> int:
     return bench.run(args)
 
@@ -448,6 +491,28 @@ COMMANDS = (
         takes_settings=False,
     ),
     Command(
+        name="report",
+        summary="draw a run, or several together, as one page that opens offline",
+        usage="slipstream report RUN [RUN ...] [--output FILE]",
+        examples="""\
+  slipstream report runs/quickstart
+  slipstream report runs/plain runs/drafted --output compared.html""",
+        flags=_report_flags,
+        run=_run_report,
+        takes_settings=False,
+    ),
+    Command(
+        name="watch",
+        summary="show that page in a browser while the run goes on",
+        usage="slipstream watch RUN [RUN ...] [--port N]",
+        examples="""\
+  slipstream watch runs/mine
+  ssh -L 6780:localhost:6780 HOST slipstream watch runs/mine    # of another machine""",
+        flags=_watch_flags,
+        run=_run_watch,
+        takes_settings=False,
+    ),
+    Command(
         name="config",
         summary="print the settings of a run, or explain an option",
         usage=f"slipstream config [KEY ...] {_SETTINGS}",
@@ -491,6 +556,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Unusable flags end the program with code 2, as argparse does.
     """
+    command_begins()
     line = list(sys.argv[1:] if argv is None else argv)
     if not line:
         _overview().print_help()

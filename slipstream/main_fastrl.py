@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from slipstream.config.launch import launch_training
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
+from slipstream.metrics.timeline import command_begins
 
 FASTRL_DEFAULTS = {
     "algorithm.adv_estimator": "gae",
@@ -31,6 +32,7 @@ def _train(config: Config, mode: Mode) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launch line (default: the process's); returns the exit code."""
+    command_begins()
     return launch_training(
         argv,
         prog="python -m slipstream.main_fastrl",

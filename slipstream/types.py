@@ -132,6 +132,9 @@ class Segment:
     log_probs: list[float]
     sampling_log_probs: list[float]
     spans: list[VersionSpan] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list, compare=False)
+    """Places in `ids` of tokens that were drafted before the policy chose them. It depends on the
+    clock, and is no part of what was generated."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -232,6 +235,15 @@ class Sample:
     @property
     def versions(self) -> list[PolicyVersion]:
         return [v for s in self.segments for v in s.versions]
+
+    @property
+    def drafted(self) -> list[int]:
+        """Places in `tokens` of those that were drafted before the policy chose them."""
+        found, start = list[int](), 0
+        for segment in self.segments:
+            found.extend(start + place for place in segment.drafted)
+            start += len(segment.ids)
+        return found
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -368,7 +380,8 @@ class Generation:
 
     `hidden_states` (only on request): (len(token_ids), D), row i the final hidden state that
     predicted token i; `context_hidden_states` (C - 1, D) are those before, of all tokens of the
-    context of C but the last. Each is of the weights that computed it. `spans` index `token_ids`.
+    context of C but the last. Each is of the weights that computed it. `spans` index `token_ids`,
+    and so does `drafted`: tokens that were drafted before the policy chose them.
     """
 
     request_id: str
@@ -381,6 +394,7 @@ class Generation:
     hidden_states: Tensor | None = None
     context_hidden_states: Tensor | None = None
     error: str | None = None
+    drafted: list[int] = field(default_factory=list, compare=False)
 
 
 class UpdateKind(StrEnum):

@@ -177,7 +177,7 @@ def file_assignments(
 
 
 def _yaml_error() -> type[Exception]:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     error: type[Exception] = yaml.YAMLError
     return error

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ MAX_TOP_K = 2**31 - 1
 
 BATCH_LIMITS = (1, 4, 16, 64)
 """Upper ends of the classes of batch sizes that speeds are counted in; the last has none."""
+
+
+MOST_DEPTHS = 16
+"""Depths of drafts that are counted apart."""
 
 
 def batch_class(running: int) -> int:
@@ -45,10 +49,13 @@ class EngineStats:
     their requests that nothing would be drafted, for drafts had gained nothing. Of the
     `draft_tokens` that were verified in `verifications`, one per request and step,
     `accepted_tokens` were right, among them `sibling_tokens` that were not the first drafts after
-    the tokens before them, but others of a tree. `batch_tokens` and `batch_seconds` are those of
-    decode steps by class of batch size (`batch_class`). `max_batch` is the largest number of
-    requests in one decode step. `kv_bytes`, what keys and values take now, and `running` and
-    `waiting` are no counters.
+    the tokens before them, but others of a tree. Of the verifications `offered_depths` counts those
+    whose drafts were 1, 2, ... deep, and `accepted_depths` those of which as many were right; the
+    last counts all that is deeper, too. `propose_seconds` is what who drafts took of the
+    `draft_seconds`. `batch_tokens` and `batch_seconds` are those of decode steps by class of batch
+    size (`batch_class`), and `plan_seconds` has the seconds by class and plan (`8_4_32`).
+    `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what keys and
+    values take now, and `running` and `waiting` are no counters.
     """
 
     version: PolicyVersion = 0
@@ -71,6 +78,7 @@ class EngineStats:
     draft_steps: int = 0
     draft_depth: int = 0
     draft_seconds: float = 0.0
+    propose_seconds: float = 0.0
     recess_steps: int = 0
     max_batch: int = 0
     prefill_seconds: float = 0.0
@@ -78,6 +86,9 @@ class EngineStats:
     kv_bytes: int = 0
     batch_tokens: tuple[int, ...] = (0,) * (len(BATCH_LIMITS) + 1)
     batch_seconds: tuple[float, ...] = (0.0,) * (len(BATCH_LIMITS) + 1)
+    offered_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
+    accepted_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
+    plan_seconds: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     def since(self, before: EngineStats) -> EngineStats:
         """What was counted after `before`; what is no counter, and `max_batch`, as it is here."""
@@ -87,6 +98,9 @@ class EngineStats:
             now, then = getattr(self, f.name), getattr(before, f.name)
             if isinstance(now, tuple):
                 changed[f.name] = tuple(a - b for a, b in zip(now, then, strict=True))
+            elif isinstance(now, Mapping):
+                new = {key: value - then.get(key, 0.0) for key, value in now.items()}
+                changed[f.name] = {key: value for key, value in new.items() if value}
             elif f.name not in kept:
                 changed[f.name] = now - then
         return replace(self, **changed)

@@ -7,6 +7,7 @@ Knows where checkpoints lie and which one to go on from; nothing of training its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from slipstream.loops.snapshot import Snapshots, policy_folder
 from slipstream.loops.stages import Stages
 from slipstream.metrics.loggers import TeeLogger, build_loggers
 from slipstream.metrics.progress import Progress
+from slipstream.metrics.timeline import Timeline
 from slipstream.rewards.protocol import RewardManager
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Prompt
@@ -59,10 +61,15 @@ class Run:
     val_rewards: RewardManager | None = None
     """What scores validation, where it is not `rewards`."""
     stages: Stages = field(default_factory=Stages)
+    timeline: Timeline | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by phase, of this process."""
     _resume: dict[str, Path | None] = field(default_factory=dict)
     _data: DataBuffer | None = None
+
+    def span(self, name: str, **facts: object) -> AbstractContextManager[None]:
+        """The body is written down as `name` in the run's timeline, where it has one."""
+        return nullcontext() if self.timeline is None else self.timeline.span(name, **facts)
 
     @property
     def data(self) -> DataBuffer:
@@ -186,6 +193,7 @@ def open_run(
     compute: ComputeThread,
     stages: Stages | None = None,
     parts: GivenParts | None = None,
+    timeline: Timeline | None = None,
 ) -> Run:
     """Tokenizer, task, rewards and held-out prompts of a run; `parts` come before what the
     configuration names."""
@@ -211,6 +219,7 @@ def open_run(
         interrupt=interrupt,
         compute=compute,
         parts=parts,
+        timeline=timeline,
         stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
     )
 

@@ -42,7 +42,8 @@ from slipstream.models.draft_io import load_draft_head, save_draft_head
 async def draft_phase(run: Run) -> Path | None:
     """Train a head for the policy of `run`, in its folder; the head's folder, None if stopped."""
 
-    return await run_in_daemon(lambda: run.compute.run(lambda: _DraftPhase(run).train()))
+    with run.span("draft"):
+        return await run_in_daemon(lambda: run.compute.run(lambda: _DraftPhase(run).train()))
 
 
 def main(config: Config) -> int:

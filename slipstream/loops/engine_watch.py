@@ -1,4 +1,4 @@
-"""What speculation did in a step, from an engine's counters."""
+"""What an engine did in a step, and what of it speculation did, from its counters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,27 @@ class EngineWatch:
         """Of what has happened since the last call, in the names of docs/metrics.md."""
         before, now = self._before, self._engine.stats()
         self._before = now
-        return speculation_metrics(before, now)
+        return time_metrics(before, now) | speculation_metrics(before, now)
+
+
+def time_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
+    """`timing_s/gen/*` between two readings, of an engine that measures itself."""
+    new = now.since(before)
+    if new.decode_seconds <= 0:
+        return {}
+    parts = {"prefill": new.prefill_seconds, "decode": new.decode_seconds - new.draft_seconds}
+    if new.draft_seconds > 0:
+        parts["draft"] = new.propose_seconds
+        parts["verify"] = new.draft_seconds - new.propose_seconds
+    return {f"timing_s/gen/{name}": seconds for name, seconds in parts.items()}
 
 
 def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
     """`spec/*` between two readings; nothing about what did not happen between them."""
     metrics: dict[str, float] = {}
     new = now.since(before)
+    if not new.plan_seconds:
+        return metrics  # of an engine that nobody drafts for
     if new.decode_seconds > 0:
         metrics["spec/on_fraction"] = new.on_fraction
         metrics["spec/recess_fraction"] = new.recess_steps / new.decode_steps
@@ -38,7 +52,13 @@ def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, floa
     if new.draft_steps:
         metrics["spec/head_fraction"] = new.head_fraction
         metrics["spec/plan"] = new.draft_depth / new.draft_steps
+    depths = zip(new.offered_depths, new.accepted_depths, strict=True)
+    for depth, (offered, accepted) in enumerate(depths, 1):
+        if offered:
+            metrics[f"spec/acceptance_rate_{depth}"] = accepted / offered
     for name, seconds, tokens in zip(BATCH_NAMES, new.batch_seconds, new.batch_tokens, strict=True):
         if seconds > 0:
             metrics[f"spec/tokens_per_second/{name}"] = tokens / seconds
+    for (size, plan), seconds in sorted(new.plan_seconds.items()):
+        metrics[f"spec/plan_seconds/{BATCH_NAMES[size]}/{plan}"] = seconds
     return metrics

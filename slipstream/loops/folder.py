@@ -17,6 +17,7 @@ from slipstream.checkpoint.manager import TRACKER, CheckpointManager
 from slipstream.config.load import CONFIG_FILE, diff, load_config, to_yaml
 from slipstream.config.schema import Config
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.metrics.timeline import EVENTS_FILE
 
 LOCK_FILE = ".lock"
 PICTURE = "run.png"
@@ -27,6 +28,7 @@ _KEPT = (
     "global_step_*",
     "sft",
     "metrics*.jsonl",
+    EVENTS_FILE,
     "rollouts",
     "validation",
     "tensorboard",

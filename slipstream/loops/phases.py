@@ -22,7 +22,7 @@ from slipstream.loops.build_critic import check_critic, critic_optim, make_criti
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
-from slipstream.loops.records import dump_groups
+from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens
 from slipstream.loops.rl import WeightReceiver, run_rl_training
 from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
@@ -52,12 +52,13 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         build.add_adapter(config, policy, first=True)
         return policy
 
-    decoder = run.compute.run(make_policy)
-    optim = build.optim_settings(sft.optim, total, key="sft.optim")
-    backend = run.compute.run(
-        lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
-    )
-    stream = build.make_demonstrations(config, run.tokenizer, run.task)
+    with run.span("setup"):
+        decoder = run.compute.run(make_policy)
+        optim = build.optim_settings(sft.optim, total, key="sft.optim")
+        backend = run.compute.run(
+            lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
+        )
+        stream = build.make_demonstrations(config, run.tokenizer, run.task)
     done = 0
     if resume is not None:
         done, data = run.compute.run(
@@ -79,8 +80,9 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
                 engine = run.compute.run(
                     lambda: build.make_engine(config, decoder, run.tokenizer, run.compute)
                 )
-            await engine.update_weights(backend.publish(advance=False))
-            evaluation = await run.validate([engine])
+            with run.span("testing", step=step):
+                await engine.update_weights(backend.publish(advance=False))
+                evaluation = await run.validate([engine])
             run.record_validation("sft", step, evaluation)
             metrics |= evaluation.metrics
         return run.interrupt.requested
@@ -88,7 +90,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     async def save(step: int, stopping: bool) -> None:
         if stopping or step == total or (sft.save_freq > 0 and step % sft.save_freq == 0):
             state = {"stream": stream.state_dict()}
-            await _save(run, lambda: snapshots.save(step, backend, state))
+            with run.span("save_checkpoint", step=step):
+                await _save(run, lambda: snapshots.save(step, backend, state))
 
     with _timed(run, "sft"):
         try:
@@ -110,7 +113,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
 
 async def rl_phase(run: Run, start: Path | None) -> bool:
     """RL from the weights in `start`; False if it was stopped before the last step."""
-    phase = run.compute.run(lambda: _RLPhase(run, start))
+    with run.span("setup"):
+        phase = run.compute.run(lambda: _RLPhase(run, start))
     with _timed(run, "rl"):
         try:
             return await phase.train()
@@ -133,7 +137,8 @@ async def validate_policy(run: Run, start: Path | None) -> None:
     engine = run.compute.run(make)
     run.progress.note(f"validating {folder or 'freshly initialised weights'}")
     try:
-        evaluation = await run.validate([engine])
+        with run.span("testing"):
+            evaluation = await run.validate([engine])
     finally:
         close_parts(run.stages, engine)
     for name, value in evaluation.metrics.items():
@@ -181,7 +186,7 @@ class _RLPhase:
             notify=run.progress.note,
             stages=run.stages,
         )
-        self._watch = EngineWatch(self._engine) if config.speculative.enable else None
+        self._watch = EngineWatch(self._engine)
         self._rollouts = build.make_rollouts(
             config,
             self._engine,
@@ -201,6 +206,7 @@ class _RLPhase:
             return True
         resumed_at = done if self._resume is not None else None
         forget_after(self._rollout_folder, resumed_at)
+        forget_after(self._rollout_folder / TOKENS_FOLDER, resumed_at)
         forget_after(run.validation_folder, resumed_at)
         logger = run.logger("rl", self._total, resumed_at)
         receivers: list[WeightReceiver] = [self._engine]
@@ -227,7 +233,8 @@ class _RLPhase:
                 notify=run.progress.note,
                 stages=run.stages,
             )
-            await self._saves.finish()
+            with run.span("save_checkpoint"):
+                await self._saves.finish()
         except Exception:
             await self._saves.give_up()
             raise
@@ -284,22 +291,22 @@ class _RLPhase:
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
+            dump_tokens(path.parent / TOKENS_FOLDER, groups, run.tokenizer, step)
         if (source := self._data.listener) is not None:
             batch = proto_of_step(groups, self._rollouts.rejected, run.tokenizer, source.place_of)
             source.on_batch_end(batch)
-        if self._watch is not None:
-            metrics |= self._watch.metrics()
+        metrics |= self._watch.metrics()
         if run.held_out and _due(step, run.config.trainer.test_freq, self._total):
             with timers.span("testing"):
                 metrics |= await self._validate(step)
         return run.interrupt.requested
 
     async def _validate(self, step: int) -> dict[str, float]:
-        async with self._with_trained_weights(step):
-            evaluation = await self._run.validate([self._engine])
+        with self._run.span("testing", step=step):
+            async with self._with_trained_weights(step):
+                evaluation = await self._run.validate([self._engine])
         self._run.record_validation("rl", step, evaluation)
-        if self._watch is not None:
-            self._watch.skip()
+        self._watch.skip()
         return evaluation.metrics
 
     @contextlib.asynccontextmanager
@@ -324,7 +331,7 @@ class _RLPhase:
         }
         if self._kl is not None:
             state["kl_in_reward"] = self._kl.state_dict()
-        with timers.span("save_checkpoint"):
+        with timers.span("save_checkpoint"), self._run.span("save_checkpoint", step=step):
             await self._saves.begin(
                 lambda go_on: self._snapshots.save(
                     step,
@@ -406,6 +413,7 @@ def _due(step: int, freq: int, last: int | None) -> bool:
 def _timed(run: Run, phase: str) -> Iterator[None]:
     started = time.perf_counter()
     try:
-        yield
+        with run.span(phase):
+            yield
     finally:
         run.seconds[phase] = time.perf_counter() - started

@@ -233,7 +233,9 @@ async def _stages(
     rated = [await rate(run, "after SFT", sft)]
     clock.lap("evaluate")
     if run.config.speculative.eagle.spec_model_path is not None:
-        if await train_head(run, sft) is None:
+        with run.span("draft"):
+            head = await train_head(run, sft)
+        if head is None:
             return None
         clock.lap("draft")
     if not await rl_phase(run, sft):
@@ -247,7 +249,8 @@ async def _stages(
     after = await rate(run, "after RL", huggingface_folder(policy))
     clock.lap("evaluate")
     if sft_control:
-        continued = await continue_sft(run, sft, spent)
+        with run.span("sft_control"):
+            continued = await continue_sft(run, sft, spent)
         if continued is None:
             return None
         clock.lap("sft_control")
@@ -255,7 +258,8 @@ async def _stages(
         clock.lap("evaluate")
     compared: list[SideBySide] = []
     if speculation:
-        compared = await compare_decoding(run, policy)
+        with run.span("compare"):
+            compared = await compare_decoding(run, policy)
         clock.lap("compare")
     return [*rated, after], compared
 
@@ -269,6 +273,11 @@ def _trained_seconds(folder: Path) -> float:
 
 async def rate(run: Run, name: str, policy: Path) -> Rated:
     """Evaluate a policy on `PROBLEMS` held-out problems, sampled at temperature 1."""
+    with run.span("evaluate", what=name):
+        return await _rate(run, name, policy)
+
+
+async def _rate(run: Run, name: str, policy: Path) -> Rated:
     config = run.config
     prompts = build.validation_prompts(config, run.tokenizer, run.task, count=PROBLEMS)
 
@@ -519,8 +528,8 @@ def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict
         for pair in summary["rollout_comparison"]:
             console.print(_compared(pair), highlight=False)
     policy = huggingface_folder(output / f"global_step_{summary['steps']['rl']}")
-    console.print(f"picture      {output / PICTURE}", highlight=False)
-    console.print(f"summary      {output / SUMMARY}", highlight=False)
+    console.print(f"picture      {output / PICTURE}", highlight=False, soft_wrap=True)
+    console.print(f"summary      {output / SUMMARY}", highlight=False, soft_wrap=True)
     console.print(f"policy       {policy}  (AutoModelForCausalLM.from_pretrained)", highlight=False)
     console.print(
         "next         slipstream eval --checkpoint "

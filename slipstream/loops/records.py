@@ -1,4 +1,5 @@
-"""Rollouts on disk: one JSON line per sample, in VERL's field names, with ours added."""
+"""Rollouts on disk: one JSON line per sample, in VERL's field names, with ours added; and, for the
+report, the tokens of a few samples, with who proposed them."""
 
 from __future__ import annotations
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+SHOWN_GROUPS = 4
+"""Groups of a step that the report can show a response of."""
+
+TOKENS_FOLDER = "tokens"
+
+
 def dump_groups(
     path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
@@ -26,6 +33,61 @@ def dump_groups(
     """
     samples = [sample for group in groups for sample in group.samples]
     lines = [json.dumps(record(sample, tokenizer, step), default=str) for sample in samples]
+    _write(path, lines, step)
+
+
+def dump_tokens(
+    folder: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
+) -> None:
+    """Write `folder/N.jsonl` of step N: the first samples of up to `SHOWN_GROUPS` groups as
+    `token_record` has them. Who proposed a token depends on the clock: the dumps of `dump_groups`,
+    beside which these lie, are equal in equal runs. Raises CheckpointError as they do.
+    """
+    chosen = min(SHOWN_GROUPS, len(groups))
+    shown = [groups[i * len(groups) // chosen].samples[0] for i in range(chosen)]
+    lines = [json.dumps(token_record(sample, tokenizer)) for sample in shown]
+    _write(folder / f"{step}.jsonl", lines, step)
+
+
+def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A sample's response as `pieces` of text, which together are its text; `log_probs` of each
+    (null where it is not finite); `drafted`, "1" for tokens that were drafted before the policy
+    chose them; `masked`, "1" for those that no policy wrote."""
+    ids, start = sample.response_ids, len(sample.prompt_ids)
+    drafted = set(sample.drafted)
+    log_probs = sample.rollout_log_probs[start:]
+    return {
+        "uid": sample.uid,
+        "index": sample.index,
+        "input": tokenizer.decode(sample.prompt_ids),
+        "pieces": pieces(ids, tokenizer),
+        "log_probs": [round(x, 4) if math.isfinite(x) else None for x in log_probs],
+        "drafted": "".join("1" if start + i in drafted else "0" for i in range(len(ids))),
+        "masked": "".join("0" if mask else "1" for mask in sample.loss_mask[start:]),
+        "score": sample.reward,
+        "gts": None if sample.ground_truth is None else str(sample.ground_truth),
+        "status": sample.status.value,
+        "stop_reason": None if sample.stop_reason is None else sample.stop_reason.value,
+        "failure": sample.failure or sample.metadata.get("reward_failure"),
+    }
+
+
+def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text that each token adds; of a character cut in two the last one has all of it."""
+    found: list[str] = []
+    known = begin = 0
+    for end in range(1, len(ids) + 1):
+        # Decoded after a few tokens of context, for what a token adds may depend on the one before.
+        before, text = tokenizer.decode(ids[begin:known]), tokenizer.decode(ids[begin:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        begin, known = known, end
+    return found
+
+
+def _write(path: Path, lines: Sequence[str], step: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, "\n".join(lines) + "\n")

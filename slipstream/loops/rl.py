@@ -36,7 +36,7 @@ from slipstream.loops.steps import checkpoint_due
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
-from slipstream.metrics.timers import IdleCores, Timers, step_split, timing_per_token
+from slipstream.metrics.timers import IdleCores, Timers, gen_split, step_split, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.types import FeatureSink, Group, PolicyVersion, WeightUpdate
@@ -237,7 +237,7 @@ def speed_metrics(
     groups: Sequence[Group], metrics: dict[str, float], timers: Timers
 ) -> dict[str, float]:
     """Where the time of a step went, and tokens per second."""
-    timings = step_split(timers.collect())
+    timings = gen_split(step_split(timers.collect()), metrics)
     seconds, tokens = timings["timing_s/step"], int(metrics["perf/total_num_tokens"])
     generated = sum(s.response_length for group in groups for s in group.members)
     return {

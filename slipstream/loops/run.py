@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 
 from slipstream.checkpoint.interrupt import GracefulInterrupt
@@ -38,7 +39,7 @@ from slipstream.loops.phases import (
     start_of_rl,
     validate_policy,
 )
-from slipstream.loops.snapshot import policy_folder
+from slipstream.loops.snapshot import computed_with, policy_folder
 from slipstream.loops.stages import (
     Stages,
     close_parts,
@@ -47,8 +48,10 @@ from slipstream.loops.stages import (
 )
 from slipstream.loops.threads_choice import FEW, threads_for
 from slipstream.metrics.loggers import METRICS_FILE
+from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
+from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
 from slipstream.training.compute_thread import ComputeThread
 
@@ -113,17 +116,56 @@ def opened(
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
-                run = open_run(config, folder, progress, interrupt, compute, stages, parts)
-                _settle_threads(run)
-                # A full collection would look through all modules again: a tenth of a second, in
-                # the middle of a rollout.
-                gc.freeze()
-                yield run
+                with _timeline(config, interrupt) as timeline:
+                    run = open_run(
+                        config, folder, progress, interrupt, compute, stages, parts, timeline
+                    )
+                    _settle_threads(run)
+                    # A full collection would look through all modules again: a tenth of a second,
+                    # in the middle of a rollout.
+                    gc.freeze()
+                    yield run
             finally:
                 gc.unfreeze()
                 close_parts(stages, compute)
     finally:
         forced.cancel()
+
+
+@contextlib.contextmanager
+def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline]:
+    """The record of what this process does when, from its very beginning to the body's end."""
+    timeline = Timeline(Path(config.trainer.default_local_dir) / EVENTS_FILE)
+    machine = this_machine()
+    timeline.start(
+        command_began(),
+        argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        environment={
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+            "system": machine.system,
+            "device": device_name(build.device_of(config)),
+            "threads": torch.get_num_threads(),
+            **machine.versions,
+            **computed_with(),
+        },
+    )
+    status = "finished"
+    try:
+        yield timeline
+        if interrupt.requested:
+            status = "interrupted"
+    except BaseException as error:
+        status = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        timeline.stop(status)
+
+
+def device_name(device: torch.device) -> str:
+    """`cpu`, or what the GPU is called."""
+    return device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
 
 
 def _settle_threads(run: Run) -> None:

@@ -6,6 +6,8 @@ Knows nothing of where samples come from; reads only the carriers. Called by the
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,6 +15,9 @@ import numpy as np
 from slipstream.errors import DataError
 from slipstream.metrics.resampled import best_and_worst, majority, subset_sizes
 from slipstream.types import Group, Sample, Status
+
+MOST_REASONS = 8
+"""Kinds of failures that a step counts apart."""
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -72,8 +77,31 @@ def rollout_metrics(
         metrics["rollout/longest_over_median"] = math.fsum(tails) / len(tails)
     metrics["training/num_zero_variance_groups"] = float(sum(map(_zero_variance, groups)))
     metrics["training/num_failed_rewards"] = float(sum(map(_failed, samples)))
+    for reason, number in failures_by_reason(samples).items():
+        metrics[f"training/num_failed_rewards/{reason}"] = float(number)
     metrics["perf/total_num_tokens"] = float(sum(lengths) + sum(prompts))
     return metrics
+
+
+def failures_by_reason(samples: Sequence[Sample]) -> Counter[str]:
+    """How many of `samples` failed, by the first words of the reason, as a name.
+
+    Of more than `MOST_REASONS` the rarest are counted together, as `other`.
+    """
+    texts = [s.failure or s.metadata.get("reward_failure") or "" for s in samples if _failed(s)]
+    found = Counter(reason_name(text) for text in texts)
+    if len(found) <= MOST_REASONS:
+        return found
+    kept = Counter(dict(found.most_common(MOST_REASONS)))
+    kept["other"] += found.total() - kept.total()
+    return kept
+
+
+def reason_name(text: str) -> str:
+    """`no answer within 30 s` -> `no_answer_within_s`: a reason as part of a metric's name, with
+    no more than the kind of an error."""
+    words = re.findall(r"[a-z]+", text.split(":")[0].lower())
+    return "_".join(words[:6]) or "no_reason_given"
 
 
 def validation_metrics(

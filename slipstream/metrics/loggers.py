@@ -33,22 +33,25 @@ class MetricsLogger(Protocol):
 
 
 class JSONLLogger:
-    """One line `{"step": ..., "data": {...}}` a call, as VERL's file logger writes.
+    """One line `{"step": ..., "data": {...}}` a call, as VERL's file logger writes, with the time
+    (`"time"`, seconds since 1970).
 
     Every line is on disk when `log` returns. Appends to an existing file; a last line that a crash
     tore off is removed first. Infinities and NaN are written as strings, since JSON has no numbers
     for them; `read_jsonl` turns them back.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
+        self._clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         data = {name: _to_json(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "data": data}, allow_nan=False) + "\n")
+        line = {"step": step, "time": round(self._clock(), 3), "data": data}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         # A checkpoint that survives a power loss must not be ahead of its log.
         os.fsync(self._file.fileno())

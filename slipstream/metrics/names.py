@@ -17,6 +17,7 @@ _PLACEHOLDERS = {
     "part": r".+?",
     "reason": r"[a-z_]+",
     "rule": r"[a-z_0-9]+",
+    "plan": r"(?:off|\d+_\d+_\d+)",
     "N": r"[1-9]\d*",
     "k": r"[1-9]\d*",
 }
@@ -276,6 +277,7 @@ SECTIONS: tuple[Section, ...] = (
                 "samples",
                 "samples whose engine, tool or reward failed",
             ),
+            Metric("training/num_failed_rewards/<reason>", "samples", "the same by the reason"),
             Metric(
                 "training/num_lone_samples",
                 "samples",
@@ -405,6 +407,19 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Metric(
                 "spec/plan", "tokens", "drafts in a row, mean over steps that draft", wall_time=True
+            ),
+            Metric(
+                "spec/acceptance_rate_<k>",
+                "share",
+                "of the verifications whose drafts were k deep or more, those that accepted k; the "
+                "sixteenth has all that is deeper",
+                wall_time=True,
+            ),
+            Metric(
+                "spec/plan_seconds/{bs_1,bs_4,bs_16,bs_64,bs_more}/<plan>",
+                "s",
+                "decode steps by running requests and by draft plan (depth_topk_verified, or off)",
+                wall_time=True,
             ),
             Metric(
                 "spec/tokens_per_second/{bs_1,bs_4,bs_16,bs_64,bs_more}",
@@ -552,6 +567,13 @@ SECTIONS: tuple[Section, ...] = (
                 "one stage of the step: generation, the wait for rewards when all responses had "
                 "ended, advantages, log-probs of the policy and of the reference, update, weights "
                 "to the engines, training of the draft head; no two overlap",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/gen/{prefill,decode,draft,verify,wait}",
+                "s",
+                "what the engine did in gen: contexts, steps without drafts, making drafts, "
+                "checking them, nothing; they add up to it",
                 wall_time=True,
             ),
             Metric(

@@ -6,7 +6,7 @@ Knows nothing of what the stages do. Called by the loops.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -77,6 +77,15 @@ def step_split(timings: dict[str, float]) -> dict[str, float]:
     """`timings`, which has `timing_s/step`, and `timing_s/other`: what no stage of it took."""
     parts = sum(timings.get(f"timing_s/{name}", 0.0) for name in STEP_PARTS)
     return {**timings, "timing_s/other": timings["timing_s/step"] - parts}
+
+
+def gen_split(timings: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """`timings` and, where `metrics` has what an engine did (`timing_s/gen/*`), the time in which
+    it did nothing: `timing_s/gen/wait`."""
+    parts = [value for name, value in metrics.items() if name.startswith("timing_s/gen/")]
+    if not parts:
+        return timings
+    return {**timings, "timing_s/gen/wait": timings["timing_s/gen"] - sum(parts)}
 
 
 class IdleCores:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -62,7 +64,7 @@ class PrimeRewardManager(NaiveRewardManager):
         return self._killed
 
     async def _outcome(self, call: functools.partial[Any]) -> Outcome:
-        there = functools.partial(self._portable, *call.args, **call.keywords)
+        there = functools.partial(_there, self._portable, *call.args, **call.keywords)
         async with self._runner.slot():
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
@@ -75,6 +77,14 @@ class PrimeRewardManager(NaiveRewardManager):
                     return Outcome(failure=failure_of(error))
         self._killed += 1
         return Outcome(failure=f"no answer within {self._runner.timeout_s:g} s")
+
+
+def _there(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """In the scoring process: call it."""
+    # A process of anyio's has no main module where the one that asked has no file (a notebook), and
+    # what is imported there may look for it.
+    sys.modules.setdefault("__main__", ModuleType("__main__"))
+    return function(*args, **keywords)
 
 
 def _portable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -368,6 +368,7 @@ def extend_sample(sample: Sample, generation: Generation) -> bool:
             turn.spans[-1] = VersionSpan(span.version, last.start, start + span.end)
         else:
             turn.spans.append(VersionSpan(span.version, start + span.start, start + span.end))
+    turn.drafted.extend(start + place for place in generation.drafted)
     sample.response += generation.text
     status = _STATUS[generation.stop_reason]
     sample.status = Status.PENDING if status is Status.ABORTED else status

@@ -11,7 +11,9 @@ import pytest
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import (
     accuracy_interval,
+    failures_by_reason,
     paired_difference,
+    reason_name,
     rollout_metrics,
     summary,
     validation_metrics,
@@ -67,6 +69,7 @@ def test_rollout_metrics_by_hand() -> None:
         "rollout/longest_over_median": 2.0,
         "training/num_zero_variance_groups": 1.0,
         "training/num_failed_rewards": 1.0,
+        "training/num_failed_rewards/no_reason_given": 1.0,
         "perf/total_num_tokens": 55.0,
     }
 
@@ -239,3 +242,31 @@ def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_int
 def test_uneven_validation_is_refused() -> None:
     with pytest.raises(DataError, match=r"same number of responses .* got \[1, 2\]"):
         validation_metrics([group(0, sample(1, 1.0)), group(1, sample(1, 1.0), sample(1, 0.0))])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("no answer within 30 s", "no_answer_within_s"),
+        ("ValueError: x is -3.5", "valueerror"),
+        ("engine embedded: RuntimeError: out of memory", "engine_embedded"),
+        ("one two three four five six seven", "one_two_three_four_five_six"),
+        ("", "no_reason_given"),
+        ("404", "no_reason_given"),
+    ],
+)
+def test_reasons_as_names(text: str, name: str) -> None:
+    assert reason_name(text) == name
+    check_names({f"training/num_failed_rewards/{name}": 1.0})
+
+
+def test_failures_are_counted_by_reason_and_rare_ones_together() -> None:
+    def failed(text: str) -> Sample:
+        return Sample(status=Status.FAILED, failure=text)
+
+    scored = Sample(status=Status.COMPLETED, metadata={"reward_failure": "ValueError: 3"})
+    samples = [failed("ValueError: 1"), failed("ValueError: 2"), failed("late"), scored, Sample()]
+    assert failures_by_reason(samples) == {"valueerror": 3, "late": 1}
+    letters = [failed(letter * 3) for letter in "abcdefghij"] + [failed("aaa")]
+    found = failures_by_reason(letters)
+    assert (found["aaa"], found["other"], found.total()) == (2, 2, 11)

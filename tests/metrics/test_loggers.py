@@ -30,9 +30,9 @@ from slipstream.metrics.loggers import (
 
 def test_one_line_a_step_as_verl_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "run" / "m.jsonl"
-    logger = JSONLLogger(path)
+    logger = JSONLLogger(path, clock=lambda: 7.25)
     logger.log(1, {"a": 0.1, "b": 2})
-    assert path.read_text() == '{"step": 1, "data": {"a": 0.1, "b": 2}}\n'
+    assert path.read_text() == '{"step": 1, "time": 7.25, "data": {"a": 0.1, "b": 2}}\n'
     logger.log(2, {})
     logger.close()
     assert read_jsonl(path) == [(1, {"a": 0.1, "b": 2.0}), (2, {})]
@@ -92,12 +92,12 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text('{"step": 1, "data": {}}\n' + line + "\n")
     with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2, is no record of metrics"):
         read_jsonl(path)
-    logger = JSONLLogger(path)
+    logger = JSONLLogger(path, clock=lambda: 7.25)
     with pytest.raises(CheckpointError, match="line 2"):
         logger.truncate_after(1)
     logger.log(5, {})
     logger.close()
-    assert path.read_text().splitlines()[1:] == [line, '{"step": 5, "data": {}}']
+    assert path.read_text().splitlines()[1:] == [line, '{"step": 5, "time": 7.25, "data": {}}']
 
 
 def test_console_shows_headlines_or_everything() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from itertools import accumulate
 from math import gcd
 
 import numpy as np
@@ -25,7 +26,13 @@ from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.engine.settings import EngineSettings
 from slipstream.inference.engine.verification import verification
-from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, batch_class, check_request
+from slipstream.inference.protocol import (
+    BATCH_LIMITS,
+    MOST_DEPTHS,
+    EngineStats,
+    batch_class,
+    check_request,
+)
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
     DraftBatch,
@@ -138,6 +145,9 @@ class Engine:
         self._counts: dict[str, float] = {}
         self._batch_tokens = [0] * (len(BATCH_LIMITS) + 1)
         self._batch_seconds = [0.0] * (len(BATCH_LIMITS) + 1)
+        self._offered_depths = [0] * MOST_DEPTHS
+        self._accepted_depths = [0] * MOST_DEPTHS
+        self._plan_seconds: dict[tuple[int, DraftPlan], float] = {}
 
     @property
     def plan(self) -> DraftPlan:
@@ -304,6 +314,12 @@ class Engine:
             kv_bytes=self._scheduler.kv_bytes,
             batch_tokens=tuple(self._batch_tokens),
             batch_seconds=tuple(self._batch_seconds),
+            offered_depths=tuple(accumulate(self._offered_depths[::-1]))[::-1],
+            accepted_depths=tuple(accumulate(self._accepted_depths[::-1]))[::-1],
+            plan_seconds={
+                (size, "off" if plan == OFF else str(plan)): seconds
+                for (size, plan), seconds in self._plan_seconds.items()
+            },
         )
 
     def _store(
@@ -385,6 +401,7 @@ class Engine:
         positions_N = torch.from_numpy(np.array(lengths)).to(device)
         plan = self._affordable_plan(count, max(lengths))
         trees = self._draft(running, plan, positions_N)
+        proposed = time.perf_counter() - started
         # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
         multiple = self._runner.tokens_multiple
         multiple //= gcd(max(map(len, trees)), multiple)
@@ -399,14 +416,16 @@ class Engine:
         tokens = [request.context[known:] for request, known in zip(running, lengths, strict=True)]
         self._straighten(paths, lengths)
         if self._proposer is not None:
+            observing = time.perf_counter()
             features = step.along(hidden.features, paths)
             self._proposer.observe(sampling.names, tokens, features)
+            proposed += time.perf_counter() - observing
         self._collect(running)
         self._count(
             preempted=len(preempted),
             max_batch=max(0, count - self._counts.get("max_batch", 0)),
         )
-        self._account(plan, trees, paths, tokens, time.perf_counter() - started)
+        self._account(plan, trees, paths, tokens, time.perf_counter() - started, proposed)
         if self._unseen:
             self._count(recess_steps=1)
             self._unseen -= 1
@@ -421,13 +440,19 @@ class Engine:
         paths: Sequence[Sequence[int]],
         tokens: Sequence[Sequence[int]],
         seconds: float,
+        proposed: float,
     ) -> None:
-        """Count a decode step, and tell the selector of it."""
+        """Count a decode step that took `seconds`, `proposed` of them for its drafts, and tell the
+        selector of it."""
         drafted = [len(tree) - 1 for tree in trees]
         emitted, drafts, count = sum(map(len, tokens)), sum(drafted), len(tokens)
+        size = batch_class(count)
         self._count(decode_steps=1, decode_tokens=emitted, decode_seconds=seconds)
-        self._batch_tokens[batch_class(count)] += emitted
-        self._batch_seconds[batch_class(count)] += seconds
+        self._batch_tokens[size] += emitted
+        self._batch_seconds[size] += seconds
+        if self._own_proposer is not None:
+            used = size, plan if drafts else OFF
+            self._plan_seconds[used] = self._plan_seconds.get(used, 0.0) + seconds
         if drafts:
             self._count(
                 draft_tokens=drafts,
@@ -436,7 +461,13 @@ class Engine:
                 draft_steps=1,
                 draft_depth=plan.steps,
                 draft_seconds=seconds,
+                propose_seconds=proposed,
             )
+            for tree, new in zip(trees, tokens, strict=True):
+                if len(tree) > 1:
+                    self._offered_depths[min(tree.depth, MOST_DEPTHS) - 1] += 1
+                    if len(new) > 1:
+                        self._accepted_depths[min(len(new) - 1, MOST_DEPTHS) - 1] += 1
         if self._selector is not None and self._proposer is not None:
             step = StepRecord(
                 running=count,
@@ -512,6 +543,8 @@ class Engine:
                 path.append(node)
                 if node:
                     accepted += 1
+                    # The node's own token; the one just pushed was chosen after it.
+                    request.drafted.append(len(request.token_ids) - 2)
                     siblings += not tree.is_first_child(node)
                 if request.request.return_hidden_states:
                     request.hidden.append(hidden.at(row))

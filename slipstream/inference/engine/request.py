@@ -46,6 +46,8 @@ class Running:
     prompt_features: list[Tensor] = field(default_factory=list)
     """Hidden states (T, D) of the last tokens of its prompt, where somebody drafts from them: for
     other samples of it."""
+    drafted: list[int] = field(default_factory=list)
+    """Indices of the tokens that were drafted before they were chosen."""
     stop_reason: StopReason | None = None
     text: str = ""
     error: str | None = None
@@ -168,4 +170,5 @@ class Running:
             hidden_states=torch.stack(self.hidden) if self.hidden else None,
             context_hidden_states=self.context_hidden,
             error=self.error,
+            drafted=self.drafted,
         )

@@ -39,6 +39,16 @@ class DraftTree:
         return len(self.tokens)
 
     @property
+    def depth(self) -> int:
+        """Drafts on the longest path from the root."""
+        if isinstance(self.parents, range):
+            return len(self.parents) - 1
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return max(depths)
+
+    @property
     def is_chain(self) -> bool:
         """Whether each node follows the one before it."""
         parents = self.parents

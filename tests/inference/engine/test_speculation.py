@@ -12,6 +12,7 @@ import torch
 from slipstream.bench.drafters import LyingOracle
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine import engine as engine_module
+from slipstream.inference.protocol import EngineStats
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -460,3 +461,45 @@ def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch)
     reference = make_engine(shared_decoder()).run(requests)
     engine = make_engine(proposer=oracle_of(reference, LyingOracle), plan=DraftPlan.chain(3))
     assert all_bits(engine.run(requests)) != all_bits(reference)
+
+
+def test_drafted_tokens_depths_and_plans_are_counted() -> None:
+    requests = [make_request(f"r{i}", max_tokens=41, ignore_eos=True) for i in range(3)]
+    reference = make_engine().run(requests)
+    engine = make_engine(
+        proposer=oracle_of(reference, lies=0.0, ragged=False), plan=DraftPlan.chain(4)
+    )
+    done = engine.run(requests)
+    # The prefill's token, then in eight steps four drafts and one that was not drafted.
+    drafted = [i for i in range(1, 41) if i % 5]
+    assert [g.drafted for g in done] == [drafted] * 3
+    stats = engine.stats()
+    assert stats.offered_depths == stats.accepted_depths == (24,) * 4 + (0,) * 12
+    assert stats.plan_seconds.keys() == {(1, "4_1_5")}
+    assert stats.plan_seconds[1, "4_1_5"] == pytest.approx(stats.draft_seconds)
+    assert 0 < stats.propose_seconds < stats.draft_seconds
+    plain = make_engine()
+    assert [g.drafted for g in plain.run(requests)] == [[]] * 3
+    assert (plain.stats().plan_seconds, plain.stats().offered_depths) == ({}, (0,) * 16)
+
+
+def test_of_drafts_that_are_partly_right_depths_tell_how_far() -> None:
+    requests = [make_request("r", max_tokens=12, ignore_eos=True)]
+    (known,) = make_engine().run(requests)
+    oracle = oracle_of([known], lies=0.0, ragged=False)
+    # From the third token on it knows something else.
+    oracle._known = {"r": [*known.token_ids[:3], *[known.token_ids[3] ^ 1] * 9]}
+    engine = make_engine(proposer=oracle, plan=DraftPlan.chain(4))
+    oracle.observe = lambda *_: None  # type: ignore[method-assign]
+    engine.add(requests[0])
+    engine.step()
+    stats = engine.stats()
+    assert stats.offered_depths[:5] == (1, 1, 1, 1, 0)
+    assert stats.accepted_depths[:4] == (1, 1, 0, 0)
+
+
+def test_counters_of_plans_are_subtracted_as_others_are() -> None:
+    before = EngineStats(plan_seconds={(0, "off"): 1.0}, offered_depths=(1,) * 16)
+    now = EngineStats(plan_seconds={(0, "off"): 1.0, (2, "4_1_5"): 3.0}, offered_depths=(3,) * 16)
+    new = now.since(before)
+    assert (new.plan_seconds, new.offered_depths) == ({(2, "4_1_5"): 3.0}, (2,) * 16)

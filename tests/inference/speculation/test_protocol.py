@@ -32,3 +32,16 @@ def test_a_chain_is_all_straight() -> None:
 
 def test_first_children() -> None:
     assert [TREE.is_first_child(node) for node in range(1, 8)] == [1, 1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tree", "depth"),
+    [
+        (DraftTree.chain(1, ()), 0),
+        (DraftTree.chain(1, (2, 3)), 2),
+        (DraftTree([1, 2, 3, 4], [-1, 0, 0, 2]), 2),
+        (DraftTree([1, 2, 3, 4], [-1, 0, 0, 0]), 1),
+    ],
+)
+def test_how_deep_a_tree_is(tree: DraftTree, depth: int) -> None:
+    assert tree.depth == depth

@@ -1,0 +1,134 @@
+"""Where the wall time of a run went: measured parts, and what none of them explains.
+
+    wall = start-up + set-up + SFT + draft head + [steps of RL, by stage] + validation + ... + rest
+
+The wall time is that from the start to the end of each process (`metrics.timeline`); the parts are
+measured each by itself, so the rest is what was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slipstream.metrics.timeline import Process, Span
+from slipstream.metrics.timers import STEP_PARTS
+from slipstream.report.read import Record, RunData
+
+GEN_PARTS = {
+    "prefill": "prefill",
+    "decode": "decode, plain",
+    "draft": "draft",
+    "verify": "verify",
+    "wait": "engine idle",
+}
+STAGES = {
+    "gen": "generation",
+    "reward": "reward",
+    "adv": "advantages",
+    "old_log_prob": "log-probs, policy",
+    "ref": "log-probs, reference",
+    "values": "values",
+    "update_critic": "train critic",
+    "update_actor": "train policy",
+    "sync": "weight sync",
+    "drafter": "train drafter",
+    "other": "rest of the step",
+}
+SPANS = {
+    "setup": "set-up",
+    "testing": "validation",
+    "save_checkpoint": "checkpoints",
+    "evaluate": "final evaluation",
+    "compare": "comparison of decoding",
+    "draft": "draft head before RL",
+    "sft_control": "continued SFT",
+}
+STARTUP, SFT, DUMP, REST = "start-up", "SFT", "writing rollouts", "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Seconds by part, in order, with those that are not explained as the last; they add up to
+    `wall`."""
+
+    wall: float
+    parts: dict[str, float]
+
+    @property
+    def unexplained(self) -> float:
+        """Share of the wall time that no part was measured of."""
+        return abs(self.parts[REST]) / self.wall if self.wall else 0.0
+
+
+def step_parts(record: Record) -> dict[str, float]:
+    """Seconds of an RL step by stage; of generation by what the engine did, where it says so.
+    They add up to `timing_s/step`."""
+    data, parts = record.data, dict[str, float]()
+    for name in (*STEP_PARTS, "other"):
+        seconds = data.get(f"timing_s/{name}")
+        if seconds is None:
+            continue
+        inner = {
+            label: data[f"timing_s/gen/{part}"]
+            for part, label in GEN_PARTS.items()
+            if name == "gen" and f"timing_s/gen/{part}" in data
+        }
+        parts |= inner or {STAGES[name]: seconds}
+    return parts
+
+
+def ledger_of(run: RunData) -> Ledger | None:
+    """Of all processes of a run; None where it has no timeline."""
+    if not run.processes:
+        return None
+    found: dict[str, float] = {}
+
+    def add(name: str, seconds: float) -> None:
+        found[name] = found.get(name, 0.0) + seconds
+
+    for process in run.processes:
+        if process.spans:
+            add(STARTUP, process.spans[0].begin - process.begin)
+        for span in _leaves(process.spans):
+            add(SPANS.get(span.name, span.name), span.seconds)
+    for record in run.sft:
+        add(SFT, record.data.get("timing_s/step", 0.0))
+    for record in run.steps:
+        for name, seconds in step_parts(record).items():
+            add(name, seconds)
+        add(DUMP, record.data.get("timing_s/dump_rollout_generations", 0.0))
+    wall = sum(process.seconds for process in run.processes)
+    order = [STARTUP, SPANS["setup"], SFT, SPANS["draft"]]
+    order += [*GEN_PARTS.values(), *STAGES.values(), DUMP]
+    order += [name for name in SPANS.values() if name not in order]
+    parts = {name: found.pop(name) for name in order if found.get(name)}
+    parts |= {name: seconds for name, seconds in found.items() if seconds}
+    parts[REST] = wall - sum(parts.values())
+    return Ledger(wall=wall, parts=parts)
+
+
+def _leaves(spans: Sequence[Span]) -> Iterator[Span]:
+    """Spans whose whole time is one part: all but the phases that are made of steps."""
+    for span in spans:
+        if span.name in ("rl", "sft"):
+            yield from _leaves(span.inner)
+        else:
+            yield span
+
+
+def gantt(processes: Sequence[Process]) -> list[tuple[str, float, float]]:
+    """`(name, begin, end)` of all spans, in seconds since the first process began."""
+    if not processes:
+        return []
+    zero = processes[0].begin
+    rows: list[tuple[str, float, float]] = []
+
+    def walk(spans: Sequence[Span]) -> None:
+        for span in spans:
+            rows.append((span.name, span.begin - zero, span.begin - zero + span.seconds))
+            walk(span.inner)
+
+    for process in processes:
+        walk(process.spans)
+    return rows

@@ -1,0 +1,269 @@
+"""Runs as one HTML page that opens offline: styles, script, plotting library and data inside it.
+
+Knows what stands where; drawing is `assets/page.js`'s. Called by the command line and by `watch`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from slipstream import __version__
+from slipstream.errors import DataError
+from slipstream.metrics.timeline import Process
+from slipstream.report.charts import charts_of, number, steps_of
+from slipstream.report.ledger import gantt, ledger_of
+from slipstream.report.read import Record, RunData, read_run
+
+REPORT_FILE = "report.html"
+
+MOST_RUNS = 8
+"""Runs of one page: colours that can be told apart."""
+
+_ASSETS = files("slipstream.report") / "assets"
+_PLAN = re.compile(r"spec/plan_seconds/bs_(?P<size>\w+)/(?P<plan>.+)")
+_SIZES = {"1": "1", "4": "2 to 4", "16": "5 to 16", "64": "17 to 64", "more": "65 and more"}
+_LOST = {
+    "rollout/num_dropped_groups/": "groups left out: ",
+    "training/num_failed_rewards/": "samples failed: ",
+}
+_COUNTED = {
+    "training/num_lone_samples": "samples left out: all others of the group failed",
+    "training/skipped_batch": "steps without an update: nothing to train on",
+    "training/skipped_steps": "optimizer steps left out: gradient not finite",
+    "rollout/num_restarted_samples": "samples generated again after a failure",
+    "rollout/num_carried_over": "samples carried over to a later step (not lost)",
+}
+
+
+def write_report(folders: Sequence[Path], output: Path) -> list[str]:
+    """Write the page of the runs in `folders`; returns what could not be read of them.
+
+    Raises DataError for a folder without a run, for none or too many, and where `output` cannot be
+    written.
+    """
+    runs = read_runs(folders)
+    text = page(payload(runs))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"the report cannot be written to {output} ({error}); set another --output"
+        ) from error
+    return [f"{run.name}: {note}" for run in runs for note in run.notes]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunData]:
+    """The runs of one page, each by a name of its own. Raises DataError."""
+    if not folders:
+        raise DataError("no run folder is given")
+    if len(folders) > MOST_RUNS:
+        raise DataError(f"{len(folders)} runs are more than {MOST_RUNS}, which a page can show")
+    names = _names(folders)
+    return [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
+
+
+def page(data: dict[str, Any], *, live: bool = False) -> str:
+    """The page of `payload()`; `live` asks its server for newer data again and again."""
+    # Neither text of a run nor JSON may end the script element that it stands in.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts = {
+        "TITLE": html.escape(data["title"]),
+        "STYLE": _asset("uPlot.min.css") + _asset("page.css"),
+        "PLOT": _asset("uPlot.iife.min.js"),
+        "SCRIPT": _asset("page.js"),
+        "LIVE": "true" if live else "false",
+        "DATA": text,
+    }
+    # In one pass: what is filled in may look like a place to fill in.
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def payload(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Everything that the page shows, as JSON values."""
+    return {
+        "title": " · ".join(run.name for run in runs),
+        "version": __version__,
+        "made": number_of_seconds(time.time()),
+        "runs": [_run(run) for run in runs],
+        "charts": charts_of(runs),
+        "differences": _differences(runs),
+    }
+
+
+def number_of_seconds(value: float) -> float:
+    """To the second."""
+    return float(round(value))
+
+
+def _run(run: RunData) -> dict[str, Any]:
+    ledger = ledger_of(run)
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": run.state,
+        "notes": run.notes,
+        "steps": steps_of(run),
+        "tiles": _tiles(run),
+        "ledger": None
+        if ledger is None
+        else {
+            "wall": number(ledger.wall),
+            "parts": {name: number(seconds) for name, seconds in ledger.parts.items()},
+            "unexplained": number(ledger.unexplained),
+        },
+        "gantt": [[name, number(a), number(b)] for name, a, b in gantt(run.processes)][:400],
+        "lost": _lost(run.steps),
+        "plans": _plans(run.steps),
+        "lengths": run.lengths,
+        "samples": [
+            {"step": step, **sample} for step, rows in run.tokens.items() for sample in rows
+        ],
+        "processes": [_process(process) for process in run.processes],
+        "environment": {key: str(value) for key, value in run.environment.items()},
+        "config": yaml.safe_dump(run.config, sort_keys=False) if run.config else "",
+    }
+
+
+def _tiles(run: RunData) -> list[list[str]]:
+    """`[label, value, explanation]` of what to look at first."""
+    steps, tiles = run.steps, list[list[str]]()
+    last = steps[-1].data if steps else {}
+    total = _planned_steps(run)
+    if steps:
+        done = f"{steps[-1].step:,}" + (f" of {total:,}" if total else "")
+        tiles.append(["RL steps", done, "finished"])
+    rewards = [r.data["critic/score/mean"] for r in steps if "critic/score/mean" in r.data]
+    if rewards:
+        few = max(1, len(rewards) // 10)
+        first, now = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
+        tiles.append(
+            ["Reward", f"{first:.3f} → {now:.3f}", f"mean of the first and last {few} steps"]
+        )
+    tiles += _accuracy_tiles(run)
+    if steps:
+        wall = sum(r.data["timing_s/step"] for r in steps)
+        gen = sum(r.data.get("timing_s/gen", 0.0) for r in steps)
+        tiles.append(["Rollouts", f"{100 * gen / wall:.0f} %", "of the time of RL's steps"])
+    speeds = [r.data[n] for r in steps for n in ("rollout/tokens_per_second",) if n in r.data]
+    if speeds:
+        tiles.append(["Rollout speed", f"{median(speeds):,.0f}", "tokens/s, median of the steps"])
+    if "spec/accept_length" in last:
+        tiles.append(
+            ["Accepted length", f"{last['spec/accept_length']:.2f}", "tokens per verification"]
+        )
+    differing = [r.data.get("training/rollout_log_probs_differing") for r in steps]
+    known = [value for value in differing if value is not None]
+    if known:
+        tiles.append(
+            ["Log-probs that differ", f"{sum(known):,.0f}", "rollout against trainer, all steps"]
+        )
+    return tiles
+
+
+def _accuracy_tiles(run: RunData) -> list[list[str]]:
+    tiles = []
+    for chart in charts_of([run]):
+        if chart["id"] == "accuracy" and chart["share"]:
+            for line in chart["lines"]:
+                first, now = line["y"][0], line["y"][-1]
+                low, high = line["low"][-1], line["high"][-1]
+                note = f"{line['label']}; 95 %: {100 * low:.1f} to {100 * high:.1f}"
+                tiles.append(["Accuracy", f"{100 * first:.1f} → {100 * now:.1f} %", note])
+    return tiles
+
+
+def _planned_steps(run: RunData) -> int | None:
+    planned = (run.config.get("trainer") or {}).get("total_training_steps")
+    return planned if isinstance(planned, int) and planned > 0 else None
+
+
+def _lost(steps: Sequence[Record]) -> list[list[Any]]:
+    """`[what, how many]` of all that was dropped, failed, or begun again."""
+    found: dict[str, float] = {}
+    for record in steps:
+        for name, value in record.data.items():
+            label = _COUNTED.get(name)
+            for prefix, text in _LOST.items():
+                if name.startswith(prefix):
+                    label = text + name.removeprefix(prefix).replace("_", " ")
+            if label is not None and value:
+                found[label] = found.get(label, 0.0) + value
+    return [[label, int(count)] for label, count in sorted(found.items(), key=lambda x: -x[1])]
+
+
+def _plans(steps: Sequence[Record]) -> dict[str, Any] | None:
+    """Seconds of decoding by plan, for each class of running requests."""
+    seconds: dict[str, dict[str, float]] = {}
+    for record in steps:
+        for name, value in record.data.items():
+            if match := _PLAN.fullmatch(name):
+                row = seconds.setdefault(_SIZES.get(match["size"], match["size"]), {})
+                row[match["plan"]] = row.get(match["plan"], 0.0) + value
+    if not seconds:
+        return None
+    plans = sorted({plan for row in seconds.values() for plan in row}, key=_plan_order)
+    return {
+        "plans": plans,
+        "rows": [
+            [size, [number(seconds[size].get(plan, 0.0)) for plan in plans]]
+            for size in _SIZES.values()
+            if size in seconds
+        ],
+    }
+
+
+def _plan_order(plan: str) -> tuple[int, ...]:
+    return (0,) if plan == "off" else (1, *map(int, plan.split("_")))
+
+
+def _process(process: Process) -> list[Any]:
+    """`[begin, seconds, how it ended, command]`."""
+    return [
+        number_of_seconds(process.begin),
+        number(process.seconds),
+        process.status or "no word of its end",
+        " ".join(map(str, process.facts.get("argv", []))),
+    ]
+
+
+def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+    """`[key, value of each run]` of the settings in which runs differ."""
+    if len(runs) < 2:
+        return []
+    flat = [_flat(run.config) for run in runs]
+    keys = list(dict.fromkeys(key for settings in flat for key in settings))
+    rows = [[key, *(settings.get(key, "not set") for settings in flat)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    if not isinstance(tree, dict):
+        return {prefix: json.dumps(tree, default=str)}
+    out: dict[str, str] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return out
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the folders apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    length = 1
+    while len({p[-length:] for p in parts}) < len(set(parts)):
+        length += 1
+    return ["/".join(p[-length:]) for p in parts]
+
+
+def _asset(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,95 @@
+"""The page in a real browser: drawn, silent, offline, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.report.page import write_report
+from tests.report.conftest import Show
+from tests.report.made import make_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("report")
+    write_report([make_run(root / "run")], root / "report.html")
+    return (root / "report.html").as_uri()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_it_is_drawn_without_a_complaint_or_the_network(
+    show: Show, report: str, width: int, scheme: str
+) -> None:
+    with show(report, width=width, scheme=scheme) as shown:
+        page = shown.page
+        assert (shown.complaints, shown.requests) == ([], [report])
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        # Nothing sticks out to the right.
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.locator("#chart-reward canvas").count() == 1
+        columns = style(page, ".grid", "gridTemplateColumns").split()
+        assert len(columns) == (2 if width > 860 else 1)
+        # Ink differs from paper.
+        ink, paper = (style(page, "body", name) for name in ("color", "backgroundColor"))
+        assert (int(ink[4:].split(",")[0]) > int(paper[4:].split(",")[0])) == (scheme == "dark")
+
+
+def style(page: Page, selector: str, name: str) -> str:
+    return str(page.eval_on_selector(selector, f"element => getComputedStyle(element).{name}"))
+
+
+def test_it_says_what_the_run_did(show: Show, report: str) -> None:
+    with show(report) as shown:
+        text = shown.page.inner_text("main")
+        assert "Where the time went: 30.0 s of wall time" in text
+        assert "Zero in all steps" in text
+        assert shown.page.inner_text("#zero-differing").split("\t")[0] == "Log-probs that differ"
+        assert "draft\t1.0 s\t3.3 %" in text
+        head = shown.page.inner_text("#top")
+        assert "finished" in head
+        assert "40.0 → 60.0 %" in head
+
+
+def test_drafted_tokens_are_coloured_and_tell_their_log_prob(show: Show, report: str) -> None:
+    with show(report) as shown:
+        sample = shown.page.locator(".sample").first
+        assert sample.locator(".text span").all_inner_texts() == ["1", " +", " <b>"]
+        assert sample.locator(".text span.d").all_inner_texts() == [" +"]
+        assert sample.locator(".text span.m").all_inner_texts() == [" <b>"]
+        sample.locator(".text span.d").click()
+        assert sample.locator(".picked").inner_text() == (
+            'token 2: " +", log-prob -0.0101 (probability 99 %), drafted and accepted'
+        )
+
+
+def test_lines_can_be_hidden_and_drawn_over_time(show: Show, report: str) -> None:
+    with show(report) as shown:
+        page = shown.page
+        key = page.locator("#chart-lengths .legend button").first
+        assert key.get_attribute("aria-pressed") == "true"
+        key.click()
+        assert page.locator("#chart-lengths .legend button.off").count() == 1
+        page.get_by_label("over").select_option("minutes")
+        assert page.locator("#chart-lengths .u-axis").count() == 2
+        # Hidden lines stay hidden.
+        assert page.locator("#chart-lengths .legend button.off").count() == 1
+        page.get_by_label("light or dark").click()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert page.locator("#chart-lengths .legend button.off").count() == 1
+        assert shown.complaints == []
+
+
+def test_runs_are_overlaid(show: Show, tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("plain", "drafted")]
+    write_report(runs, tmp_path / "both.html")
+    with show((tmp_path / "both.html").as_uri()) as shown:
+        keys = shown.page.locator("#chart-reward .legend button").all_inner_texts()
+        assert [key.split("\n")[0].rstrip("0.5") for key in keys] == ["plain", "drafted"]
+        assert shown.complaints == []

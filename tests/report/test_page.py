@@ -1,0 +1,126 @@
+"""The page as a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.errors import DataError
+from slipstream.report.page import page, payload, read_runs, write_report
+from tests.report.made import STEP, line, make_run, sample
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_the_command_writes_it_into_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "mine")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(f"report       {folder / 'report.html'} (0.")
+    run = data_of((folder / "report.html").read_text())["runs"][0]
+    assert run["tiles"] == [
+        ["RL steps", "4 of 4", "finished"],
+        ["Reward", "0.500 → 0.500", "mean of the first and last 1 steps"],
+        ["Accuracy", "40.0 → 60.0 %", "countdown; 95 %: 55.0 to 65.0"],
+        ["Rollouts", "25 %", "of the time of RL's steps"],
+        ["Rollout speed", "100", "tokens/s, median of the steps"],
+        ["Accepted length", "3.50", "tokens per verification"],
+        ["Log-probs that differ", "0", "rollout against trainer, all steps"],
+    ]
+    assert run["plans"] == {
+        "plans": ["off", "3_1_4", "6_1_7"],
+        "rows": [["1", [0.4, 0.0, 1.2]], ["2 to 4", [0.0, 1.2, 0.0]]],
+    }
+    assert run["ledger"]["wall"] == 30.0
+
+
+def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
+    more = {
+        2: {
+            "rollout/num_dropped_groups": 3.0,
+            "rollout/num_dropped_groups/zero_variance": 2.0,
+            "rollout/num_dropped_groups/surplus": 1.0,
+            "training/num_failed_rewards/no_answer_within_s": 4.0,
+        },
+        3: {
+            "rollout/num_dropped_groups/zero_variance": 5.0,
+            "training/skipped_batch": 1.0,
+            "rollout/num_carried_over": 2.0,
+        },
+    }
+    (run,) = read_runs([make_run(tmp_path, more=more)])
+    assert payload([run])["runs"][0]["lost"] == [
+        ["groups left out: zero variance", 7],
+        ["samples failed: no answer within s", 4],
+        ["samples carried over to a later step (not lost)", 2],
+        ["groups left out: surplus", 1],
+        ["steps without an update: nothing to train on", 1],
+    ]
+
+
+def test_no_text_of_a_run_ends_its_script(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "{{DATA}}<b>")
+    rows = folder / "rollouts" / "tokens" / "4.jsonl"
+    rows.write_text(json.dumps(sample(4) | {"input": "</script><script>alert(1)</script>{{PLOT}}"}))
+    rows.write_text(rows.read_text() + "\n")
+    text = page(payload(read_runs([folder])))
+    assert data_of(text)["runs"][0]["samples"][-1]["input"].startswith("</script>")
+    assert text.count("</script>") == 3
+    assert "<title>{{DATA}}&lt;b&gt; · Slipstream report</title>" in text
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, more={2: {"actor/grad_norm": math.inf}, 3: {"actor/grad_norm": 1}})
+    text = (folder / "metrics.jsonl").read_text().replace("Infinity", '"Infinity"')
+    (folder / "metrics.jsonl").write_text(text)
+    charts = {c["id"]: c for c in data_of(page(payload(read_runs([folder]))))["charts"]}
+    assert charts["grad_norm"]["lines"][0]["y"] == [None, 1.0]
+
+
+def test_several_runs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")
+    (second / "config.yaml").write_text(
+        "trainer:\n  total_training_steps: 5\ndata: {task: gsm8k}\n"
+    )
+    output = tmp_path / "out" / "both.html"
+    assert main(["report", str(first), str(second), "--output", str(output)]) == 0
+    data = data_of(output.read_text())
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
+    assert data["differences"] == [
+        ["trainer.total_training_steps", "4", "5"],
+        ["trainer.rollout_data_dir", "null", "not set"],
+        ["data.task", '"countdown"', '"gsm8k"'],
+    ]
+    assert f"report       {output}" in capsys.readouterr().out
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with pytest.raises(DataError, match=r"9 runs are more than 8, which a page can show"):
+        read_runs([folder] * 9)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written to .*; set another --output"):
+        write_report([folder], tmp_path / "file" / "report.html")
+
+
+def test_of_a_thousand_steps_it_stays_below_five_megabytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    records = [
+        line(step, 100.0 + step, {name: value * (1 + step / 7) for name, value in STEP.items()})
+        for step in range(1, 1001)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(records))
+    assert write_report([folder], tmp_path / "report.html") == []
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000

@@ -1,0 +1,101 @@
+"""Run folders in every state."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.errors import DataError
+from slipstream.report.read import read_run
+from tests.report.made import STEP, line, make_run
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "mine"))
+    assert (run.name, run.state, run.notes) == ("mine", "finished", [])
+    assert [record.step for record in run.rl] == [0, 1, 2, 3, 4]
+    assert [record.step for record in run.steps] == [1, 2, 3, 4]
+    assert run.config["data"] == {"task": "countdown"}
+    assert run.environment == {"cpu": "A processor", "slipstream": "0.1.0"}
+    assert sorted(run.tokens) == [1, 3, 4]
+    assert run.lengths == {1: [10, 11, 12], 4: [40, 41, 42]}
+    assert run.tokens[4][0]["pieces"] == ["1", " +", " <b>"]
+
+
+def test_a_folder_without_a_run_is_refused_with_what_is_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=r"is not a folder; give the folder of a run"):
+        read_run(tmp_path / "none")
+    make_run(tmp_path / "runs" / "mine")
+    with pytest.raises(DataError, match=r"holds no run: .*there are runs in it: mine\. Give"):
+        read_run(tmp_path / "runs")
+    (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty")]) == DataError.exit_code
+    assert "holds no run: none of config.yaml, events.jsonl" in capsys.readouterr().err
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_run_that_has_just_begun_has_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {}\n")
+    run = read_run(tmp_path)
+    assert (run.rl, run.steps, run.tokens, run.lengths) == ([], [], {}, {})
+
+
+def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("nonsense\n" + line(5, 130.0, STEP) + '{"step": 6, "da')
+    run = read_run(folder)
+    assert [record.step for record in run.steps] == [1, 2, 3, 4, 5]
+    assert run.notes == ["metrics.jsonl: 1 line could not be read"]
+
+
+def test_of_a_step_that_was_made_twice_the_last_counts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line(4, 130.0, STEP | {"critic/score/mean": 0.75}))
+    assert read_run(folder).steps[-1].data["critic/score/mean"] == 0.75
+
+
+def test_a_run_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, config="trainer: [of, another, shape\n")
+    (folder / "rollouts" / "tokens" / "4.jsonl").write_text('{"pieces": ["a"]}\n')
+    (folder / "rollouts" / "1.jsonl").write_text('{"output": "x"}\n')
+    old = (folder / "metrics.jsonl").read_text().replace('"time": 106.0, ', "")
+    (folder / "metrics.jsonl").write_text(old)
+    run = read_run(folder)
+    assert (run.config, run.rl[0].time, len(run.steps)) == ({}, None, 4)
+    assert run.notes == [
+        "config.yaml cannot be read (ParserError)",
+        "the samples of step 4 cannot be read (KeyError)",
+        "the rollouts of step 1 cannot be read (KeyError)",
+    ]
+
+
+def test_whether_it_runs_is_told_by_its_lock(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "events.jsonl").write_text("".join(events[:4]))
+    assert read_run(folder).state == "killed"
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        assert read_run(folder).state == "killed"
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        run = read_run(folder)
+    finally:
+        os.close(descriptor)
+    assert run.state == "running"
+    # It was there when it logged its last step.
+    assert run.processes[0].seconds == 24.0
+
+
+def test_the_folder_of_a_draft_heads_training_is_a_run_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {}\n")
+    (tmp_path / "metrics.jsonl").write_text(line(1, 5.0, {"draft/loss": 2.0}))
+    run = read_run(tmp_path)
+    assert (run.rl, [record.data for record in run.draft]) == ([], [{"draft/loss": 2.0}])

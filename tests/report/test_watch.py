@@ -1,0 +1,124 @@
+"""The page of a run that is under way, over real HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.errors import ConfigError, DataError
+from slipstream.report.watch import HOST, PORT, Source, make_server
+from tests.report.conftest import Show
+from tests.report.made import STEP, line, make_run
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[int]:
+    """The port of a server of `folder`; all its threads have ended after the body."""
+    with make_server(Source([folder]), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(port: int, path: str, host: str = HOST) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection(HOST, port, timeout=10)
+    connection.putrequest("GET", path, skip_host=True)
+    connection.putheader("Host", f"{host}:{port}")
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, gzip.decompress(body) if answer.getheader("Content-Encoding") else body
+
+
+def data(port: int, have: str = "") -> tuple[int, str | None, dict[str, Any]]:
+    answer, body = ask(port, f"/data.json?have={have}")
+    return answer.status, answer.getheader("ETag"), json.loads(body or b"{}")
+
+
+def test_data_are_sent_when_they_are_new(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with served(folder) as port:
+        answer, body = ask(port, "/")
+        assert (answer.status, b"const LIVE = true" in body) == (200, True)
+        status, tag, first = data(port)
+        assert (status, first["runs"][0]["tiles"][0][1]) == (200, "4 of 4")
+        assert tag is not None
+        assert data(port, tag) == (304, None, {})
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(line(5, 130.0, STEP))
+            file.write('{"step": 6, "dat')
+        status, after, second = data(port, tag)
+        assert (status, second["runs"][0]["tiles"][0][1]) == (200, "5 of 4")
+        assert after not in (None, tag)
+
+
+def test_a_run_that_is_gone_for_the_moment_stays_as_it_was(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with served(folder) as port:
+        _, tag, _ = data(port)
+        folder.rename(tmp_path / "away")
+        assert data(port, tag or "")[0] == 304
+        assert ask(port, "/")[0].status == 200
+
+
+def test_nobody_else_is_answered(tmp_path: Path) -> None:
+    with served(make_run(tmp_path)) as port:
+        # A page of another site that has its name point here.
+        assert ask(port, "/data.json", host="evil.example")[0].status == 403
+        assert ask(port, "/data.json", host="localhost")[0].status == 200
+        assert ask(port, "/../config.yaml")[0].status == 404
+        assert ask(port, "/config.yaml")[0].status == 404
+
+
+def test_a_port_in_use_is_refused_or_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path)
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} is not to be had .*--port N"):
+            make_server(Source([folder]), port)
+        assert main(["watch", str(folder), "--port", str(port)]) == ConfigError.exit_code
+        assert f"port {port} is not to be had" in capsys.readouterr().err
+    with make_server(Source([folder])) as first, make_server(Source([folder])) as second:
+        ports = [server.server_address[1] for server in (first, second)]
+    assert PORT <= ports[0] < ports[1]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    assert main(["watch", str(tmp_path)]) == DataError.exit_code
+
+
+def test_an_open_page_follows_the_run(show: Show, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with served(folder) as port, show(f"http://{HOST}:{port}/") as shown:
+        page = shown.page
+        page.locator("#chart-lengths .legend button").first.click()
+        assert "4 of 4" in page.inner_text("#top")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(line(5, 130.0, STEP))
+        page.wait_for_function("document.getElementById('top').innerText.includes('5 of 4')")
+        # What was hidden stays hidden.
+        assert page.locator("#chart-lengths .legend button.off").count() == 1
+        assert shown.complaints == []
+        assert {url.split("?")[0] for url in shown.requests} == {
+            f"http://{HOST}:{port}/",
+            f"http://{HOST}:{port}/data.json",
+        }
