@@ -55,7 +55,8 @@ class EngineStats:
     `draft_seconds`. `batch_tokens` and `batch_seconds` are those of decode steps by class of batch
     size (`batch_class`), and `plan_seconds` has the seconds by class and plan (`8_4_32`).
     `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what keys and
-    values take now, and `running` and `waiting` are no counters.
+    values take now, `plan`, that of the last decode step, and `running` and `waiting` are no
+    counters.
     """
 
     version: PolicyVersion = 0
@@ -88,11 +89,12 @@ class EngineStats:
     batch_seconds: tuple[float, ...] = (0.0,) * (len(BATCH_LIMITS) + 1)
     offered_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
     accepted_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
+    plan: str = ""
     plan_seconds: Mapping[tuple[int, str], float] = field(default_factory=dict)
 
     def since(self, before: EngineStats) -> EngineStats:
         """What was counted after `before`; what is no counter, and `max_batch`, as it is here."""
-        kept = ("version", "running", "waiting", "kv_bytes", "max_batch")
+        kept = ("version", "running", "waiting", "kv_bytes", "max_batch", "plan")
         changed: dict[str, Any] = {}
         for f in fields(self):
             now, then = getattr(self, f.name), getattr(before, f.name)

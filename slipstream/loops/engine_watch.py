@@ -19,6 +19,16 @@ class EngineWatch:
         """Leave out what has happened since the last call: it belongs to no step."""
         self._before = self._engine.stats()
 
+    def status(self) -> str:
+        """What it is doing now, in a line; asked from a display's thread."""
+        now = self._engine.stats()
+        if not now.running and not now.waiting:
+            return "engine: idle"
+        waiting = f", {now.waiting} waiting" if now.waiting else ""
+        drafts = f", drafts {now.plan}" if now.plan_seconds else ""
+        new = now.since(self._before)
+        return f"engine: {now.running} running{waiting}{drafts}, {new.generated_tokens:,} tokens"
+
     def metrics(self) -> dict[str, float]:
         """Of what has happened since the last call, in the names of docs/metrics.md."""
         before, now = self._before, self._engine.stats()

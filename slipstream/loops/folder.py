@@ -18,6 +18,7 @@ from slipstream.config.load import CONFIG_FILE, diff, load_config, to_yaml
 from slipstream.config.schema import Config
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import EVENTS_FILE
+from slipstream.report.page import REPORT_FILE
 
 LOCK_FILE = ".lock"
 PICTURE = "run.png"
@@ -33,6 +34,7 @@ _KEPT = (
     "validation",
     "tensorboard",
     PICTURE,
+    REPORT_FILE,
     CONFIG_FILE,
 )
 

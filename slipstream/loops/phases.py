@@ -19,10 +19,11 @@ from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
 from slipstream.loops.build_critic import check_critic, critic_optim, make_critic
+from slipstream.loops.console import short
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
-from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens
+from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens, token_record
 from slipstream.loops.rl import WeightReceiver, run_rl_training
 from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
@@ -217,6 +218,7 @@ class _RLPhase:
                 logger.log(0, await self._validate(0))
             if run.interrupt.requested:
                 return False
+            run.progress.status(self._watch.status)
             history = await run_rl_training(
                 self._backend,
                 self._data,
@@ -239,6 +241,7 @@ class _RLPhase:
             await self._saves.give_up()
             raise
         finally:
+            run.progress.status(None)
             logger.close()
         return done + len(history) >= self._total
 
@@ -292,6 +295,7 @@ class _RLPhase:
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
             dump_tokens(path.parent / TOKENS_FOLDER, groups, run.tokenizer, step)
+            self._show_sample(groups)
         if (source := self._data.listener) is not None:
             batch = proto_of_step(groups, self._rollouts.rejected, run.tokenizer, source.place_of)
             source.on_batch_end(batch)
@@ -300,6 +304,11 @@ class _RLPhase:
             with timers.span("testing"):
                 metrics |= await self._validate(step)
         return run.interrupt.requested
+
+    def _show_sample(self, groups: Sequence[Group]) -> None:
+        shown = token_record(groups[0].samples[0], self._run.tokenizer)
+        label = f"reward {short(shown['score'])}:"
+        self._run.progress.sample(label, shown["pieces"], shown["drafted"])
 
     async def _validate(self, step: int) -> dict[str, float]:
         with self._run.span("testing", step=step):

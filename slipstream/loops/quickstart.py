@@ -12,6 +12,7 @@ Everything here can be done with `slipstream train` and `eval`.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,7 @@ from slipstream.loops.run import (
     PICTURE,
     Run,
     claim_folder,
+    draw_report,
     open_run,
     opened,
     rl_phase,
@@ -142,7 +144,8 @@ def main(
     """
     if cold_start and not speculation:
         raise ConfigError("--cold-start is of a draft head, and --no-speculation wants none")
-    console = Console()
+    # Where nobody reads it on a screen, lines are not cut.
+    console = Console(soft_wrap=not sys.stdout.isatty())
     compute = ComputeThread()
     begun = _begun(output) if recipe == "auto" else None
     chosen, dtype, reason = begun or compute.run(lambda: choose_recipe(recipe, bf16=bf16))
@@ -175,7 +178,7 @@ def main(
     summary = summarize(run, rated, clock, chosen, dtype, compared)
     write_json(output / SUMMARY, summary)
     plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
-    report(console, output, rated, summary)
+    report(console, output, rated, summary, draw_report(output))
     return 0
 
 
@@ -482,7 +485,13 @@ def _gain(a: Rated, b: Rated) -> list[float]:
     return list(paired_difference(a.evaluation.correct, b.evaluation.correct))
 
 
-def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict[str, Any]) -> None:
+def report(
+    console: Console,
+    output: Path,
+    rated: Sequence[Rated],
+    summary: dict[str, Any],
+    drawn: Sequence[str] = (),
+) -> None:
     """The last screen: what was gained, how fast, some problems, and where everything is."""
     table = Table(title=f"mini-Countdown, {summary['problems']} held-out problems")
     columns = ("", "accuracy (95 %)", "tokens/s", "median", "longest")
@@ -529,6 +538,8 @@ def report(console: Console, output: Path, rated: Sequence[Rated], summary: dict
             console.print(_compared(pair), highlight=False)
     policy = huggingface_folder(output / f"global_step_{summary['steps']['rl']}")
     console.print(f"picture      {output / PICTURE}", highlight=False, soft_wrap=True)
+    for line in drawn:
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"summary      {output / SUMMARY}", highlight=False, soft_wrap=True)
     console.print(f"policy       {policy}  (AutoModelForCausalLM.from_pretrained)", highlight=False)
     console.print(

@@ -53,6 +53,7 @@ from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
+from slipstream.report.page import REPORT_FILE, write_report
 from slipstream.training.compute_thread import ComputeThread
 
 __all__ = [
@@ -293,9 +294,21 @@ def _conclude(folder: Path, *, finished: bool) -> None:
         except (OSError, DataError) as error:
             # The run is done; a full disk must not make it look failed, nor a log without curves.
             print(f"picture      none: {error}")
+    for line in draw_report(folder):
+        print(line)
     print(f"checkpoints  {folder}")
     if finished:
         print(f"evaluate     slipstream eval --checkpoint {folder}")
+
+
+def draw_report(folder: Path) -> list[str]:
+    """Draw the run as a page, and what to say of it."""
+    try:
+        write_report([folder], folder / REPORT_FILE)
+    except DataError as error:
+        # As with the picture: the run is done.
+        return [f"report       none: {error}"]
+    return [f"report       {folder / REPORT_FILE}"]
 
 
 def _short(dtype: torch.dtype) -> str:

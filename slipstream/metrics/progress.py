@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines anywhere else.
+"""What a person sees while a run goes on: a bar on a terminal, with what the engine is doing and a
+sample of what it wrote last, and plain lines anywhere else.
 
 Knows nothing of training. Called by the loops. Never ends a run: where the terminal is gone,
 it falls silent.
@@ -10,11 +11,11 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
@@ -38,6 +39,12 @@ def is_interactive(console: Console, environ: Mapping[str, str] = os.environ) ->
         and environ.get("TERM", "").lower() not in ("dumb", "unknown")
         and environ.get("CI", "").lower() in ("", "0", "false")
     )
+
+
+DRAFTED = "underline green"
+"""Tokens that were drafted: without colours they are still underlined."""
+
+_SAMPLE_LINES = 3
 
 
 class SteadyConsole(Console):
@@ -75,11 +82,14 @@ class Progress:
         self._last_line = float("-inf")
         self._times: deque[float] = deque(maxlen=_WINDOW + 1)
         self._entered = False
+        self._status: Callable[[], str] | None = None
+        self._sample: Text | None = None
 
     def __enter__(self) -> Self:
         self._entered = True
         if not self._plain:
-            self._bar = RichProgress(
+            self._bar = _Bar(
+                self._below,
                 TextColumn("[bold]{task.description}", markup=True),
                 BarColumn(bar_width=20),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -148,8 +158,38 @@ class Progress:
         if self._entered:
             self._line(text)
 
+    def status(self, ask: Callable[[], str] | None) -> None:
+        """Below the bar of a terminal: what `ask` answers, twice a second, from another thread."""
+        self._status = ask
+
+    def sample(self, label: str, pieces: Sequence[str], drafted: str) -> None:
+        """Below the bar of a terminal: a response as `pieces` of text, those with a "1" in
+        `drafted` told apart. Of a long one the end."""
+        if self._bar is None:
+            return
+        text = Text()
+        for piece, mark in zip(pieces, drafted, strict=True):
+            text.append(self._shown(" ".join(piece.split("\n"))), DRAFTED if mark == "1" else "")
+        room = max(20, _SAMPLE_LINES * self._console.width - len(label) - 8)
+        if len(text) > room:
+            text = Text("... ") + text[len(text) - room :]
+        self._sample = Text.assemble((self._shown(f"{label} "), "dim"), text)
+
+    def _below(self) -> list[Text]:
+        lines = []
+        if self._status is not None and (status := self._status()):
+            lines.append(Text(self._shown(status), style="dim", overflow="ellipsis", no_wrap=True))
+        if self._sample is not None:
+            lines.append(self._sample)
+        return lines
+
+    def _shown(self, text: str) -> str:
+        """Without characters that the terminal's encoding has not."""
+        encoding = self._console.encoding
+        return text.encode(encoding, "replace").decode(encoding)
+
     def _line(self, text: str) -> None:
-        self._guard(lambda: self._console.print(Text(text), soft_wrap=True))
+        self._guard(lambda: self._console.print(Text(self._shown(text)), soft_wrap=True))
 
     def _guard(self, act: Callable[[], object]) -> None:
         """Do it, unless the terminal is gone: a closed pipe or session is no reason to stop."""
@@ -159,6 +199,17 @@ class Progress:
             act()
         except OSError:
             self._console.quiet = True
+
+
+class _Bar(RichProgress):
+    """With lines below it."""
+
+    def __init__(self, below: Callable[[], list[Text]], *columns: ProgressColumn, **more: Any):
+        self._lines_below = below
+        super().__init__(*columns, **more)
+
+    def get_renderable(self) -> RenderableType:
+        return Group(super().get_renderable(), *self._lines_below())
 
 
 class _Values(ProgressColumn):

@@ -118,3 +118,59 @@ def test_nothing_is_drawn_outside_of_the_context() -> None:
     progress.step(reward=1.0)
     progress.note("unheard")
     assert stream.getvalue() == ""
+
+
+def test_below_the_bar_are_the_engine_and_a_sample_with_its_drafts_marked() -> None:
+    stream = io.StringIO()
+    console = SteadyConsole(file=stream, force_terminal=True, width=60, height=20)
+    with Progress(console=console, plain=False) as progress:
+        progress.phase("RL", 3)
+        progress.status(lambda: "engine: 3 running, drafts 4_1_5")
+        progress.sample("reward 1:", ["2", " +\n", " 3"], "010")
+        progress.step(reward=1.0)
+    shown = stream.getvalue()
+    assert "engine: 3 running, drafts 4_1_5" in shown
+    # 4 and 32: underlined, and green. The text before and after is neither.
+    assert "\x1b[2mreward 1: \x1b[0m2\x1b[4;32m + \x1b[0m 3" in shown
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_of_a_long_sample_the_end_is_shown(width: int) -> None:
+    stream = io.StringIO()
+    console = SteadyConsole(file=stream, force_terminal=True, width=width, height=20)
+    with Progress(console=console, plain=False) as progress:
+        progress.phase("RL", 3)
+        progress.sample("reward 1:", [f" {i}" for i in range(999)], "0" * 999)
+        assert progress._sample is not None
+        assert progress._sample.plain.startswith("reward 1: ...")
+        assert progress._sample.plain.endswith(" 997 998")
+        assert len(progress._sample) <= max(34, 3 * width)
+
+
+def test_a_terminal_without_colours_and_one_without_unicode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    console = SteadyConsole(file=stream, force_terminal=True, width=60, height=20)
+    with Progress(console=console, plain=False) as progress:
+        progress.phase("RL", 3)
+        progress.note("caf\N{LATIN SMALL LETTER E WITH ACUTE}")
+        progress.sample("reward 1:", ["\N{GREEK SMALL LETTER PI}", "2"], "01")
+        progress.step(reward=1.0)
+    shown = raw.getvalue().decode("ascii")
+    assert "caf?" in shown
+    # Drafted ones are underlined still.
+    assert "?\x1b[4m2\x1b[0m" in shown
+    assert "32m" not in shown
+
+
+def test_piped_output_has_neither_engine_nor_sample() -> None:
+    progress, stream = plain(Clock())
+    with progress:
+        progress.phase("RL", 1)
+        progress.status(lambda: "engine")
+        progress.sample("reward", ["a"], "0")
+        progress.step(reward=1.0)
+    assert stream.getvalue() == "RL: 1 steps\nRL 1/1  reward 1\n"

@@ -148,6 +148,7 @@ class Engine:
         self._offered_depths = [0] * MOST_DEPTHS
         self._accepted_depths = [0] * MOST_DEPTHS
         self._plan_seconds: dict[tuple[int, DraftPlan], float] = {}
+        self._last_plan = OFF
 
     @property
     def plan(self) -> DraftPlan:
@@ -316,9 +317,11 @@ class Engine:
             batch_seconds=tuple(self._batch_seconds),
             offered_depths=tuple(accumulate(self._offered_depths[::-1]))[::-1],
             accepted_depths=tuple(accumulate(self._accepted_depths[::-1]))[::-1],
+            plan=_name(self._last_plan),
             plan_seconds={
-                (size, "off" if plan == OFF else str(plan)): seconds
-                for (size, plan), seconds in self._plan_seconds.items()
+                # Copied at once: a display asks from another thread.
+                (size, _name(plan)): seconds
+                for (size, plan), seconds in dict(self._plan_seconds).items()
             },
         )
 
@@ -451,7 +454,8 @@ class Engine:
         self._batch_tokens[size] += emitted
         self._batch_seconds[size] += seconds
         if self._own_proposer is not None:
-            used = size, plan if drafts else OFF
+            self._last_plan = plan if drafts else OFF
+            used = size, self._last_plan
             self._plan_seconds[used] = self._plan_seconds.get(used, 0.0) + seconds
         if drafts:
             self._count(
@@ -589,6 +593,10 @@ class Engine:
     def _count(self, **more: float) -> None:
         for name, value in more.items():
             self._counts[name] = self._counts.get(name, 0) + value
+
+
+def _name(plan: DraftPlan) -> str:
+    return "off" if plan == OFF else str(plan)
 
 
 def _straight(trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
