@@ -2,8 +2,8 @@
 
     python bench/report.py runs/quickstart --steps 1000
 
-Makes a run of so many steps by repeating the steps of a real one, with their rollouts, and draws it by
-the command line, several times.
+Makes a run of so many steps by repeating the steps of a real one, with their rollouts, and draws it
+by the command line, several times.
 """
 
 from __future__ import annotations
