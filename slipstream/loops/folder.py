@@ -30,6 +30,9 @@ _KEPT = (
     "rollouts",
     "validation",
     "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
     PICTURE,
     CONFIG_FILE,
 )
