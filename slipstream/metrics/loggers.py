@@ -243,6 +243,13 @@ class LoggerContext:
         """The run's name in trackers, where each phase is a run of its own."""
         return self.experiment_name + ("" if self.phase == "rl" else f"-{self.phase}")
 
+    def recorded(self, after: int) -> list[tuple[int, dict[str, float]]]:
+        """What the file of metrics has of the steps after `after` and before those of this run."""
+        path, last = self.run_dir / self.file_name, self.resume_step
+        if last is None or not path.exists():
+            return []
+        return [(step, metrics) for step, metrics in read_jsonl(path) if after < step <= last]
+
 
 LoggerFactory = Callable[[LoggerContext], MetricsLogger]
 LOGGERS: dict[str, LoggerFactory] = {}

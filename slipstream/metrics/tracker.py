@@ -88,7 +88,8 @@ class BackgroundLogger:
 
     `start` begins or continues the tracker's run, also on that thread, and completes the
     `TrackedRun`. Steps that a continued run has are not sent again: trackers keep what they were
-    told first. What fails there is raised by the next call here, and nothing is sent any more.
+    told first. Those that it lacks are sent from the file of metrics, where there is one. What
+    fails there is raised by the next call here, and nothing is sent any more.
     """
 
     def __init__(
@@ -154,13 +155,17 @@ class BackgroundLogger:
 
     def _serve(self, tracker: Tracker, run: TrackedRun) -> None:
         run.save()
-        had = run.step
-        resumed_at = self._context.resume_step
-        if resumed_at is not None and had > resumed_at:
-            self._context.notify(
-                f"{self.name}: steps {resumed_at + 1} to {had} are in its run already and stay as "
-                "they are there"
+        context, had = self._context, run.step
+        if context.resume_step is not None and had > context.resume_step:
+            context.notify(
+                f"{self.name}: steps {context.resume_step + 1} to {had} are in its run already and "
+                "stay as they are there"
             )
+        # What a process that was killed did not get round to, or another tracker was told.
+        for step, metrics in context.recorded(had):
+            tracker.log(step, metrics)
+            run.step = step
+            run.save()
         while (call := self._calls.get()) is not None:
             if call.step <= had:
                 continue

@@ -64,15 +64,19 @@ class WandbTracker:
             settings=_settings(wandb),
         )
         run.id = self._run.id
-        if not self._run.offline:
-            # The server knows best: what was not sent before a crash is sent again.
-            run.step = self._run.starting_step - 1
-        self._tables: dict[str, Any] = {}
         if self._run.offline:
-            synced = self._run.settings.sync_dir
-            context.notify(f"wandb: offline; to send the run later: wandb sync {synced}")
-        elif self._run.url is not None:
-            context.notify(f"wandb: {self._run.url}")
+            # W&B writes behind: what a killed process left out is written again.
+            if context.resume_step is not None:
+                run.step = min(run.step, context.resume_step)
+            # Each process that goes on has a folder of its own.
+            folders = Path(self._run.settings.wandb_dir) / f"offline-run-*-{run.id}"
+            context.notify(f"wandb: offline; to send the run later: wandb sync {folders}")
+        else:
+            # What did not reach the server before a crash is sent again.
+            run.step = self._run.starting_step - 1
+            if self._run.url is not None:
+                context.notify(f"wandb: {self._run.url}")
+        self._tables: dict[str, Any] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step, commit=True)
