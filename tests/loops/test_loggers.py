@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
 from slipstream.cli import main
 from slipstream.metrics.loggers import read_jsonl
 from tests.loops.helpers import records_of, rl_only, tiny, write_reward
-from tests.metrics.reading import (
-    account_variables,
+from tests.metrics.trackers import (
+    imported_trackio,
     mlflow_client,
     mlflow_history,
+    nobodys_account,
     run_id,
     trackio_rows,
     wandb_run,
@@ -28,51 +26,37 @@ SETTINGS = ("sft.total_training_steps=1", "trainer.log_val_generations=2", "data
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody's account, and W&B without a server."""
-    for name in account_variables():
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Without an account, and offline."""
+    nobodys_account(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
-    yield
     import wandb
 
+    yield wandb
     wandb.teardown()
 
 
-def in_a_process(line: list[str], mark: str) -> str:
-    """Run the command line in a process that leaves none behind; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "slipstream.cli", *line],
-        env={**os.environ, "RUN_OF_A_TEST": mark},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    left = [
-        process.info["name"]
-        for process in psutil.process_iter(["name", "environ"])
-        if (process.info["environ"] or {}).get("RUN_OF_A_TEST") == mark
-    ]
-    assert left == []
-    return done.stdout
-
-
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
-def test_trackers_have_what_the_file_has(tmp_path: Path) -> None:
+def test_trackers_have_what_the_file_has(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    wandb: Any,
+) -> None:
+    trackio = imported_trackio(tmp_path_factory.mktemp("trackio"), monkeypatch)
     folder, reward = tmp_path / "run", write_reward(tmp_path)
     loggers = "trainer.logger=[console,file,wandb,mlflow,trackio]"
-    line = tiny(folder, *SETTINGS, loggers, reward=reward)
-    output = in_a_process(line, str(folder))
-    for said in ("wandb: offline; to send", "mlflow: mlflow ui --backend", "trackio: TRACKIO_DIR="):
+    assert main(tiny(folder, *SETTINGS, loggers, reward=reward)) == 0
+    output, error = capfd.readouterr()
+    assert error == ""
+    for said in ("wandb: offline; to send", "mlflow: mlflow ui --backend", "trackio: trackio show"):
         assert output.count(said) == 2, "once a phase"
     assert not [line for line in output.splitlines() if line.startswith(("*", "wandb: Run"))]
     # Resumed, one step more.
-    more = ("trainer.logger=[file,wandb]", "trainer.total_training_steps=3")
+    more = (loggers, "trainer.total_training_steps=3")
     assert main(tiny(folder, *SETTINGS, *more, reward=reward)) == 0
+    wandb.teardown()  # as at the end of a process: its service has written everything
     lines = dict(read_jsonl(folder / "metrics.jsonl"))
     assert sorted(lines) == [0, 1, 2, 3]
     rewards = {step: lines[step]["critic/score/mean"] for step in (1, 2, 3)}
@@ -85,7 +69,6 @@ def test_trackers_have_what_the_file_has(tmp_path: Path) -> None:
     config = {item.key: json.loads(item.value_json) for item in processes[0][0].config.update}
     assert config["trainer"]["total_training_steps"] == 2
 
-    del rewards[3]
     client = mlflow_client(folder / "mlflow")
     run = run_id(folder, "mlflow")
     assert dict(mlflow_history(client, run, "critic/score/mean")) == rewards
@@ -93,12 +76,13 @@ def test_trackers_have_what_the_file_has(tmp_path: Path) -> None:
     assert sft.info.run_name == "tiny-sft"
     assert sft.data.params["trainer.total_training_steps"] == "2"
 
-    logged = trackio_rows(folder / "trackio", run_id(folder, "trackio"), "slipstream")
+    logged = trackio_rows(trackio, run_id(folder, "trackio"), "slipstream")
     scores = {s: m["critic/score/mean"] for s, m in logged if "critic/score/mean" in m}
     assert scores == rewards
 
+    # Step 2 was the last one, and so validated, of the first run.
     tables = {step: m["val/generations"]["_value"] for step, m in logged if "val/generations" in m}
-    assert sorted(tables) == [0, 2]
+    assert sorted(tables) == [0, 2, 3]
     recorded = records_of(folder / "validation")["2.jsonl"]
     assert tables[2] == [
         {
@@ -113,7 +97,7 @@ def test_trackers_have_what_the_file_has(tmp_path: Path) -> None:
     ]
     path = folder / "mlflow" / "artifacts" / run / "artifacts" / "val" / "generations.json"
     table = json.loads(path.read_text(encoding="utf-8"))
-    assert [row[0] for row in table["data"]] == [0, 0, 2, 2]
+    assert [row[0] for row in table["data"]] == [0, 0, 2, 2, 3, 3]
 
 
 def test_a_logger_that_cannot_work_is_refused_before_anything_begins(

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from slipstream.errors import ConfigError
@@ -26,10 +27,11 @@ from slipstream.metrics.loggers import (
     check_loggers,
 )
 from slipstream.metrics.tracker import RUN_FILE, BackgroundLogger, TrackedRun, Tracker, flat
-from tests.metrics.reading import (
-    account_variables,
+from tests.metrics.trackers import (
+    imported_trackio,
     mlflow_client,
     mlflow_history,
+    nobodys_account,
     run_id,
     trackio_rows,
     wandb_run,
@@ -51,12 +53,9 @@ def rows(step: int) -> list[dict[str, str | float]]:
 
 
 @pytest.fixture(autouse=True)
-def nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No credentials, settings or variables of whoever runs the tests."""
-    for name in account_variables():
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").mkdir()
+    nobodys_account(tmp_path / "home", monkeypatch)
 
 
 @pytest.fixture
@@ -70,17 +69,7 @@ def wandb() -> Iterator[Any]:
 
 @pytest.fixture
 def trackio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """It keeps to the folder that it was imported with: one for all tests of this process."""
-    if "trackio" not in sys.modules:
-        monkeypatch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
-    import trackio
-
-    monkeypatch.setenv("TRACKIO_DIR", str(trackio.utils.TRACKIO_DIR))
-    return trackio
-
-
-def folder_of(trackio: Any) -> Path:
-    return Path(trackio.utils.TRACKIO_DIR)
+    return imported_trackio(tmp_path_factory.mktemp("trackio"), monkeypatch)
 
 
 def tee_of(name: str, folder: Path, *, resume: int | None = None, phase: str = "rl") -> TeeLogger:
@@ -114,9 +103,9 @@ def test_wandb_offline_is_read_back(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     log_steps(tee_of("wandb", tmp_path, phase="sft"), 1)
     log_steps(tee_of("wandb", tmp_path), 0, 2)
+    wandb.teardown()  # as at the end of a process: its service has written everything
     (first,) = (tmp_path / "wandb").glob("offline-run-*")
     run, steps, ends = wandb_run(first)
     assert (run.project, run.display_name, run.run_group, run.job_type) == (
@@ -142,6 +131,7 @@ def test_wandb_offline_is_read_back(
     )  # fmt: skip
     # A resumed one is the same, and goes on after the checkpoint.
     log_steps(tee_of("wandb", tmp_path, resume=1), 2, 3)
+    wandb.teardown()
     (second,) = set((tmp_path / "wandb").glob("offline-run-*")) - {first}
     again, steps, _ = wandb_run(second)
     assert again.run_id == run.run_id == run_id(tmp_path, "wandb") != other.run_id
@@ -240,17 +230,11 @@ def test_mlflow_is_read_back(tmp_path: Path) -> None:
     table = json.loads((artifacts / "val" / "generations.json").read_text(encoding="utf-8"))
     assert table["columns"] == ["step", "prompt", "response", "score"]
     assert table["data"] == [list(row.values()) for step in (0, 2, 3) for row in rows(step)]
-
-
-def test_a_run_that_fails_is_one_in_mlflow(tmp_path: Path) -> None:
-    tee = tee_of("mlflow", tmp_path)
-    tee.log(1, {})
-    try:
+    # And ends as the run does.
+    tee = tee_of("mlflow", folder, resume=3)
+    with pytest.raises(OSError, match="the run's"), closing(tee):
         raise OSError("the run's")
-    except OSError:
-        tee.close()
-    run = mlflow_client(tmp_path / "mlflow").get_run(run_id(tmp_path, "mlflow"))
-    assert (run.info.status, tee.failures) == ("FAILED", {})
+    assert (client.get_run(run.info.run_id).info.status, tee.failures) == ("FAILED", {})
 
 
 def test_an_mlflow_server_that_is_not_there_stops_nothing(
@@ -311,7 +295,7 @@ def test_trackio_is_read_back(
     # A resumed one is the same, and steps that it has are not added a second time.
     log_steps(tee_of("trackio", tmp_path, resume=1), 2, 3)
     assert run_id(tmp_path, "trackio") == run.id
-    logged = trackio_rows(folder_of(trackio), run.id)
+    logged = trackio_rows(trackio, run.id)
     values = [(step, metrics) for step, metrics in logged if "actor/lr" in metrics]
     assert [(step, metrics["actor/lr"]) for step, metrics in values] == [
         (0, 0.0), (2, 0.5), (3, 0.75),
@@ -325,7 +309,7 @@ def test_trackio_is_read_back(
     log_steps(tee_of("trackio", elsewhere), 5)
     log_steps(tee_of("trackio", tmp_path, resume=3), 4)
     assert run_id(elsewhere, "trackio") != run_id(tmp_path, "trackio")
-    assert [step for step, _ in trackio_rows(folder_of(trackio), run_id(elsewhere, "trackio"))] == [
+    assert [step for step, _ in trackio_rows(trackio, run_id(elsewhere, "trackio"))] == [
         5,
         5,
     ]
@@ -526,3 +510,47 @@ def test_nothing_of_the_libraries_is_imported_before_it_is_asked_for() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from slipstream.metrics.loggers import build_loggers
+
+names = ["wandb", "mlflow", "trackio"]
+tee = build_loggers(names, Path(sys.argv[1]), "a project", "experiment", config={"a": {"b": 1}})
+tee.log_table(1, "t", [{"x": 1.0}])
+tee.log(1, {"x": 1.0})
+tee.close()
+assert tee.failures == {}, tee.failures
+"""
+
+
+def test_a_process_says_where_it_logs_to_and_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MARK_OF_THIS_TEST", str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        f"mlflow: mlflow ui --backend-store-uri sqlite:///{folder}/mlflow/mlflow.db",
+        f"trackio: TRACKIO_DIR={folder}/trackio trackio show --project 'a project'",
+        "wandb: offline; to send the run later: wandb sync "
+        f"{folder}/wandb/offline-run-*-{run_id(folder, 'wandb')}",
+    ]
+    left = [
+        process.info["name"]
+        for process in psutil.process_iter(["name", "environ"])
+        if (process.info["environ"] or {}).get("MARK_OF_THIS_TEST") == str(folder)
+    ]
+    assert left == []
+    written = sorted(path.name for path in folder.iterdir())
+    assert written == ["mlflow", "trackio", "wandb"]

@@ -1,4 +1,5 @@
-"""What trackers wrote, read back: the files that their own libraries keep."""
+"""Trackers in tests: without anybody's account, and what they wrote read back from the files that
+their own libraries keep."""
 
 from __future__ import annotations
 
@@ -6,17 +7,35 @@ import json
 import os
 import sqlite3
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.metrics.tracker import RUN_FILE
 
 
-def account_variables() -> list[str]:
-    """The environment variables that are set and say where trackers log to, and as whom."""
-    return [n for n in os.environ if n.startswith(("WANDB", "MLFLOW", "TRACKIO", "NETRC", "HF_"))]
+def nobodys_account(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No credentials, settings or variables of whoever runs the tests."""
+    for name in list(os.environ):
+        if name.startswith(("WANDB", "MLFLOW", "TRACKIO", "NETRC", "HF_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(home / "data"))
+
+
+def imported_trackio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trackio, which keeps to the folder that it was imported with: one for all tests of this
+    process, `folder` for the first."""
+    if "trackio" not in sys.modules:
+        monkeypatch.setenv("TRACKIO_DIR", str(folder))
+    import trackio
+
+    monkeypatch.setenv("TRACKIO_DIR", str(trackio.utils.TRACKIO_DIR))
+    return trackio
 
 
 def run_id(folder: Path, tracker: str) -> str:
@@ -71,9 +90,9 @@ def mlflow_history(client: Any, run: str, name: str) -> list[tuple[int, float]]:
     return [(metric.step, metric.value) for metric in client.get_metric_history(run, name)]
 
 
-def trackio_rows(folder: Path, run: str, project: str = "project") -> list[tuple[int, Any]]:
+def trackio_rows(trackio: Any, run: str, project: str = "project") -> list[tuple[int, Any]]:
     """`(step, values)` in the order in which they came."""
-    path = folder / f"{project}.db"
+    path = Path(trackio.utils.TRACKIO_DIR) / f"{project}.db"
     query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
     with closing(sqlite3.connect(path)) as database:
         return [(step, json.loads(text)) for step, text in database.execute(query, [run])]
