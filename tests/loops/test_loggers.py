@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
+from slipstream.loops.folder import set_aside
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.metrics.tracker import RUN_FILE
 from tests.loops.helpers import records_of, rl_only, tiny, write_reward
 from tests.metrics.trackers import (
     imported_trackio,
@@ -107,3 +109,13 @@ def test_a_logger_that_cannot_work_is_refused_before_anything_begins(
     assert main(rl_only(tmp_path / "run", "trainer.logger=[console,wandb]")) == 2
     assert "no API key" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_starting_over_moves_what_trackers_wrote(tmp_path: Path) -> None:
+    for name in ("wandb", "mlflow", "trackio"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RUN_FILE).write_text("{}")
+    moved = set_aside(tmp_path)
+    assert moved is not None
+    assert sorted(path.name for path in moved.iterdir()) == ["mlflow", "trackio", "wandb"]
+    assert [path.name for path in tmp_path.iterdir()] == [moved.name]
