@@ -294,8 +294,9 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         f"set {_ROLLOUT}.name=embedded (or {_ROLLOUT}.name=hf)",
     ),
     "trainer.logger": dict.fromkeys(
-        ("wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
-        "this version logs to console, file and tensorboard; set trainer.logger=[console,file]",
+        ("swanlab", "vemlp_wandb", "clearml"),
+        "this version logs to console, file, tensorboard, wandb, mlflow and trackio; set "
+        "trainer.logger=[console,file,wandb]",
     ),
     f"{_MODEL}.trust_remote_code": {
         True: "code from checkpoints is never run; "

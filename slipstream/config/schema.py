@@ -158,11 +158,12 @@ class TrainerConfig:
     total_training_steps: NonNegativeInt | None = None
     """RL steps; null: `total_epochs` over the files; 0: no RL."""
     project_name: str = "slipstream"
-    """First part of the run folder, and the project in loggers."""
+    """First part of the run folder, and the project (W&B, Trackio) or experiment (MLflow)."""
     experiment_name: str = "run"
-    """Second part of the run folder, and the run in loggers."""
+    """Second part of the run folder, and the run in trackers."""
     logger: tuple[str, ...] = ("console", "file")
-    """Where metrics go; `file` is JSON lines in the run folder."""
+    """Where metrics go: `console`, `file` (JSON lines in the run folder), `tensorboard`, `wandb`,
+    `mlflow`, `trackio` (docs/logging.md)."""
     nnodes: PositiveInt = 1
     """Machines; 1 in this version."""
     n_gpus_per_node: NonNegativeInt = 0
@@ -195,7 +196,8 @@ class TrainerConfig:
     sync_every: PositiveInt = 1
     """Training steps between two weight updates of the inference engine."""
     log_val_generations: NonNegativeInt = 3
-    """Responses of each validation to show as text."""
+    """Responses of each validation to show as text, and in the tables of loggers that have
+    them."""
     stage_timeout_s: PositiveFloat = 3600.0
     """Deadline of each stage of a step; past it the run ends and names the stage."""
     critic_warmup: NonNegativeInt = 0

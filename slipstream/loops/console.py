@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.metrics.names import METRICS, find
 from slipstream.metrics.progress import Progress
-from slipstream.types import Group
+from slipstream.types import Group, Prompt, Sample
 
 LINES_PER_PHASE = 25
 """About how many steps of a phase get a line of their own."""
@@ -112,15 +112,19 @@ def accuracies(metrics: Mapping[str, float]) -> list[str]:
     return texts
 
 
-def sample_texts(groups: Sequence[Group], count: int) -> list[str]:
-    """The first response to each of `count` prompts spread over `groups`, on one line each."""
-    texts = []
+def shown_samples(groups: Sequence[Group], count: int) -> list[tuple[Prompt, Sample]]:
+    """The first response to each of at most `count` prompts spread over `groups`."""
     chosen = min(count, len(groups))
-    for number in range(chosen):
-        group = groups[number * len(groups) // chosen]
-        sample = group.samples[0]
-        prompt = group.prompt.messages
-        asked = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    spread = [groups[number * len(groups) // chosen] for number in range(chosen)]
+    return [(group.prompt, group.samples[0]) for group in spread]
+
+
+def sample_texts(shown: Sequence[tuple[Prompt, Sample]]) -> list[str]:
+    """Prompts and responses on one line each."""
+    texts = []
+    for prompt, sample in shown:
+        messages = prompt.messages
+        asked = messages if isinstance(messages, str) else str(messages[-1].get("content", ""))
         texts.append(
             f"  {short(sample.reward):>5} | {_one_line(asked)} => {_one_line(sample.response)}"
         )

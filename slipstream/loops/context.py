@@ -24,10 +24,10 @@ from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
-from slipstream.loops.console import StepLines, accuracies, sample_texts
+from slipstream.loops.console import StepLines, accuracies, sample_texts, shown_samples
 from slipstream.loops.evaluate import Evaluation, check_sources
 from slipstream.loops.evaluate import evaluate as run_evaluation
-from slipstream.loops.records import dump_groups
+from slipstream.loops.records import dump_groups, table_row
 from slipstream.loops.snapshot import Snapshots, policy_folder
 from slipstream.loops.stages import Stages
 from slipstream.metrics.loggers import TeeLogger, build_loggers
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONSOLE = "console"
+GENERATIONS = "val/generations"
+"""The table of validations' responses, by VERL's name."""
 
 
 @dataclass(slots=True)
@@ -150,6 +152,10 @@ class Run:
             trainer.project_name,
             trainer.experiment_name,
             resume_step=resume_step,
+            phase=phase,
+            root=self.folder,
+            config=to_dict(self.config),
+            notify=self.progress.note,
         )
         lines = CONSOLE in trainer.logger
         self.progress.phase(phase.upper(), total, done=resume_step or 0, lines=not lines)
@@ -173,16 +179,23 @@ class Run:
         """Where the responses of validations are recorded."""
         return Path(self.config.trainer.validation_data_dir or self.folder / "validation")
 
-    def record_validation(self, phase: str, step: int, evaluation: Evaluation) -> None:
-        """Write the responses of a validation, and show its result and a few of them."""
+    def record_validation(
+        self, phase: str, step: int, evaluation: Evaluation, logger: TeeLogger | None = None
+    ) -> None:
+        """Write the responses of a validation, and show its result and a few of them, also in the
+        tables of `logger`."""
         name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
         dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
         count = self.config.trainer.log_val_generations
         when = f"after {phase.upper()} step {step}" if step else f"before {phase.upper()}"
         for text in accuracies(evaluation.metrics):
             self.progress.note(f"{when}: {text}")
-        for text in sample_texts(evaluation.groups, count):
+        shown = shown_samples(evaluation.groups, count)
+        for text in sample_texts(shown):
             self.progress.note(text)
+        if logger is not None and shown:
+            rows = [table_row(sample, self.tokenizer, step) for _, sample in shown]
+            logger.log_table(step, GENERATIONS, rows)
 
 
 def open_run(

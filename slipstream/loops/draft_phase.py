@@ -35,7 +35,7 @@ from slipstream.loops.draft import train_draft_head
 from slipstream.loops.event_loop import run_async
 from slipstream.loops.run import opened
 from slipstream.loops.snapshot import computed_with
-from slipstream.loops.stages import close_parts, run_in_daemon
+from slipstream.loops.stages import run_in_daemon
 from slipstream.models.draft_io import load_draft_head, save_draft_head
 
 
@@ -110,7 +110,7 @@ class _DraftPhase:
                 after_round=self._after_round,
             )
         finally:
-            close_parts(run.stages, logger)
+            logger.close()
         if not finished:
             return None
         for line in acceptance_table({"before": self._before, "after": self._last}):

@@ -30,6 +30,7 @@ from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
 from slipstream.loops.snapshot import LastPublished, policy_folder
 from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.loops.step_proto import proto_of_step
+from slipstream.metrics.loggers import TeeLogger
 from slipstream.metrics.timers import Timers
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
@@ -84,7 +85,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             with run.span("testing", step=step):
                 await engine.update_weights(backend.publish(advance=False))
                 evaluation = await run.validate([engine])
-            run.record_validation("sft", step, evaluation)
+            run.record_validation("sft", step, evaluation, logger)
             metrics |= evaluation.metrics
         return run.interrupt.requested
 
@@ -106,7 +107,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
                 stages=run.stages,
             )
         finally:
-            close_parts(run.stages, logger, backend, engine)
+            logger.close()
+            close_parts(run.stages, backend, engine)
     if done + len(history) < total:
         return None
     return huggingface_folder(snapshots.manager.folder(total))
@@ -198,6 +200,7 @@ class _RLPhase:
         self._kl = build.make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
         self._saves = Saves(run.stages, run.progress.note)
+        self._logger: TeeLogger | None = None
 
     async def train(self) -> bool:
         run, trainer = self._run, self._run.config.trainer
@@ -209,7 +212,7 @@ class _RLPhase:
         forget_after(self._rollout_folder, resumed_at)
         forget_after(self._rollout_folder / TOKENS_FOLDER, resumed_at)
         forget_after(run.validation_folder, resumed_at)
-        logger = run.logger("rl", self._total, resumed_at)
+        self._logger = logger = run.logger("rl", self._total, resumed_at)
         receivers: list[WeightReceiver] = [self._engine]
         if self._published is not None:
             receivers.append(self._published)
@@ -314,7 +317,7 @@ class _RLPhase:
         with self._run.span("testing", step=step):
             async with self._with_trained_weights(step):
                 evaluation = await self._run.validate([self._engine])
-        self._run.record_validation("rl", step, evaluation)
+        self._run.record_validation("rl", step, evaluation, self._logger)
         self._watch.skip()
         return evaluation.metrics
 

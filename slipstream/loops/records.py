@@ -99,6 +99,21 @@ def _write(path: Path, lines: Sequence[str], step: int) -> None:
         ) from error
 
 
+def table_row(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int
+) -> dict[str, str | float]:
+    """What tables of generations have of a sample."""
+    entry = record(sample, tokenizer, step)
+    return {
+        "step": step,
+        "data_source": sample.data_source,
+        "prompt": entry["input"],
+        "response": entry["text"],
+        "ground_truth": str(sample.ground_truth),
+        "score": sample.reward,
+    }
+
+
 def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in VERL; `text` is the
     response as reward functions are given it.

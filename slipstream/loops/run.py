@@ -47,7 +47,7 @@ from slipstream.loops.stages import (
     frozen_interpreter_ends,
 )
 from slipstream.loops.threads_choice import FEW, threads_for
-from slipstream.metrics.loggers import METRICS_FILE
+from slipstream.metrics.loggers import METRICS_FILE, check_loggers
 from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
@@ -95,11 +95,13 @@ def opened(
     """A run that holds its folder, watches deadlines and Ctrl-C, and shows its progress.
 
     `compute`, made where there is none, is closed at the end. The process ends where a thread never
-    returns. Raises CheckpointError where the folder is another run's.
+    returns. Raises CheckpointError where the folder is another run's, ConfigError for loggers that
+    could not work.
     """
     build.set_threads(config)
     build.import_external(config)
     folder = Path(config.trainer.default_local_dir)
+    check_loggers(config.trainer.logger, folder)
     compute = compute or ComputeThread()
     forced = threading.Timer(FORCED_EXIT_SECONDS, end_process, ["interrupted", INTERRUPTED])
     forced.daemon = True

@@ -1,11 +1,11 @@
-"""Where metrics go: a JSON Lines file, the console, TensorBoard, or several at once.
+"""Where metrics go: a JSON Lines file, the console, TensorBoard, a tracker, or several at once.
 
-Knows nothing of what the numbers mean. Called by the loops; `build_loggers` is the way in.
+Knows nothing of what the numbers mean. Called by the loops: `check_loggers` before anything else,
+`build_loggers` for each phase.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import math
@@ -13,14 +13,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
-from slipstream.errors import CheckpointError, ConfigError, did_you_mean
+from slipstream.errors import CheckpointError, ConfigError, SlipstreamError, did_you_mean
+from slipstream.metrics import tracker_mlflow, tracker_trackio, tracker_wandb
 from slipstream.metrics.names import check_names, find
+from slipstream.metrics.tracker import BackgroundLogger, require
 
 METRICS_FILE = "metrics.jsonl"
+Row = Mapping[str, str | float]
+"""One row of a table: values by column, the same columns in every row."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +36,14 @@ class MetricsLogger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class TableLogger(Protocol):
+    """What a `MetricsLogger` has, too, where it can show tables."""
+
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Add the rows of `step` to the table `name`; called before `log` of that step."""
 
 
 class JSONLLogger:
@@ -113,22 +127,18 @@ class ConsoleLogger:
 
 
 class TensorBoardLogger:
-    """Scalars as TensorBoard event files, without torch.
+    """Scalars and tables as TensorBoard event files, without torch.
 
     `purge_step`: hide what earlier event files of the folder hold from this step on (a resumed
     run logs it again). Raises ConfigError where the package tensorboard is missing.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
-        try:
-            self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
-            self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-            writer: Any = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-        except ImportError as error:
-            raise ConfigError(
-                "trainer.logger names tensorboard, but the package is missing "
-                f"({error}); run: pip install 'slipstream-rl[tensorboard]'"
-            ) from error
+        self._event = require("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summary = require("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self._tensor = require("tensorboard.compat.proto.tensor_pb2", "tensorboard")
+        self._text = require("tensorboard.plugins.text.metadata", "tensorboard")
+        writer = require("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._writer = writer.EventFileWriter(str(folder))
         if purge_step is not None:
             start = self._event.SessionLog(status=self._event.SessionLog.START)
@@ -142,6 +152,22 @@ class TensorBoardLogger:
         self._add(step, summary=self._summary.Summary(value=values))
         self._writer.flush()
 
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """A text summary of two dimensions, columns' names first, which is shown as a table."""
+        if not rows:
+            return
+        lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+        tensor = self._tensor.TensorProto(
+            dtype="DT_STRING", string_val=[cell.encode() for line in lines for cell in line]
+        )
+        for size in (len(lines), len(lines[0])):
+            tensor.tensor_shape.dim.add(size=size)
+        value = self._summary.Summary.Value(
+            tag=name, tensor=tensor, metadata=self._text.create_summary_metadata(name, "")
+        )
+        self._add(step, summary=self._summary.Summary(value=[value]))
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -150,10 +176,11 @@ class TensorBoardLogger:
 
 
 class TeeLogger:
-    """Passes metrics on to several loggers. One that fails is reported once and dropped.
+    """Passes metrics on to several loggers, tables to those that show them. One that fails is
+    reported once and dropped.
 
-    `failures` keeps the reasons by class name. `strict` refuses names that the table of metrics
-    does not have (ValueError), before any logger sees them.
+    `failures` keeps the reasons by the logger's `name` or class. `strict` refuses
+    names that the table of metrics does not have (ValueError), before any logger sees them.
     """
 
     def __init__(self, loggers: Sequence[MetricsLogger], *, strict: bool = False) -> None:
@@ -165,28 +192,38 @@ class TeeLogger:
         if self._strict:
             check_names(metrics)
         for logger in list(self.loggers):
-            self._supervise(logger, lambda to: to.log(step, metrics))
+            self._supervise(logger, partial(logger.log, step, metrics))
+
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        for logger in list(self.loggers):
+            if isinstance(logger, TableLogger):
+                self._supervise(logger, partial(logger.log_table, step, name, rows))
 
     def close(self) -> None:
         for logger in list(self.loggers):
-            self._supervise(logger, lambda to: to.close())
+            self._supervise(logger, logger.close)
 
-    def _supervise(self, logger: MetricsLogger, act: Callable[[MetricsLogger], None]) -> None:
+    def _supervise(self, logger: MetricsLogger, act: Callable[[], None]) -> None:
         """Training is worth more than its log: any failure ends the logger, not the run."""
         try:
-            act(logger)
+            act()
         except Exception as error:
-            name = type(logger).__name__
-            self.failures[name] = f"{type(error).__name__}: {error}"
             self.loggers.remove(logger)
-            _log.warning("%s failed and gets no more metrics: %s", name, self.failures[name])
+            self.report(getattr(logger, "name", type(logger).__name__), error)
+
+    def report(self, name: str, error: Exception) -> None:
+        """Say that a logger is no more."""
+        self.failures[name] = f"{type(error).__name__}: {error}"
+        _log.warning("%s failed and gets no more metrics: %s", name, self.failures[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerContext:
     """What a logger may want to know of its run.
 
+    `run_dir` is the folder of the phase that is logged, `root` the run's, which all phases share.
     `resume_step`: the step of the checkpoint that a resumed run goes on from, None for a new run.
+    `config` is the resolved configuration; `notify` shows a line to whoever watches the run.
     """
 
     run_dir: Path
@@ -194,23 +231,51 @@ class LoggerContext:
     experiment_name: str
     file_name: str = METRICS_FILE
     resume_step: int | None = None
+    phase: str = "rl"
+    root: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    notify: Callable[[str], None] = print
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.run_dir if self.root is None else self.root
+
+    @property
+    def run_name(self) -> str:
+        """The run's name in trackers, where each phase is a run of its own."""
+        return self.experiment_name + ("" if self.phase == "rl" else f"-{self.phase}")
+
+    def recorded(self, after: int) -> list[tuple[int, dict[str, float]]]:
+        """What the file of metrics has of the steps after `after` and before those of this run."""
+        path, last = self.run_dir / self.file_name, self.resume_step
+        if last is None or not path.exists():
+            return []
+        return [(step, metrics) for step, metrics in read_jsonl(path) if after < step <= last]
 
 
-LOGGERS: dict[str, Callable[[LoggerContext], MetricsLogger]] = {}
+LoggerFactory = Callable[[LoggerContext], MetricsLogger]
+LOGGERS: dict[str, LoggerFactory] = {}
 """Logger factories by the name that `trainer.logger` uses."""
+
+_CHECKS: dict[str, Callable[[Path], None]] = {}
 
 
 def register_logger(
-    name: str,
-) -> Callable[[Callable[[LoggerContext], MetricsLogger]], Callable[[LoggerContext], MetricsLogger]]:
-    """Decorator: make a factory known under `name`. Raises ConfigError where it is taken."""
+    name: str, *, check: Callable[[Path], None] | None = None
+) -> Callable[[LoggerFactory], LoggerFactory]:
+    """Decorator: make a factory known under `name`.
 
-    def register(
-        factory: Callable[[LoggerContext], MetricsLogger],
-    ) -> Callable[[LoggerContext], MetricsLogger]:
+    `check` is called with the run folder before anything is computed, and raises ConfigError where
+    the logger could not work. Raises ConfigError where the name is taken.
+    """
+
+    def register(factory: LoggerFactory) -> LoggerFactory:
         if name in LOGGERS:
             raise ConfigError(f"a logger named {name!r} is registered already; use another name")
         LOGGERS[name] = factory
+        if check is not None:
+            _CHECKS[name] = check
         return factory
 
     return register
@@ -232,11 +297,43 @@ def _file(context: LoggerContext) -> MetricsLogger:
     return logger
 
 
-@register_logger("tensorboard")
+def _check_tensorboard(folder: Path) -> None:
+    require("tensorboard", "tensorboard")
+
+
+@register_logger("tensorboard", check=_check_tensorboard)
 def _tensorboard(context: LoggerContext) -> MetricsLogger:
     folder = context.run_dir / "tensorboard" / Path(context.file_name).stem
     step = context.resume_step
     return TensorBoardLogger(folder, purge_step=0 if step is None else step + 1)
+
+
+@register_logger("wandb", check=tracker_wandb.check)
+def _wandb(context: LoggerContext) -> MetricsLogger:
+    return BackgroundLogger("wandb", context, tracker_wandb.start)
+
+
+@register_logger("mlflow", check=tracker_mlflow.check)
+def _mlflow(context: LoggerContext) -> MetricsLogger:
+    return BackgroundLogger("mlflow", context, tracker_mlflow.start)
+
+
+@register_logger("trackio", check=tracker_trackio.check)
+def _trackio(context: LoggerContext) -> MetricsLogger:
+    return BackgroundLogger("trackio", context, tracker_trackio.start)
+
+
+def check_loggers(names: Sequence[str], folder: Path) -> None:
+    """Refuse loggers that could not work in a run of `folder`: unknown ones, missing packages,
+    missing credentials. Raises ConfigError."""
+    for name in names:
+        if name not in LOGGERS:
+            raise ConfigError(
+                f"trainer.logger names {name!r}{did_you_mean(name, LOGGERS)} (known: "
+                f"{', '.join(LOGGERS)}); slipstream.metrics.loggers.register_logger adds one"
+            )
+        if name in _CHECKS:
+            _CHECKS[name](folder)
 
 
 def build_loggers(
@@ -248,12 +345,17 @@ def build_loggers(
     file_name: str = METRICS_FILE,
     resume_step: int | None = None,
     strict: bool = False,
+    phase: str = "rl",
+    root: Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    notify: Callable[[str], None] = print,
 ) -> TeeLogger:
-    """The loggers called `names` (console, file, tensorboard, or registered ones) as one.
+    """The loggers called `names` (`LOGGERS`) as one, for one phase: see `LoggerContext`.
 
     `file` writes `run_dir/file_name`; each phase with steps of its own needs its own `file_name`.
     With `resume_step` the record continues after that step; without, an earlier record is kept
-    under another name (`metrics.1.jsonl`). Raises ConfigError for an unknown name.
+    under another name (`metrics.1.jsonl`). One that cannot start is reported and left out. Raises
+    ConfigError as `check_loggers` does, and CheckpointError for a record that cannot be read.
     """
     context = LoggerContext(
         run_dir=run_dir,
@@ -261,14 +363,21 @@ def build_loggers(
         experiment_name=experiment_name,
         file_name=file_name,
         resume_step=resume_step,
+        phase=phase,
+        root=root,
+        config=config or {},
+        notify=notify,
     )
-    unknown = [name for name in names if name not in LOGGERS]
-    if unknown:
-        raise ConfigError(
-            f"trainer.logger names {unknown[0]!r}{did_you_mean(unknown[0], LOGGERS)} (known: "
-            f"{', '.join(LOGGERS)}); slipstream.metrics.loggers.register_logger adds one"
-        )
-    return TeeLogger([LOGGERS[name](context) for name in dict.fromkeys(names)], strict=strict)
+    check_loggers(names, context.folder)
+    tee = TeeLogger([], strict=strict)
+    for name in dict.fromkeys(names):
+        try:
+            tee.loggers.append(LOGGERS[name](context))
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            tee.report(name, error)
+    return tee
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -197,8 +197,8 @@ def test_a_parallel_size_of_true_is_not_one() -> None:
         (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=single"),
         (f"{ROLLOUT}.name=vllm", f"set {ROLLOUT}.name=embedded"),
         (f"{ROLLOUT}.name=sglang", f"set {ROLLOUT}.name=embedded"),
-        ("trainer.logger=[console,wandb]", "set trainer.logger=[console,file]"),
-        ("trainer.logger=mlflow", "set trainer.logger=[console,file]"),
+        ("trainer.logger=[console,swanlab]", "set trainer.logger=[console,file,wandb]"),
+        ("trainer.logger=vemlp_wandb", "logs to console, file, tensorboard, wandb, mlflow and"),
         ("actor_rollout_ref.model.trust_remote_code=true", "trust_remote_code=false"),
         ("data.trust_remote_code=true", "trust_remote_code=false"),
     ],
@@ -253,7 +253,7 @@ def test_a_verl_launch_line_is_accepted() -> None:
         "actor_rollout_ref.ref.fsdp_config.param_offload=False",
         "algorithm.use_kl_in_reward=False",
         "trainer.critic_warmup=0",
-        'trainer.logger=["console","tensorboard"]',
+        'trainer.logger=["console","wandb"]',
         "trainer.project_name=verl_grpo_example_gsm8k",
         "trainer.experiment_name=qwen2_function_rm",
         "trainer.n_gpus_per_node=1",
@@ -286,7 +286,7 @@ def test_what_such_a_line_cannot_have_is_refused_all_at_once() -> None:
         )
     assert str(caught.value).startswith("3 settings cannot be used:")
     with pytest.raises(ConfigError) as caught:
-        load(f"{ROLLOUT}.name=vllm", 'trainer.logger=["console","wandb"]', f"{ACTOR}.strategy=fsdp")
+        load(f"{ROLLOUT}.name=vllm", "trainer.logger=[clearml]", f"{ACTOR}.strategy=fsdp")
     assert str(caught.value).startswith("3 settings cannot be used:")
 
 

@@ -14,6 +14,7 @@ from slipstream.loops.console import (
     headlines,
     sample_texts,
     short,
+    shown_samples,
 )
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.types import Group, Prompt, Sample
@@ -114,13 +115,13 @@ def group(index: int, response: str) -> Group:
 
 def test_sample_texts_are_single_lines_with_both_ends() -> None:
     groups = [group(i, "one\n two" if i else "x" * 90 + " answer 7") for i in range(6)]
-    assert sample_texts(groups, 3) == [
+    assert sample_texts(shown_samples(groups, 3)) == [
         f"    0.5 | ask 0 => {'x' * 36} ... {'x' * 27} answer 7",
         "    0.5 | ask 2 => one two",
         "    0.5 | ask 4 => one two",
     ]
-    assert sample_texts(groups, 0) == []
-    assert len(sample_texts(groups, 99)) == 6
+    assert shown_samples(groups, 0) == []
+    assert len(shown_samples(groups, 99)) == 6
 
 
 @pytest.mark.parametrize(

@@ -222,3 +222,28 @@ def test_tensorboard_scalars_and_purge(tmp_path: Path) -> None:
     accumulator.Reload()
     scalars = [(event.step, event.value) for event in accumulator.Scalars("actor/lr")]
     assert scalars == [(1, 0.5), (2, 1.0), (3, 9.0)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_tables(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is an optional extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_table(1, "val/generations", [{"prompt": "2 + 2 = ?", "score": 1.0}])
+    logger.log_table(2, "val/generations", [{"prompt": "é\n| x", "score": 0.5}] * 2)
+    logger.log_table(3, "val/generations", [])
+    logger.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert accumulator.PluginAssets("text") == []
+    assert accumulator.SummaryMetadata("val/generations").plugin_data.plugin_name == "text"
+    tables = {
+        event.step: [[cell.decode() for cell in row] for row in make_ndarray(event.tensor_proto)]
+        for event in accumulator.Tensors("val/generations")
+    }
+    assert tables == {
+        1: [["prompt", "score"], ["2 + 2 = ?", "1.0"]],
+        2: [["prompt", "score"], ["é\n| x", "0.5"], ["é\n| x", "0.5"]],
+    }

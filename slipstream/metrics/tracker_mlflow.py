@@ -1,0 +1,151 @@
+"""MLflow: `trainer.logger=[mlflow]`.
+
+`trainer.project_name` is the experiment; each phase is a run of its own. Without
+MLFLOW_TRACKING_URI an SQLite database in the run folder, which `mlflow ui` opens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.metrics.tracker import TrackedRun, flat, require
+
+if TYPE_CHECKING:
+    from slipstream.metrics.loggers import LoggerContext, Row
+
+NAME = "mlflow"
+PARAM_CHARACTERS = 6000
+"""The longest value of a param that MLflow takes."""
+
+_BATCH = 100
+"""Params that MLflow takes at a time."""
+
+_URI = "MLFLOW_TRACKING_URI"
+_DEFAULTS = {
+    # It would tell a server of MLflow's own that MLflow is used.
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # A second progress bar, for each table.
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+_IMPATIENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+"""Of the first requests: a wrong address is to be told of in seconds. Later ones have MLflow's own
+patience, minutes, since a server that is restarted comes back."""
+
+
+def check(folder: Path) -> None:
+    """Refuse missing packages. Raises ConfigError."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    require("mlflow", NAME)
+    require("pandas", NAME)
+    if _is_database(os.environ.get(_URI, "sqlite:")):
+        require("sqlalchemy", NAME)
+        require("alembic", NAME)
+    # Tables of a new database are made without a word.
+    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
+
+
+class MLflowTracker:
+    """A run of an MLflow experiment, on a server or in a database."""
+
+    def __init__(self, context: LoggerContext, run: TrackedRun) -> None:
+        self._entities = require("mlflow.entities", NAME)
+        self._pandas = require("pandas", NAME)
+        uri, artifacts = run.where, None
+        if not uri:
+            home = (context.folder / NAME).resolve()
+            home.mkdir(parents=True, exist_ok=True)
+            paths: Any = require("mlflow.utils.file_utils", NAME)
+            uri = paths.path_to_local_sqlite_uri(home / "mlflow.db")
+            artifacts = (home / "artifacts").as_uri()
+        with _environment(_IMPATIENT):
+            self._client = require("mlflow", NAME).MlflowClient(tracking_uri=uri)
+            experiment = self._experiment(context.project_name, artifacts)
+            if run.id is None:
+                run.id = self._create(experiment, context)
+            else:
+                self._client.update_run(run.id, status="RUNNING")
+        self._id = run.id
+        context.notify(
+            f"mlflow: {uri}"
+            if artifacts is None
+            else f"mlflow: mlflow ui --backend-store-uri {uri}"
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        entries = [
+            self._entities.Metric(key(name), float(value), now, step)
+            for name, value in metrics.items()
+        ]
+        for first in range(0, len(entries), _BATCH):
+            self._client.log_batch(self._id, metrics=entries[first : first + _BATCH])
+
+    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Append `rows` to the artifact `name`.json."""
+        # Of dtype object: MLflow warns of pandas' own type for text.
+        table = self._pandas.DataFrame(list(rows), dtype=object)
+        self._client.log_table(self._id, table, f"{name}.json")
+
+    def finish(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(name, artifact_location=artifacts))
+
+    def _create(self, experiment: str, context: LoggerContext) -> str:
+        tags = {"experiment_name": context.experiment_name, "phase": context.phase}
+        run = self._client.create_run(experiment, run_name=context.run_name, tags=tags)
+        created = str(run.info.run_id)
+        params = [self._entities.Param(key(k), _text(v)) for k, v in flat(context.config)]
+        for first in range(0, len(params), _BATCH):
+            self._client.log_batch(created, params=params[first : first + _BATCH])
+        if params:
+            self._client.log_dict(created, dict(context.config), "config.yaml")
+        return created
+
+
+def start(context: LoggerContext) -> tuple[MLflowTracker, TrackedRun]:
+    run = TrackedRun.recall(context, NAME, os.environ.get(_URI, ""))
+    return MLflowTracker(context, run), run
+
+
+def key(name: str) -> str:
+    """A name in the characters that MLflow takes; `@` becomes `_at_`, as in VERL's logs."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+def _text(value: Any) -> str:
+    """A value as it is written in config.yaml, cut where MLflow would refuse it."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text[:PARAM_CHARACTERS]
+
+
+def _is_database(uri: str) -> bool:
+    return uri.partition(":")[0].partition("+")[0] in ("sqlite", "mysql", "postgresql", "mssql")
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables in the body, where they are not set."""
+    absent = [name for name in values if name not in os.environ]
+    try:
+        os.environ.update({name: values[name] for name in absent})
+        yield
+    finally:
+        for name in absent:
+            os.environ.pop(name, None)
