@@ -45,7 +45,7 @@ from slipstream.types import PolicyVersion
 
 _SETUP = "setup.pickle"
 _READY = "ready"
-_CLOSING_SECONDS = 5.0
+_CLOSING_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

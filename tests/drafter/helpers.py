@@ -90,7 +90,7 @@ def adopting_orphans() -> Iterator[None]:
         prctl(set_child_subreaper, 0, 0, 0, 0)
 
 
-def wait_for_end(orphan: int, seconds: float = 30.0) -> None:
+def wait_for_end(orphan: int, seconds: float = 120.0) -> None:
     """Until the process, which is now a child of this one, has ended; it is killed after a while,
     which fails."""
     deadline = time.monotonic() + seconds

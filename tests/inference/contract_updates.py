@@ -152,7 +152,7 @@ async def an_id_can_run_only_once_at_a_time(h: Harness) -> None:
 
 @case
 async def counters_never_fall(h: Harness) -> None:
-    gauges = {"running", "waiting", "kv_bytes", "version"}
+    gauges = {"running", "waiting", "kv_bytes", "version", "plan", "plan_seconds"}
     names = [n for n in EngineStats.__slots__ if n not in gauges]
     seen = [h.protocol.stats()]
     for i in range(3):
@@ -160,6 +160,7 @@ async def counters_never_fall(h: Harness) -> None:
         seen.append(h.protocol.stats())
     for left, right in pairwise(seen):
         assert all(getattr(left, n) <= getattr(right, n) for n in names)
+        assert all(right.plan_seconds[key] >= seconds for key, seconds in left.plan_seconds.items())
     assert seen[-1].finished == 9
     assert seen[-1].generated_tokens == 45
     assert seen[-1].running == seen[-1].waiting == 0
