@@ -55,7 +55,7 @@ gradient of `k2`; or `full`, the exact KL of policy and reference over the whole
 class ModelInitConfig:
     """A randomly initialised decoder, for a run that starts from nothing."""
 
-    family: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    family: Literal["qwen3", "qwen2", "llama", "mistral"] = "qwen3"
     """Architecture, and so the Hugging Face format in which the model is saved."""
     hidden_size: PositiveInt = 192
     """Width of the residual stream."""

@@ -55,8 +55,10 @@ from slipstream.loops.build_policy import (
     make_backend,
     make_decoder,
     make_reference,
+    max_model_len,
     model_config,
     optim_settings,
+    shorten_to,
 )
 from slipstream.loops.build_speculation import check_speculation, make_speculation
 from slipstream.loops.evaluate import EvalSettings
@@ -80,6 +82,7 @@ __all__ = [
     "actor_optim",
     "add_adapter",
     "check_budgets",
+    "check_demonstrations",
     "check_engine",
     "check_reference",
     "check_speculation",
@@ -108,6 +111,7 @@ __all__ = [
     "rollout_dtype",
     "sampling_params",
     "set_threads",
+    "shorten_to",
     "validation_prompts",
     "wants_critic",
     "wants_ref_log_probs",
@@ -191,13 +195,6 @@ def rollout_dtype(config: Config) -> torch.dtype:
     return dtype_from_name(name, device_of(config))
 
 
-def max_model_len(config: Config) -> int:
-    """Context of the engine: as set, else longest prompt plus longest response."""
-    data = config.data
-    wanted = data.max_prompt_length + data.max_response_length
-    return config.actor_rollout_ref.rollout.max_model_len or wanted
-
-
 def check_budgets(config: Config, policy: ModelConfig, mode: Mode) -> None:
     """Refuse a budget of tokens per forward pass that one sequence exceeds with its padding, where
     rows are padded. Raises ConfigError."""
@@ -222,14 +219,23 @@ def check_budgets(config: Config, policy: ModelConfig, mode: Mode) -> None:
             )
 
 
+def check_demonstrations(config: Config, policy: ModelConfig) -> None:
+    """Refuse an SFT on texts that may be too long for the policy. Raises ConfigError."""
+    longest, limit = config.sft.max_length, policy.context_limit
+    if longest > limit.tokens:
+        raise ConfigError(
+            f"sft.max_length={longest}: texts may take so many tokens, but {limit.reason}; set "
+            f"sft.max_length={limit.tokens}"
+        )
+
+
 def check_engine(config: Config, model: ModelConfig) -> None:
     """Refuse an engine that could not serve `model`. Raises ConfigError."""
-    rollout, limit = config.actor_rollout_ref.rollout, max_model_len(config)
-    if limit > model.max_position_embeddings:
+    rollout, limit = config.actor_rollout_ref.rollout, model.context_limit
+    if max_model_len(config) > limit.tokens:
         raise ConfigError(
-            f"prompt and response may take {limit} tokens, but the model has "
-            f"{model.max_position_embeddings} positions; lower data.max_prompt_length or "
-            "data.max_response_length"
+            f"prompt and response may take {max_model_len(config)} tokens, but {limit.reason}; "
+            f"{shorten_to(config, limit.tokens)}"
         )
     if rollout.name == "fake":
         raise ConfigError(

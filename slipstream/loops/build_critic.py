@@ -118,9 +118,9 @@ def check_critic(
         policy_vocab=tokenizer.get_vocab(),
     )
     longest = build.max_model_len(config)
-    if critic.max_position_embeddings < longest:
+    limit = critic.context_limit
+    if limit.tokens < longest:
         raise ConfigError(
-            f"critic.model.path={own.path} has max_position_embeddings="
-            f"{critic.max_position_embeddings} and sequences have up to {longest} tokens; "
-            "shorten data.max_prompt_length or data.max_response_length, or start from another"
+            f"critic.model.path={own.path}: sequences have up to {longest} tokens, but "
+            f"{limit.reason}; {build.shorten_to(config, limit.tokens)}, or start from another"
         )

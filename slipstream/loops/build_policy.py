@@ -135,6 +135,20 @@ def model_config(
     )
 
 
+def max_model_len(config: Config) -> int:
+    """Context of the engine: as set, else longest prompt plus longest response."""
+    data = config.data
+    wanted = data.max_prompt_length + data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or wanted
+
+
+def shorten_to(config: Config, tokens: int) -> str:
+    """What to set where `max_model_len` is too much."""
+    key = "actor_rollout_ref.rollout.max_model_len"
+    own = "" if config.actor_rollout_ref.rollout.max_model_len is None else f" and {key}={tokens}"
+    return f"set data.max_prompt_length and data.max_response_length to {tokens} together{own}"
+
+
 def optim_settings(optim: OptimConfig, total_steps: int, *, key: str) -> OptimSettings:
     """Optimizer and schedule of the section `key`; warm-up as a step count or as a share of all
     steps. Raises ConfigError where the steps leave nothing to decay over."""
@@ -213,7 +227,7 @@ def check_reference(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse a `ref.path`, whose `folder` holds `reference`, that reads other tokens than the
-    policy writes. Raises CheckpointError."""
+    policy writes, or too few of them. Raises CheckpointError and ConfigError."""
     path = config.actor_rollout_ref.ref.path
     if path is None:
         return
@@ -232,6 +246,12 @@ def check_reference(
         else None,
         policy_vocab=tokenizer.get_vocab(),
     )
+    limit = reference.context_limit
+    if max_model_len(config) > limit.tokens:
+        raise ConfigError(
+            f"{source}: prompt and response may take {max_model_len(config)} tokens, but "
+            f"{limit.reason}; {shorten_to(config, limit.tokens)}, or name another reference"
+        )
 
 
 def make_reference(

@@ -192,6 +192,8 @@ async def _train(run: Run, mode: Mode) -> bool:
         return True
     policy = build.model_config(run.config, run.tokenizer, start)
     build.check_budgets(run.config, policy, mode)
+    if "sft" in phases:
+        build.check_demonstrations(run.config, policy)
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
     if "rl" in phases:
         # Before hours of SFT, not after them.

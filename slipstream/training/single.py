@@ -344,7 +344,7 @@ class SingleProcessBackend:
 
     def _check(self, batch: TrainBatch) -> None:
         c = self.decoder.config
-        check_batch(batch, vocab_size=c.vocab_size, max_positions=c.max_position_embeddings)
+        check_batch(batch, vocab_size=c.vocab_size, limit=c.context_limit)
 
     def _forward_backward(
         self, batch: TrainBatch, loss: LossFn, sink: FeatureSink | None
@@ -408,7 +408,7 @@ class SingleProcessBackend:
             also=also,
             settings=self._settings,
             pad_id=c.pad_token_id or 0,
-            max_positions=c.max_position_embeddings,
+            max_positions=c.context_limit.tokens,
             device=self.decoder.device,
             padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
         )
