@@ -85,6 +85,10 @@ class ModelConfig:
 
     path: str | None = None
     """Folder of a Hugging Face checkpoint to start from."""
+    implementation: Literal["auto", "slipstream", "transformers"] = "auto"
+    """What computes the policy, and a reference: the built-in decoder (`slipstream`), or the
+    architecture's class in `transformers`, with `rollout.name=hf`; `auto`: the decoder where it
+    reads the checkpoint's `model_type`."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer; null: the one in `path`."""
     custom_chat_template: str | None = None

@@ -43,10 +43,12 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """How many tokens a sequence may have, and what keeps it from more."""
+    """How many tokens a sequence may have, what keeps it from more, and whether it is not so where
+    transformers computes the model."""
 
     tokens: int
     reason: str
+    of_decoder: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,7 @@ class ModelConfig:
                     f"the model has sliding_window={self.sliding_window}, beyond which "
                     f"{len(self.windowed_layers)} of its {self.num_layers} layers would leave "
                     "earlier tokens out, and Slipstream's decoder leaves none out",
+                    of_decoder=True,
                 )
             )
         return min(limits, key=lambda limit: limit.tokens)
@@ -220,7 +223,9 @@ class ModelConfig:
         if family is None:
             raise CheckpointError(
                 f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
-                f"decoder reads ({', '.join(get_args(Family))})"
+                f"decoder reads ({', '.join(get_args(Family))}); a policy of another is trained "
+                "through transformers, with actor_rollout_ref.model.implementation=auto and "
+                "actor_rollout_ref.rollout.name=hf"
             )
         theta, scaling = read_rope(raw, source)
         _refuse_unsupported(raw, family, source)

@@ -289,6 +289,11 @@ class PackedDecoder:
         return self.lm_head.weight.dtype
 
     @property
+    def head(self) -> tuple[Tensor, PackedLinear]:
+        """What makes logits of final states: the weight (V, D), and the product with it."""
+        return self.lm_head.weight, self.lm_head
+
+    @property
     def row_multiple(self) -> int:
         """How many tokens the products need at a time to be exact."""
         return row_multiple(self.dtype, self.embedding.device)

@@ -85,7 +85,7 @@ def test_a_mistral_with_scaled_frequencies_trains_and_is_exported(
     ("phase", "overrides", "message"),
     [
         ("rl", [], "prompt and response may take 48 tokens, but the model has sliding_window=40"),
-        ("sft", [], "sft.max_length=256: texts may take so many tokens, but the model has slidi"),
+        ("sft", [], "SFT texts may take 256 tokens, but the model has sliding_window=40"),
         ("reference", [], "ref: prompt and response may take 48 tokens, but the model has slidi"),
     ],
 )
@@ -110,4 +110,6 @@ def test_windows_shorter_than_a_sequence_are_refused(
     assert main(line) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert "40" in error.rpartition("; set ")[2]
+    remedy = error.rpartition("; set ")[2]
+    assert "40" in remedy
+    assert "implementation=transformers and actor_rollout_ref.rollout.name=hf" in remedy

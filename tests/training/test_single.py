@@ -117,6 +117,7 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
     found = backend.compute_full_kl(batch, direction).wait()
     laws = []
     for decoder in (backend.decoder, other):
+        assert isinstance(decoder, Decoder)
         packed = decoder.pack(torch.float32)
         heads = [
             packed.forward(torch.tensor([row.tokens]), torch.arange(len(row.tokens))[None]).final[0]
@@ -559,6 +560,7 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
     cuts = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
     kept = backend.compute_kept_ids(batch, cuts).wait()
     full = backend.compute_log_probs(batch).wait()
+    assert isinstance(backend.decoder, Decoder)
     packed = backend.decoder.pack(torch.float32)
     for row, ids, log_probs in zip(batch.rows, kept, full, strict=True):
         tokens = torch.tensor([row.tokens])
