@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks
+from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, num_words
 from slipstream.algorithms.log_probs import DEFAULT_CHUNK_SIZE, check_temperature, log_softmax_rows
 
 KLDirection = Literal["reverse", "forward"]
@@ -22,9 +22,9 @@ Product = Callable[[Tensor], Tensor]
 
 def chunked_full_kl(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | None,
     ref_hidden_ND: Tensor,
-    ref_weight_VD: Tensor,
+    ref_weight_VD: Tensor | None,
     temperature: float = 1.0,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -41,8 +41,8 @@ def chunked_full_kl(
     `hidden_ND` (N, D) and `weight_VD` (V, D) of the policy, `ref_hidden_ND` (N, D') and
     `ref_weight_VD` (V, D') of the reference, which gets no gradient. Returns (N,), float32 (float64
     for float64 inputs), differentiable once in the policy's. Memory is O(chunk_size V); the
-    backward pass computes the logits again. `product` and `ref_product` compute x W^T, as in
-    `chunked_token_log_probs`.
+    backward pass computes the logits again. `product` and `ref_product` compute x W^T, and without
+    a head hidden states are logits, as in `chunked_token_log_probs`.
 
     Source: Kullback and Leibler, 1951; as a penalty: https://arxiv.org/abs/1909.08593, section 2.2.
 
@@ -53,10 +53,11 @@ def chunked_full_kl(
     check_temperature(temperature)
     check_head(hidden_ND, weight_VD, chunk_size)
     check_head(ref_hidden_ND, ref_weight_VD, chunk_size)
-    if len(hidden_ND) != len(ref_hidden_ND) or len(weight_VD) != len(ref_weight_VD):
+    words, ref_words = num_words(hidden_ND, weight_VD), num_words(ref_hidden_ND, ref_weight_VD)
+    if len(hidden_ND) != len(ref_hidden_ND) or words != ref_words:
         raise ValueError(
             f"policy and reference must have the same rows and vocabulary, got {len(hidden_ND)} "
-            f"and {len(ref_hidden_ND)} rows, {len(weight_VD)} and {len(ref_weight_VD)} words"
+            f"and {len(ref_hidden_ND)} rows, {words} and {ref_words} words"
         )
     if direction not in ("reverse", "forward"):
         raise ValueError(
@@ -67,7 +68,7 @@ def chunked_full_kl(
         hidden_ND,
         weight_VD,
         ref_hidden_ND.detach(),
-        ref_weight_VD.detach(),
+        None if ref_weight_VD is None else ref_weight_VD.detach(),
         temperature,
         chunk_size,
         direction,
@@ -85,9 +86,9 @@ class _FullKL(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         ref_hidden: Tensor,
-        ref_weight: Tensor,
+        ref_weight: Tensor | None,
         temperature: float,
         chunk_size: int,
         direction: KLDirection,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks
+from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, num_words
 
 DEFAULT_CHUNK_SIZE = 512
 """Rows whose logits exist at once: 512 rows of 150,000 words are 0.3 GB in float32."""
@@ -44,7 +44,7 @@ def token_log_probs(logits_NV: Tensor, labels_N: Tensor, temperature: float = 1.
 
 def chunked_token_log_probs(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | None,
     labels_N: Tensor,
     temperature: float = 1.0,
     *,
@@ -59,26 +59,21 @@ def chunked_token_log_probs(
     is O(chunk_size V): the backward pass computes the logits again, except of as many first chunks
     as fit in `keep_bytes` until then. Row i of the result does not depend on N, `chunk_size` or
     `keep_bytes`, to the last bit. `product` computes x W^T into fresh memory, where the engine has
-    a faster kernel for it than `F.linear`.
+    a faster kernel for it than `F.linear`. Where `weight_VD` is None, `hidden_ND` (N, V) are logits
+    already.
 
     Raises:
         ValueError: shapes do not fit, `temperature` or `chunk_size` is not positive, or
             `keep_bytes` is negative.
     """
     check_temperature(temperature)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
     if keep_bytes < 0:
         raise ValueError(f"keep_bytes must be >= 0, got {keep_bytes}")
-    if (
-        hidden_ND.ndim != 2
-        or weight_VD.ndim != 2
-        or hidden_ND.shape[1] != weight_VD.shape[1]
-        or labels_N.shape != hidden_ND.shape[:1]
-    ):
+    check_head(hidden_ND, weight_VD, chunk_size)
+    if labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
-            f"expected hidden (N, D), weight (V, D) and labels (N,), got {tuple(hidden_ND.shape)}, "
-            f"{tuple(weight_VD.shape)} and {tuple(labels_N.shape)}"
+            f"expected labels (N,) for hidden (N, D), got {tuple(labels_N.shape)} and "
+            f"{tuple(hidden_ND.shape)}"
         )
     if not torch.is_grad_enabled():
         keep_bytes = 0
@@ -91,7 +86,7 @@ def chunked_token_log_probs(
 @torch.no_grad()
 def chunked_sum_pi_squared(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | None,
     temperature: float = 1.0,
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -125,7 +120,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         labels: Tensor,
         temperature: float,
         chunk_size: int,
@@ -136,7 +131,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.empty_like(log_probs)
         # One for all chunks: large fresh memory costs as much as what is computed in it.
-        scratch = hidden.new_empty(min(chunk_size, len(hidden)), len(weight), dtype=dtype)
+        scratch = hidden.new_empty(
+            min(chunk_size, len(hidden)), num_words(hidden, weight), dtype=dtype
+        )
         kept: dict[int, Tensor] = {}
         for rows in chunks(len(hidden), chunk_size):
             log_p = log_softmax_rows(hidden[rows], weight, temperature, product)
@@ -189,7 +186,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 def log_softmax_rows(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     temperature: float,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -201,7 +198,7 @@ def log_softmax_rows(
 
 def softmax_rows(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     temperature: float,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -212,10 +209,13 @@ def softmax_rows(
 
 def _head_logits(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     temperature: float,
     product: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
+    if weight is None:
+        # Fresh memory: softmax writes over it.
+        return _tempered(hidden.clone(), temperature)
     rows = _pad_rows(hidden)
     logits = (F.linear(rows, weight) if product is None else product(rows))[: len(hidden)]
     return _tempered(logits, temperature)

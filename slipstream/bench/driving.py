@@ -89,7 +89,7 @@ def make_engine(
 ) -> Engine:
     """An engine with weights of its own: updates write into them."""
     settings = EngineSettings(
-        max_model_len=bench.target.decoder.config.max_position_embeddings,
+        max_model_len=bench.target.decoder.config.context_limit.tokens,
         dtype=bench.dtype,
         max_num_seqs=limit,
         free_cache_engine=False,

@@ -79,10 +79,11 @@ def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 
     Raises CheckpointError for what cannot be read, ConfigError for too few positions.
     """
     decoder = load_checkpoint(policy_folder(folder))
-    if decoder.config.max_position_embeddings < 2 * TEXT_LENGTH:
+    limit = decoder.config.context_limit
+    if limit.tokens < 2 * TEXT_LENGTH:
         raise ConfigError(
-            f"{folder}: the policy has {decoder.config.max_position_embeddings} positions, and the "
-            f"check needs {2 * TEXT_LENGTH}; give another folder"
+            f"{folder}: the check takes texts of {2 * TEXT_LENGTH} tokens, but {limit.reason}; "
+            "give another folder"
         )
     texts = own_texts(decoder, count=NUM_TEXTS, length=TEXT_LENGTH)
     if head is None and (folder / "draft").is_dir():

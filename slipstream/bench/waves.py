@@ -58,7 +58,7 @@ class LosslessBench:
     def long_contexts_fit(self) -> bool:
         """Whether the policy knows the positions of the wave of long contexts."""
         needed = self.long_context + 2 * self.mean_tokens
-        return needed <= self.target.decoder.config.max_position_embeddings
+        return needed <= self.target.decoder.config.context_limit.tokens
 
 
 def waves(bench: LosslessBench) -> Iterator[Wave]:

@@ -300,7 +300,8 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
     ),
     f"{_MODEL}.trust_remote_code": {
         True: "code from checkpoints is never run; "
-        f"set {_MODEL}.trust_remote_code=false and use a Qwen2, Qwen3 or Llama checkpoint"
+        f"set {_MODEL}.trust_remote_code=false and use a checkpoint of an "
+        "architecture that transformers has"
     },
 }
 """Our key -> values that VERL knows and this version does not, each with the remedy."""

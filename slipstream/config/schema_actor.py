@@ -55,7 +55,7 @@ gradient of `k2`; or `full`, the exact KL of policy and reference over the whole
 class ModelInitConfig:
     """A randomly initialised decoder, for a run that starts from nothing."""
 
-    family: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    family: Literal["qwen3", "qwen2", "llama", "mistral"] = "qwen3"
     """Architecture, and so the Hugging Face format in which the model is saved."""
     hidden_size: PositiveInt = 192
     """Width of the residual stream."""
@@ -85,6 +85,10 @@ class ModelConfig:
 
     path: str | None = None
     """Folder of a Hugging Face checkpoint to start from."""
+    implementation: Literal["auto", "slipstream", "transformers"] = "auto"
+    """What computes the policy, and a reference: the built-in decoder (`slipstream`), or the
+    architecture's class in `transformers`, with `rollout.name=hf`; `auto`: the decoder where it
+    reads the checkpoint's `model_type`."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer; null: the one in `path`."""
     custom_chat_template: str | None = None

@@ -412,6 +412,11 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
             f"{_MODEL}.path={model.path} and {_MODEL}.init name two models; "
             f"set {_MODEL}.init=null or {_MODEL}.path=null"
         )
+    if model.implementation == "transformers" and init is not None:
+        yield (
+            f"{_MODEL}.implementation=transformers computes a checkpoint, and {_MODEL}.init draws "
+            f"the weights of the built-in decoder; set {_MODEL}.implementation=auto"
+        )
     if complete and model.path is None and init is None:
         yield (
             f"no model is named; set {_MODEL}.path=FOLDER of a Hugging Face checkpoint, or "

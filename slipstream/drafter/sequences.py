@@ -146,14 +146,14 @@ def policy_features(
     """The policy's hidden states over each text as in `DraftSequence`, (T, F), by its forward pass.
 
     At most `max_tokens` tokens, with padding where there is any, go through at once. Raises
-    DataError for a text of more, or of more than the policy has positions.
+    DataError for a text of more, or of more than the policy takes.
     """
-    limit = policy.config.max_position_embeddings
+    limit = policy.config.context_limit
     longest = max(map(len, texts), default=0)
-    if longest > limit:
+    if longest > limit.tokens:
         raise DataError(
-            f"a text of {longest} tokens is longer than the policy's {limit} positions; lower "
-            "speculative.train.max_seq_len to that"
+            f"a text of {longest} tokens is too long for the policy: {limit.reason}; set "
+            f"speculative.train.max_seq_len={limit.tokens}"
         )
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = policy.embedding.device
@@ -164,7 +164,7 @@ def policy_features(
     )
     for indices in plan_micro_batches(lengths, max_tokens=max_tokens, padded=padded):
         micro = build_micro_batch(
-            batch, indices, pad_id=0, max_positions=limit, device=device, padded=padded
+            batch, indices, pad_id=0, max_positions=limit.tokens, device=device, padded=padded
         )
         states = policy.forward(micro.ids, micro.positions, lengths=micro.lengths, taps=taps)
         rows = states.side_by_side().flatten(0, 1)

@@ -60,7 +60,7 @@ class HFCore:
 
     def add(self, request: GenerateRequest) -> None:
         name = request.request_id
-        vocab = int(self._model.config.vocab_size)
+        vocab = int(self._model.config.get_text_config().vocab_size)
         check_request(request, vocab_size=vocab, max_model_len=self._max_model_len)
         if name in self._requests:
             raise RequestError(f"request {name!r}: a request of this id is already running")

@@ -54,17 +54,23 @@ from slipstream.loops.build_policy import (
     device_of,
     make_backend,
     make_decoder,
+    make_policy,
     make_reference,
+    max_model_len,
     model_config,
     optim_settings,
+    rollout_too_long,
+    too_long,
 )
 from slipstream.loops.build_speculation import check_speculation, make_speculation
 from slipstream.loops.evaluate import EvalSettings
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
+from slipstream.models.foreign import ForeignModel
 from slipstream.models.lora import copy_weights, merged_weights
 from slipstream.models.numerics import check_widths, dtype_from_name
+from slipstream.models.policy import Policy, PolicyConfig
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.compute_thread import ComputeThread
@@ -80,6 +86,7 @@ __all__ = [
     "actor_optim",
     "add_adapter",
     "check_budgets",
+    "check_demonstrations",
     "check_engine",
     "check_reference",
     "check_speculation",
@@ -95,6 +102,7 @@ __all__ = [
     "make_demonstrations",
     "make_engine",
     "make_kl_in_reward",
+    "make_policy",
     "make_reference",
     "make_reward_manager",
     "make_rollouts",
@@ -106,6 +114,7 @@ __all__ = [
     "rl_config",
     "rl_steps",
     "rollout_dtype",
+    "rollout_too_long",
     "sampling_params",
     "set_threads",
     "validation_prompts",
@@ -191,18 +200,12 @@ def rollout_dtype(config: Config) -> torch.dtype:
     return dtype_from_name(name, device_of(config))
 
 
-def max_model_len(config: Config) -> int:
-    """Context of the engine: as set, else longest prompt plus longest response."""
-    data = config.data
-    wanted = data.max_prompt_length + data.max_response_length
-    return config.actor_rollout_ref.rollout.max_model_len or wanted
-
-
-def check_budgets(config: Config, policy: ModelConfig, mode: Mode) -> None:
+def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
     """Refuse a budget of tokens per forward pass that one sequence exceeds with its padding, where
     rows are padded. Raises ConfigError."""
     actor, device = config.actor_rollout_ref.actor, device_of(config)
-    if takes_sequences_in_a_row(policy, dtype_from_name(actor.dtype, device), device):
+    dtype = dtype_from_name(actor.dtype, device)
+    if isinstance(policy, ModelConfig) and takes_sequences_in_a_row(policy, dtype, device):
         return
     key, longest = "ppo_max_token_len_per_gpu", max_model_len(config)
     budgets: dict[str, tuple[int | None, int]] = {}
@@ -222,28 +225,33 @@ def check_budgets(config: Config, policy: ModelConfig, mode: Mode) -> None:
             )
 
 
-def check_engine(config: Config, model: ModelConfig) -> None:
+def check_demonstrations(config: Config, policy: PolicyConfig) -> None:
+    """Refuse an SFT on texts that may be too long for the policy. Raises ConfigError."""
+    longest, limit = config.sft.max_length, policy.context_limit
+    if longest > limit.tokens:
+        raise ConfigError(f"SFT texts {too_long(longest, limit, f'sft.max_length={limit.tokens}')}")
+
+
+def check_engine(config: Config, model: PolicyConfig) -> None:
     """Refuse an engine that could not serve `model`. Raises ConfigError."""
-    rollout, limit = config.actor_rollout_ref.rollout, max_model_len(config)
-    if limit > model.max_position_embeddings:
-        raise ConfigError(
-            f"prompt and response may take {limit} tokens, but the model has "
-            f"{model.max_position_embeddings} positions; lower data.max_prompt_length or "
-            "data.max_response_length"
-        )
+    rollout = config.actor_rollout_ref.rollout
+    if problem := rollout_too_long(config, model.context_limit):
+        raise ConfigError(problem)
     if rollout.name == "fake":
         raise ConfigError(
             "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
             "embedded or hf"
         )
-    kernels = takes_sequences_in_a_row(model, rollout_dtype(config), device_of(config))
+    kernels = isinstance(model, ModelConfig) and takes_sequences_in_a_row(
+        model, rollout_dtype(config), device_of(config)
+    )
     if rollout.one_thread_below and not (rollout.name == "embedded" and kernels):
         raise ConfigError(
             f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} is of the "
             "embedded engine's compiled kernels on a CPU, which do not run here; set "
             "actor_rollout_ref.rollout.one_thread_below=0"
         )
-    if rollout.name == "embedded":
+    if rollout.name == "embedded" and isinstance(model, ModelConfig):
         check_widths(
             hidden_size=model.hidden_size,
             intermediate_size=model.intermediate_size,
@@ -267,7 +275,7 @@ def kv_bytes(config: Config, model: ModelConfig) -> int:
 
 def make_engine(
     config: Config,
-    decoder: Decoder,
+    decoder: Policy,
     tokenizer: PreTrainedTokenizerBase,
     compute: ComputeThread,
     *,
@@ -282,7 +290,7 @@ def make_engine(
     dtype = rollout_dtype(config)
     check_engine(config, decoder.config)
     decode = decode_with(tokenizer)
-    if rollout.name == "hf":
+    if rollout.name == "hf" or isinstance(decoder, ForeignModel):
         return _hf_engine(config, decoder, dtype, decode, compute)
     own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
@@ -332,7 +340,7 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
 
 def _hf_engine(
     config: Config,
-    decoder: Decoder,
+    decoder: Policy,
     dtype: torch.dtype,
     decode: Callable[[list[int]], str],
     compute: ComputeThread,
@@ -341,10 +349,13 @@ def _hf_engine(
 
     from slipstream.inference.hf import HFCore, HFEngine
 
-    raw = decoder.config.to_hf()
-    hf_config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(decoder.device)
-    model.load_state_dict(merged_weights(decoder), strict=False)
+    if isinstance(decoder, ForeignModel):
+        model = decoder.copy_as(dtype)
+    else:
+        raw = decoder.config.to_hf()
+        hf_config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).to(decoder.device)
+        model.load_state_dict(merged_weights(decoder), strict=False)
     core = HFCore(
         model,
         max_model_len=max_model_len(config),

@@ -27,6 +27,7 @@ from slipstream.loops.stages import Stages
 from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.policy import Policy
 from slipstream.training.compute_thread import ComputeThread
 
 
@@ -97,7 +98,7 @@ def training_steps(config: Config, rl_steps: int) -> int:
 
 def make_cotraining(
     config: Config,
-    policy: Decoder,
+    policy: Policy,
     engines: Sequence[DraftReceiver],
     compute: ComputeThread,
     *,
@@ -110,6 +111,7 @@ def make_cotraining(
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
+    assert isinstance(policy, Decoder), "no other policy is drafted for"
     buffer = BufferSettings(
         max_bytes=train.buffer_bytes,
         lookback_steps=train.lookback_steps,

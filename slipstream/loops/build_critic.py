@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.critic_io import load_critic
 from slipstream.models.decoder import Decoder
 from slipstream.models.numerics import dtype_from_name
+from slipstream.models.policy import Policy, PolicyConfig
 from slipstream.models.value_model import ValueModel
 from slipstream.models.vocabulary import check_vocabulary
 from slipstream.training.compute_thread import ComputeThread
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 def make_critic(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    policy: Decoder,
+    policy: Policy,
     compute: ComputeThread,
     *,
     rl_steps: int,
@@ -60,6 +62,7 @@ def make_critic(
         model = load_critic(policy_folder(Path(critic.model.path)), device=device)
         check_critic(config, model.config, tokenizer, policy.config)
     else:
+        assert isinstance(policy, Decoder), "`build.check_foreign` comes first"
         model = ValueModel.of(policy)
     rows = critic.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
     tokens = critic_budget(config)
@@ -93,7 +96,7 @@ def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
 
 
 def check_critic(
-    config: Config, critic: ModelConfig, tokenizer: PreTrainedTokenizerBase, policy: ModelConfig
+    config: Config, critic: ModelConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig
 ) -> None:
     """Refuse a `critic.model.path`, which holds `critic`, that reads other tokens than the policy
     writes, or too few of them. Raises CheckpointError and ConfigError."""
@@ -117,10 +120,7 @@ def check_critic(
         ),
         policy_vocab=tokenizer.get_vocab(),
     )
-    longest = build.max_model_len(config)
-    if critic.max_position_embeddings < longest:
-        raise ConfigError(
-            f"critic.model.path={own.path} has max_position_embeddings="
-            f"{critic.max_position_embeddings} and sequences have up to {longest} tokens; "
-            "shorten data.max_prompt_length or data.max_response_length, or start from another"
-        )
+    # Only the decoder computes critics.
+    limit = replace(critic.context_limit, of_decoder=False)
+    if problem := build.rollout_too_long(config, limit):
+        raise ConfigError(f"critic.model.path={own.path}: {problem}, or start from another")

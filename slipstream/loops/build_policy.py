@@ -5,8 +5,9 @@ Called by the phases, through `build`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
@@ -19,15 +20,18 @@ from slipstream.errors import ConfigError
 from slipstream.loops.build_algorithm import (
     full_kl_in_loss,
     takes_full_kl,
+    wants_critic,
     wants_reference,
 )
 from slipstream.loops.snapshot import lora_folder, policy_folder
-from slipstream.models.config import ModelConfig
+from slipstream.models.config import ContextLimit, Family, ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import load_checkpoint, load_config
+from slipstream.models.foreign import ForeignConfig, ForeignModel
+from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
+from slipstream.models.policy import Policy, PolicyConfig, load_policy, policy_config
 from slipstream.models.vocabulary import check_vocabulary
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
@@ -38,6 +42,10 @@ from slipstream.training.single import SingleProcessBackend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BY_TRANSFORMERS = (
+    "actor_rollout_ref.model.implementation=transformers and actor_rollout_ref.rollout.name=hf"
+)
+
 
 def device_of(config: Config) -> torch.device:
     """`trainer.device`, with auto resolved."""
@@ -47,23 +55,36 @@ def device_of(config: Config) -> torch.device:
     return torch.device(name)
 
 
+def make_policy(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Policy:
+    """A policy, or what it is compared with: weights from `folder`, or freshly drawn after
+    `model.init`."""
+    if folder is None:
+        return make_decoder(config, tokenizer, None)
+    return load_policy(
+        folder, config.actor_rollout_ref.model.implementation, device=device_of(config)
+    )
+
+
 def make_decoder(
     config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
 ) -> Decoder:
-    """The policy: weights from `folder`, or freshly drawn after `model.init`."""
+    """`make_policy` where the built-in decoder is wanted."""
     if folder is not None:
         return load_checkpoint(folder, device=device_of(config))
-    decoder = Decoder(model_config(config, tokenizer, None))
+    decoder = Decoder(initial_config(config, tokenizer))
     decoder.init_weights(config.trainer.seed)
     return decoder.to(device_of(config))
 
 
-def add_adapter(config: Config, decoder: Decoder, *, first: bool) -> None:
-    """Give the policy the LoRA adapter that is to be trained, if any. `first`: it has the weights
+def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
+    """Give the policy the LoRA adapter that is to be trained, if any, which a `ForeignModel` cannot
+    have. `first`: it has the weights
     that `model` names, on which the adapter in `lora_adapter_path` belongs.
 
     Raises ConfigError for names that match no layer, or a rank that is not the adapter's.
     """
+    if isinstance(decoder, ForeignModel):
+        return
     model = config.actor_rollout_ref.model
     key = "actor_rollout_ref.model"
     lora = (
@@ -101,10 +122,62 @@ def add_adapter(config: Config, decoder: Decoder, *, first: bool) -> None:
 
 def model_config(
     config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
-) -> ModelConfig:
-    """Sizes of the policy: those in `folder`, or `model.init`'s."""
-    if folder is not None:
-        return load_config(folder)
+) -> PolicyConfig:
+    """The policy's architecture: that in `folder`, or `model.init`'s. Raises ConfigError where this
+    run asks of transformers what it cannot do."""
+    if folder is None:
+        return initial_config(config, tokenizer)
+    found = policy_config(folder, config.actor_rollout_ref.model.implementation)
+    if isinstance(found, ForeignConfig):
+        check_foreign(config, found, folder)
+    return found
+
+
+def check_foreign(config: Config, policy: ForeignConfig, folder: Path) -> None:
+    """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
+    for problem, remedy in _beyond_transformers(config):
+        raise ConfigError(
+            f"{folder} holds a {policy.family}, which transformers computes and not Slipstream's "
+            f"decoder: {problem}; set {remedy}"
+        )
+
+
+def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that take the decoder, and what to set instead."""
+    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    key = "actor_rollout_ref"
+    if name != "hf":
+        yield f"{key}.rollout.name={name} does not generate with it", f"{key}.rollout.name=hf"
+    if model.lora_rank:
+        yield (
+            f"{key}.model.lora_rank={model.lora_rank} adapts the decoder",
+            (f"{key}.model.lora_rank=0"),
+        )
+    if model.lora_adapter_path is not None:
+        yield (
+            f"{key}.model.lora_adapter_path={model.lora_adapter_path} adapts the decoder",
+            (f"{key}.model.lora_adapter_path=null"),
+        )
+    for where, optim in (
+        (f"{key}.actor.optim", config.actor_rollout_ref.actor.optim),
+        ("sft.optim", config.sft.optim),
+    ):
+        if optim.optimizer == "Muon":
+            yield (
+                f"{where}.optimizer=Muon is for the decoder's matrices",
+                f"{where}.optimizer=AdamW",
+            )
+    if wants_critic(config) and config.critic.model.path is None:
+        yield (
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}: a critic starts from the "
+            "decoder",
+            "algorithm.adv_estimator=grpo, or critic.model.path to the folder of a "
+            f"{' or '.join(get_args(Family))}",
+        )
+
+
+def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """Sizes after `model.init`. Raises ConfigError where there are none, or too few words."""
     init = config.actor_rollout_ref.model.init
     if init is None:
         raise ConfigError(
@@ -133,6 +206,34 @@ def model_config(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def max_model_len(config: Config) -> int:
+    """Context of the engine: as set, else longest prompt plus longest response."""
+    data = config.data
+    wanted = data.max_prompt_length + data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or wanted
+
+
+def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
+    """What is said of sequences of up to `longest` tokens, with what to set instead: `keys` is of
+    the limit in their place."""
+    elsewhere = ", or let transformers compute the model with " + _BY_TRANSFORMERS
+    return (
+        f"may take {longest} tokens, but {limit.reason}; set {keys}"
+        f"{elsewhere if limit.of_decoder else ''}"
+    )
+
+
+def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
+    """`too_long` of prompt and response; None where they fit."""
+    longest, key = max_model_len(config), "actor_rollout_ref.rollout.max_model_len"
+    if longest <= limit.tokens:
+        return None
+    given = config.actor_rollout_ref.rollout.max_model_len is not None
+    own = f" and {key}={limit.tokens}" if given else ""
+    lengths = f"data.max_prompt_length and data.max_response_length to {limit.tokens} together"
+    return f"prompt and response {too_long(longest, limit, lengths + own)}"
 
 
 def optim_settings(optim: OptimConfig, total_steps: int, *, key: str) -> OptimSettings:
@@ -177,7 +278,7 @@ def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
 
 def make_backend(
     config: Config,
-    decoder: Decoder,
+    decoder: Policy,
     compute: ComputeThread,
     *,
     optim: OptimSettings,
@@ -186,6 +287,13 @@ def make_backend(
     """The trainer of one phase; it works on `compute`."""
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
+    recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    if recompute and isinstance(decoder, ForeignModel) and not decoder.recomputes:
+        raise ConfigError(
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers cannot "
+            f"compute activations of a {decoder.config.family} again; set "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+        )
     by_rows = not sft and not actor.use_dynamic_bsz
     tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
     return SingleProcessBackend(
@@ -196,7 +304,7 @@ def make_backend(
         max_tokens_per_micro_batch=None if by_rows else tokens,
         max_rows_per_micro_batch=actor.ppo_micro_batch_size_per_gpu if by_rows else None,
         grad_clip=actor.grad_clip,
-        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        gradient_checkpointing=recompute,
         max_nonfinite_steps=actor.max_nonfinite_steps,
         log_prob_chunk=actor.log_prob_chunk_tokens,
         log_prob_keep_bytes=actor.log_prob_keep_bytes,
@@ -207,13 +315,13 @@ def make_backend(
 
 def check_reference(
     config: Config,
-    reference: ModelConfig,
-    policy: ModelConfig,
+    reference: PolicyConfig,
+    policy: PolicyConfig,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Refuse a `ref.path`, whose `folder` holds `reference`, that reads other tokens than the
-    policy writes. Raises CheckpointError."""
+    policy writes, or too few of them. Raises CheckpointError and ConfigError."""
     path = config.actor_rollout_ref.ref.path
     if path is None:
         return
@@ -232,6 +340,8 @@ def check_reference(
         else None,
         policy_vocab=tokenizer.get_vocab(),
     )
+    if problem := rollout_too_long(config, reference.context_limit):
+        raise ConfigError(f"{source}: {problem}, or name another reference")
 
 
 def make_reference(
@@ -253,7 +363,7 @@ def make_reference(
         reference = BaseWeights(backend)
     else:
         folder = initial if path is None else policy_folder(Path(path))
-        decoder = make_decoder(config, tokenizer, folder)
+        decoder = make_policy(config, tokenizer, folder)
         if folder is not None:
             check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
         reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))

@@ -17,7 +17,9 @@ import anyio
 import torch
 from safetensors import safe_open
 
+from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
 from slipstream.config.schema import Config
+from slipstream.config.tree import from_dict
 from slipstream.environment.tokenizer import load_tokenizer
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.inference.protocol import InferenceEngine
@@ -30,7 +32,7 @@ from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.loops.stages import Stages, close_parts
 from slipstream.models.draft_io import is_draft_head, load_draft_head
 from slipstream.models.draft_layouts import LAYOUTS, export_draft_head
-from slipstream.models.hf_io import load_checkpoint, save_checkpoint
+from slipstream.models.policy import Implementation, load_policy, save_policy
 from slipstream.training.compute_thread import ComputeThread
 
 _DTYPES = {
@@ -54,8 +56,9 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     rewards = build.make_reward_manager(config, tokenizer, compute=compute)
 
     def make() -> InferenceEngine:
-        decoder = load_checkpoint(source, device=build.device_of(config))
-        return build.make_engine(config, decoder, tokenizer, compute)
+        build.model_config(config, tokenizer, source)
+        policy = build.make_policy(config, tokenizer, source)
+        return build.make_engine(config, policy, tokenizer, compute)
 
     engine = compute.run(make)
 
@@ -86,21 +89,21 @@ def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None)
         _export_draft(checkpoint, output, dtype, draft)
         return 0
     source = policy_folder(checkpoint)
-    decoder = load_checkpoint(source)
+    policy = load_policy(source, _implementation(source))
     save_tokenizer: Any = None
     if _has_tokenizer(source):
         save_tokenizer = load_tokenizer(source).save_pretrained
     kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
     with _aside(output) as folder:
-        save_checkpoint(
-            decoder,
+        save_policy(
+            policy,
             folder,
             dtype=kind,
             generation=_generation_defaults(source),
             save_tokenizer=save_tokenizer,
         )
     name = str(kind).removeprefix("torch.")
-    print(f"model  {output} ({decoder.config.family}, {name}, from {source})")
+    print(f"model  {output} ({policy.config.family}, {name}, from {source})")
     if save_tokenizer is None:
         print(f"note: {source} has no tokenizer, so {output} has none", file=sys.stderr)
     return 0
@@ -154,6 +157,16 @@ def stored_dtype(folder: Path) -> torch.dtype:
     if len(found) == 1 and next(iter(found)) in _DTYPES.values():
         return found.pop()
     return torch.float32
+
+
+def _implementation(source: Path) -> Implementation:
+    """What the run computed that left the folder `source` in a checkpoint."""
+    folder = source.absolute()
+    checkpoint = folder.parent.parent
+    if huggingface_folder(checkpoint) != folder or not state_file(checkpoint).exists():
+        return "auto"
+    config, _ = from_dict(RunState.load(checkpoint).config)
+    return config.actor_rollout_ref.model.implementation
 
 
 def _has_tokenizer(folder: Path) -> bool:

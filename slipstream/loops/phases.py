@@ -32,8 +32,9 @@ from slipstream.loops.stages import close_parts, run_in_daemon
 from slipstream.loops.step_proto import proto_of_step
 from slipstream.metrics.loggers import TeeLogger
 from slipstream.metrics.timers import Timers
-from slipstream.models.decoder import Decoder
+from slipstream.models.config import ModelConfig
 from slipstream.models.hf_io import load_config
+from slipstream.models.policy import Policy, policy_config
 from slipstream.training.critic import Critic
 from slipstream.types import Group
 
@@ -49,8 +50,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     resume = run.resume_folder("sft")
     total = sft.total_training_steps
 
-    def make_policy() -> Decoder:
-        policy = build.make_decoder(config, run.tokenizer, initial)
+    def make_policy() -> Policy:
+        policy = build.make_policy(config, run.tokenizer, initial)
         build.add_adapter(config, policy, first=True)
         return policy
 
@@ -131,7 +132,7 @@ async def validate_policy(run: Run, start: Path | None) -> None:
     folder = huggingface_folder(resume) if resume is not None else start
 
     def make() -> InferenceEngine:
-        decoder = build.make_decoder(run.config, run.tokenizer, folder)
+        decoder = build.make_policy(run.config, run.tokenizer, folder)
         build.add_adapter(run.config, decoder, first=folder == initial_policy(run.config))
         return build.make_engine(
             run.config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
@@ -157,7 +158,7 @@ class _RLPhase:
         self._run = run
         self._snapshots = replace(run.snapshots("rl"), base_model=start)
         self._resume = run.resume_folder("rl")
-        decoder = build.make_decoder(config, run.tokenizer, start)
+        decoder = build.make_policy(config, run.tokenizer, start)
         build.add_adapter(config, decoder, first=start == initial_policy(config))
         self._data = run.data
         self._total = build.rl_steps(config, self._data)
@@ -362,17 +363,20 @@ def check_rl(run: Run, start: Path | None) -> None:
     read, an engine that cannot serve the model, a buffer of co-training that is too small, a
     reference or a critic that is not there, or reads other tokens."""
     config, policy = run.config, build.model_config(run.config, run.tokenizer, start)
-    build.check_speculation(config, policy, build.max_model_len(config))
+    if isinstance(policy, ModelConfig):
+        build.check_speculation(config, policy, build.max_model_len(config))
     steps = build.rl_steps(config, run.data)
     build.rl_config(config, steps, 0)
     build.actor_optim(config, steps)
     if build.wants_critic(config):
         critic_optim(config, steps)
     build.check_engine(config, policy)
-    check_cotraining(config, policy, steps)
+    if isinstance(policy, ModelConfig):
+        check_cotraining(config, policy, steps)
     if (path := config.actor_rollout_ref.ref.path) is not None:
         folder = policy_folder(Path(path))
-        build.check_reference(config, load_config(folder), policy, folder, run.tokenizer)
+        reference = policy_config(folder, config.actor_rollout_ref.model.implementation)
+        build.check_reference(config, reference, policy, folder, run.tokenizer)
     if (path := config.critic.model.path) is not None and build.wants_critic(config):
         check_critic(config, load_config(policy_folder(Path(path))), run.tokenizer, policy)
 

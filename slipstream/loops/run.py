@@ -52,6 +52,8 @@ from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
+from slipstream.models.config import ModelConfig
+from slipstream.models.foreign import ForeignConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
 from slipstream.report.page import REPORT_FILE, write_report
 from slipstream.training.compute_thread import ComputeThread
@@ -180,6 +182,9 @@ def _settle_threads(run: Run) -> None:
         return
     policy = build.model_config(config, run.tokenizer, initial_policy(config))
 
+    if not isinstance(policy, ModelConfig):
+        return
+
     def settle() -> int:
         threads = threads_for(
             run.folder,
@@ -236,7 +241,14 @@ async def _train(run: Run, mode: Mode) -> bool:
         await _validate_only(run, start)
         return True
     policy = build.model_config(run.config, run.tokenizer, start)
+    if isinstance(policy, ForeignConfig):
+        run.progress.note(
+            f"transformers computes the policy, a {policy.family}, without dropout; log-probs of "
+            "rollout and trainer are equal up to rounding"
+        )
     build.check_budgets(run.config, policy, mode)
+    if "sft" in phases:
+        build.check_demonstrations(run.config, policy)
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
     if "rl" in phases:
         # Before hours of SFT, not after them.

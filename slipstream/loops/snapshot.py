@@ -30,8 +30,7 @@ from slipstream.checkpoint.state import (
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
-from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import load_tensors, read_tensors
+from slipstream.models.policy import Policy, load_weights_from
 from slipstream.training.critic import Critic
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
@@ -143,7 +142,7 @@ class Snapshots:
     def restore(
         self,
         folder: Path,
-        decoder: Decoder,
+        decoder: Policy,
         backend: TrainingBackend,
         notify: Callable[[str], None],
         published: LastPublished | None = None,
@@ -178,7 +177,7 @@ class Snapshots:
         backend.load_state_dict(tree)
         # Merged weights do not give the base and its adapter back, not to the bit.
         if "lora" not in tree:
-            load_tensors(decoder, read_tensors(source), source=str(source))
+            load_weights_from(decoder, source)
         if published is not None and published_file(folder).exists():
             tree = load_tree(published_file(folder))
             published.version, published.tensors = tree["version"], tree["tensors"]

@@ -1,25 +1,34 @@
 """Architecture of a decoder, and its translation to and from a Hugging Face `config.json`.
 
 Knows file formats and sizes, not tensors. Families: Qwen2 and Qwen2.5 (`qwen2`), Qwen3 (`qwen3`),
-Llama 2 and 3 without RoPE scaling (`llama`).
+Llama 2 and 3 (`llama`), Mistral (`mistral`). What `rope_scaling` and `windows` are of is theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
+from slipstream.models.rope_scaling import (
+    DEFAULT_THETA,
+    SPELLINGS,
+    DynamicScaling,
+    LongRopeScaling,
+    RopeScaling,
+    read_rope,
+)
+from slipstream.models.windows import read_windows, windows_to_hf
 
-Family = Literal["qwen2", "qwen3", "llama"]
+Family = Literal["qwen2", "qwen3", "llama", "mistral"]
 
 _ARCHITECTURES: dict[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
-_DEFAULT_THETA = 10000.0
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -30,6 +39,16 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """How many tokens a sequence may have, what keeps it from more, and whether it is not so where
+    transformers computes the model."""
+
+    tokens: int
+    reason: str
+    of_decoder: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +64,11 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int = 4096
-    rope_theta: float = _DEFAULT_THETA
+    rope_theta: float = DEFAULT_THETA
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """How many tokens a layer of `windowed_layers` sees, its own among them."""
+    windowed_layers: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
@@ -66,6 +89,59 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
+        if self.rope_scaling is not None:
+            self.rope_scaling.check_model(self.head_dim, self.rope_theta)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        check_at_least_one(self, "sliding_window")
+        layers = self.windowed_layers
+        if (self.sliding_window is None) != (not layers):
+            raise ConfigError(
+                f"sliding_window={self.sliding_window} and windowed_layers={layers}: give a window "
+                "and the layers that have it, or None and ()"
+            )
+        if any(layer not in range(self.num_layers) for layer in layers):
+            raise ConfigError(f"windowed_layers={layers} are not all of {self.num_layers} layers")
+
+    @property
+    def context_limit(self) -> ContextLimit:
+        """The longest sequence that the decoder computes as the model was trained.
+
+        What a window would leave out it does not leave out. And where frequencies change with the
+        length of the whole sequence, the keys that an engine has kept are not those that a trainer
+        computes.
+        """
+        positions, scaling = self.max_position_embeddings, self.rope_scaling
+        reason = f"the model has max_position_embeddings={positions}"
+        if isinstance(scaling, DynamicScaling):
+            reason += f", beyond which RoPE scaling {scaling.kind!r} turns earlier tokens anew"
+        limits = [ContextLimit(positions, reason)]
+        if isinstance(scaling, LongRopeScaling):
+            original = scaling.original_max_position_embeddings
+            limits.append(
+                ContextLimit(
+                    original,
+                    f"the model has original_max_position_embeddings={original}, beyond which RoPE "
+                    f"scaling {scaling.kind!r} turns earlier tokens anew",
+                )
+            )
+        if self.sliding_window is not None:
+            limits.append(
+                ContextLimit(
+                    self.sliding_window,
+                    f"the model has sliding_window={self.sliding_window}, beyond which "
+                    f"{len(self.windowed_layers)} of its {self.num_layers} layers would leave "
+                    "earlier tokens out, and Slipstream's decoder leaves none out",
+                    of_decoder=True,
+                )
+            )
+        return min(limits, key=lambda limit: limit.tokens)
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What cosines and sines of rotary embeddings are multiplied by."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
     def attention_bias(self) -> bool:
@@ -92,6 +168,8 @@ class ModelConfig:
 
     def to_hf(self, *, dtype: str = "float32") -> dict[str, Any]:
         """The contents of `config.json`. RoPE is written in both spellings in use."""
+        scaling = None if self.rope_scaling is None else self.rope_scaling.to_hf()
+        kind = {"rope_type": "default"} if scaling is None else scaling
         eos = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id
         out: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self.family]],
@@ -106,7 +184,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "max_position_embeddings": self.max_position_embeddings,
             "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": {**kind, "rope_theta": self.rope_theta},
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "initializer_range": self.initializer_range,
@@ -118,28 +196,42 @@ class ModelConfig:
             "eos_token_id": eos,
             "pad_token_id": self.pad_token_id,
         }
-        if self.family != "qwen2":
+        if scaling is not None:
+            # Programs that know this spelling alone would compute without it.
+            out["rope_scaling"] = scaling
+        if self.family in ("qwen3", "llama"):
             out["attention_bias"] = False
         if self.family == "llama":
             out["mlp_bias"] = False
-        return out
+        return out | windows_to_hf(
+            self.family, self.num_layers, self.sliding_window, self.windowed_layers
+        )
+
+    def one_layer(self) -> ModelConfig:
+        """The same with a single layer, which has the window if any of these has."""
+        layers = () if self.sliding_window is None else (0,)
+        return replace(self, num_layers=1, windowed_layers=layers)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, source: str) -> ModelConfig:
         """Read `config.json`. `source` names the file in errors.
 
-        Raises CheckpointError for another architecture, scaled RoPE, sliding windows that are on,
-        biases that the family does not have, or a missing key.
+        Raises CheckpointError for another architecture, RoPE and windows that are not known or
+        contradict themselves, biases that the family does not have, or a missing key.
         """
         family = _family(raw.get("model_type"))
         if family is None:
             raise CheckpointError(
                 f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
-                f"decoder reads ({', '.join(get_args(Family))})"
+                f"decoder reads ({', '.join(get_args(Family))}); a policy of another is trained "
+                "through transformers, with actor_rollout_ref.model.implementation=auto and "
+                "actor_rollout_ref.rollout.name=hf"
             )
+        theta, scaling = read_rope(raw, source)
         _refuse_unsupported(raw, family, source)
-        rope = raw.get("rope_parameters") or {}
         try:
+            num_layers = int(raw["num_hidden_layers"])
+            window, windowed_layers = read_windows(raw, family, num_layers, source)
             hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
             eos = raw.get("eos_token_id")
             return cls(
@@ -147,12 +239,15 @@ class ModelConfig:
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=hidden,
                 intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
+                num_layers=num_layers,
                 num_heads=heads,
                 num_kv_heads=int(raw.get("num_key_value_heads") or heads),
                 head_dim=int(raw.get("head_dim") or hidden // heads),
                 max_position_embeddings=int(raw["max_position_embeddings"]),
-                rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", _DEFAULT_THETA))),
+                rope_theta=theta,
+                rope_scaling=scaling,
+                sliding_window=window,
+                windowed_layers=windowed_layers,
                 rms_norm_eps=float(raw["rms_norm_eps"]),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 initializer_range=float(raw.get("initializer_range", 0.02)),
@@ -178,22 +273,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> Non
         raise CheckpointError(
             f"{source}: quantized checkpoints are not supported; save the model in bf16 or fp32"
         )
-    # Both spellings are looked at: a file may carry the default in one and a scaling in the other.
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(key) or {}
-        if not isinstance(rope, Mapping):
-            raise CheckpointError(f"{source}: {key} must be an object, got {rope!r}")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise CheckpointError(
-                f"{source}: RoPE scaling {kind!r} ({key}) is not supported by Slipstream's "
-                "decoder; use a checkpoint without scaling"
-            )
-        partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    for section in (raw, *(raw.get(name) or {} for name in SPELLINGS)):
+        partial = section.get("partial_rotary_factor")
         if partial not in (None, 1, 1.0):
             raise CheckpointError(f"{source}: partial_rotary_factor {partial} is not supported")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise CheckpointError(f"{source}: sliding-window attention is not supported")
     if family != "qwen2" and raw.get("attention_bias"):
         raise CheckpointError(f"{source}: attention_bias=true is not supported for {family}")
     if family == "llama" and raw.get("mlp_bias"):

@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForTokenClassification",
     "qwen3": "Qwen3ForTokenClassification",
     "llama": "LlamaForTokenClassification",
+    "mistral": "MistralForTokenClassification",
 }
 _CAUSAL = "ForCausalLM"
 _REWARD = "ForSequenceClassification"

@@ -1,4 +1,4 @@
-"""The decoder: token ids to hidden states. Qwen2, Qwen3 and Llama in one readable form.
+"""The decoder: token ids to hidden states. Qwen2, Qwen3, Llama, Mistral: one readable form.
 
 `Decoder` owns the parameters under their Hugging Face names (fp32 master weights when it trains).
 `Decoder.pack` turns them into a `PackedDecoder`: matrices cast to the compute dtype, the rest to
@@ -167,7 +167,9 @@ class Layer(nn.Module):
             if norm.device.type == "cpu":
                 widest = norm.detach().float().abs().amax(-1)
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
-                bounded = float(bound) * c.head_dim**0.5 <= SCORE_BOUND
+                # Turning leaves lengths as they are, but for the magnitude of what it turns by.
+                turned = c.rope_magnitude**2 * c.head_dim**0.5
+                bounded = float(bound) * turned <= SCORE_BOUND
         return PackedLayer(
             input_norm=None if first is None else first.weight.to(rows),
             qkv=PackedLinear.of(
@@ -287,6 +289,11 @@ class PackedDecoder:
         return self.lm_head.weight.dtype
 
     @property
+    def head(self) -> tuple[Tensor, PackedLinear]:
+        """What makes logits of final states: the weight (V, D), and the product with it."""
+        return self.lm_head.weight, self.lm_head
+
+    @property
     def row_multiple(self) -> int:
         """How many tokens the products need at a time to be exact."""
         return row_multiple(self.dtype, self.embedding.device)
@@ -313,7 +320,7 @@ class PackedDecoder:
         trades time for memory in the backward pass (gradient checkpointing).
 
         Raises:
-            IndexError: without a cache, positions that the model does not know.
+            IndexError: without a cache, positions beyond `ModelConfig.context_limit`.
             ValueError: `lengths` that are not those of the rows, or of no use here; places where
                 no kernel goes to them; taps that are no layers, or out of order.
         """
@@ -325,11 +332,11 @@ class PackedDecoder:
                     f"sequences of {list(lengths)} tokens in a row do not make {ids_BT.shape}, or "
                     "cannot be computed so here"
                 )
-        if kv_cache is None and int(positions_BT.max()) >= self.config.max_position_embeddings:
-            # Kernels read tables by address.
-            raise IndexError(
-                f"position {int(positions_BT.max())} of {self.config.max_position_embeddings}"
-            )
+        if kv_cache is None:
+            limit = self.config.context_limit
+            if int(positions_BT.max()) >= limit.tokens:
+                # Kernels read tables by address.
+                raise IndexError(f"position {int(positions_BT.max())}: {limit.reason}")
         if taps and not (0 <= taps[0] <= taps[-1] < len(self.layers) and _increasing(taps)):
             raise ValueError(f"taps {list(taps)} of {len(self.layers)} layers")
         B, T = ids_BT.shape

@@ -34,9 +34,8 @@ _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False) -> dict[str, Any]:
     """The contents of `config.json`; `by_outputs`: `eagle_config` counts as SGLang does."""
     taps = list(head.taps)
-    return head.config.to_hf(dtype=str(dtype).removeprefix("torch.")) | {
+    return head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch.")) | {
         "architectures": [ARCHITECTURE],
-        "num_hidden_layers": 1,
         "draft_vocab_size": head.draft_vocab_size,
         _IDS: taps,
         "eagle_config": {

@@ -77,7 +77,14 @@ class Eagle3Head(DraftModel):
         Raises ConfigError for taps that are not three of the policy's layers in order, and for
         tokens that are not some of the policy's in order.
         """
-        config = replace(config, family="llama", tie_word_embeddings=False)
+        # Nor has it a window, which a policy's may leave nothing out with either.
+        config = replace(
+            config,
+            family="llama",
+            tie_word_embeddings=False,
+            sliding_window=None,
+            windowed_layers=(),
+        )
         super().__init__(config)
         self.taps = tuple(taps)
         self.tokens = None if tokens is None else tuple(tokens)

@@ -33,8 +33,10 @@ ARCHITECTURES = {
     "llama": "EagleLlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLMEagle",
     "qwen3": "Qwen3ForCausalLMEagle",
+    "mistral": "MistralForCausalLMEagle",
 }
-"""Llama's as vLLM names it, Qwen2's as SGLang and FastRL do; no engine has one for Qwen3 yet.
+"""Llama's as vLLM names it, Qwen2's as SGLang and FastRL do; no engine has one for Qwen3
+or Mistral.
 What engines want besides is in `draft_layouts`."""
 
 _MUST_AGREE = (
@@ -46,6 +48,7 @@ _MUST_AGREE = (
     "num_kv_heads",
     "head_dim",
     "rope_theta",
+    "rope_scaling",
     "rms_norm_eps",
 )
 
@@ -56,8 +59,8 @@ def save_draft_head(head: DraftModel, folder: Path, *, dtype: torch.dtype = torc
         config = draft_files3.config_of(head, dtype)
         write_tensors(folder, config, draft_files3.tensors_of(head), dtype=dtype)
         return
-    config = head.config.to_hf(dtype=str(dtype).removeprefix("torch."))
-    config |= {"architectures": [ARCHITECTURES[head.config.family]], "num_hidden_layers": 1}
+    config = head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch."))
+    config |= {"architectures": [ARCHITECTURES[head.config.family]]}
     write_model(folder, config, head, dtype=dtype)
 
 

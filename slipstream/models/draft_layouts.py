@@ -95,8 +95,8 @@ def export_draft_head(
             f"{' and '.join(wanted.architectures)}; {remedy}, or train a policy with "
             f"actor_rollout_ref.model.init.family={next(iter(wanted.architectures))}"
         )
-    config = head.config.to_hf(dtype=str(dtype).removeprefix("torch."))
-    config |= {"architectures": [wanted.architectures[family]], "num_hidden_layers": 1}
+    config = head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch."))
+    config |= {"architectures": [wanted.architectures[family]]}
     tensors = {name: p.detach() for name, p in head.named_parameters()}
     if wanted.untied:
         config["tie_word_embeddings"] = False

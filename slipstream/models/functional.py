@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from slipstream.kernels import rows
 from slipstream.models.config import ModelConfig
 from slipstream.models.numerics import has_kernels
+from slipstream.models.rope_frequencies import inverse_frequencies
+from slipstream.models.rope_scaling import RopeScaling
 
 
 def add_norm(
@@ -59,23 +61,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def rope_table(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (positions, K) of rotary embeddings (Su et al. 2021), the sign of the rotation in
-    the sine: x * cos + roll(x, K/2) * sin."""
+    """cos and sin (positions, K) of rotary embeddings (Su et al. 2021), scaled as the model's are,
+    the sign of the rotation in the sine: x * cos + roll(x, K/2) * sin."""
     c = config
-    return _rope_table(c.rope_theta, c.head_dim, c.max_position_embeddings, dtype, device)
+    return _rope_table(
+        c.rope_theta,
+        c.rope_scaling,
+        c.head_dim,
+        c.max_position_embeddings,
+        dtype,
+        device,
+    )
 
 
 @cache
 @torch.inference_mode(False)
 def _rope_table(
-    theta: float, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    theta: float,
+    scaling: RopeScaling | None,
+    head_dim: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     # One table for all callers: sines computed in buffers of other sizes may differ in a bit. An
     # ordinary tensor even when an engine asks first: the trainer's backward pass needs it, too.
-    exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
-    # Times the reciprocal, as transformers does: far positions are sensitive to the last bit.
-    angles = torch.arange(positions, device=device).float()[:, None] * (1.0 / theta**exponents)
-    cos, sin = angles.cos(), angles.sin()
+    frequencies = inverse_frequencies(theta, head_dim, scaling).to(device)
+    angles = torch.arange(positions, device=device).float()[:, None] * frequencies
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
+from slipstream.models.foreign import ForeignConfig
 
 
 def check_vocabulary(
-    other: ModelConfig,
-    policy: ModelConfig,
+    other: ModelConfig | ForeignConfig,
+    policy: ModelConfig | ForeignConfig,
     *,
     role: str,
     source: str,

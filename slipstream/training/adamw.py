@@ -32,6 +32,9 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all parameters from their gradients. Weight decay is for matrices only."""
+        for name in self._parameters:
+            # Also of one that gets its first gradient later, or never: a state has all names.
+            self._state_of(name)
         for decay, matrices in ((self._weight_decay, True), (0.0, False)):
             names = [
                 name

@@ -164,7 +164,7 @@ class Critic:
 
     def _check(self, batch: TrainBatch) -> None:
         c = self.model.config
-        check_batch(batch, vocab_size=c.vocab_size, max_positions=c.max_position_embeddings)
+        check_batch(batch, vocab_size=c.vocab_size, limit=c.context_limit)
 
     def _forward(self, batch: TrainBatch) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Micro-batches, and the values (B, T) of their target tokens."""
@@ -175,7 +175,7 @@ class Critic:
             also=(),
             settings=self._settings,
             pad_id=c.pad_token_id or 0,
-            max_positions=c.max_position_embeddings,
+            max_positions=c.context_limit.tokens,
             device=self.model.device,
             padded=not takes_sequences_in_a_row(c, self._dtype, self.model.device),
         ):

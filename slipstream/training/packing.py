@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import DataError
+from slipstream.models.config import ContextLimit
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
 from slipstream.types import TrainBatch, TrainRow
 
@@ -209,12 +210,12 @@ def column(values: Sequence[list[float] | None], shape: torch.Size, like: Tensor
     return out.to(like.device)
 
 
-def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> None:
+def check_batch(batch: TrainBatch, *, vocab_size: int, limit: ContextLimit) -> None:
     """Refuse what cannot be trained on, naming the row.
 
     Raises:
         DataError: no rows or no target token, a list of another length than the row's tokens, a
-            token outside the vocabulary, a row beyond the model's positions, or a column that only
+            token outside the vocabulary, a row beyond the model's `limit`, or a column that only
             some rows have.
     """
     if not batch.num_target_tokens:
@@ -223,7 +224,7 @@ def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> No
             "after the first token): there is nothing to train on; drop such batches"
         )
     for index, row in enumerate(batch.rows):
-        _check_row(index, row, vocab_size, max_positions)
+        _check_row(index, row, vocab_size, limit)
     for name in _ALL_OR_NONE:
         absent = [i for i, row in enumerate(batch.rows) if getattr(row, name) is None]
         if 0 < len(absent) < len(batch.rows):
@@ -233,14 +234,14 @@ def check_batch(batch: TrainBatch, *, vocab_size: int, max_positions: int) -> No
             )
 
 
-def _check_row(index: int, row: TrainRow, vocab_size: int, max_positions: int) -> None:
+def _check_row(index: int, row: TrainRow, vocab_size: int, limit: ContextLimit) -> None:
     length = len(row.tokens)
     if not length:
         raise DataError(f"row {index} (uid {row.uid!r}) has no tokens; drop it")
-    if length > max_positions:
+    if length > limit.tokens:
         raise DataError(
-            f"row {index} (uid {row.uid!r}) has {length} tokens, but the model has "
-            f"max_position_embeddings={max_positions}; shorten the data"
+            f"row {index} (uid {row.uid!r}) has {length} tokens, but {limit.reason}; shorten the "
+            "data"
         )
     for name in _PER_TOKEN:
         values = getattr(row, name)

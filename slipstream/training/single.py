@@ -20,16 +20,23 @@ from torch import Tensor
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.errors import ConfigError, TrainingError
-from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
-from slipstream.models.hf_io import load_tensors, save_checkpoint
+from slipstream.models.decoder import Decoder
+from slipstream.models.foreign import ForeignModel
 from slipstream.models.lora import (
     base_digest,
     base_weights_only,
     lora_layers,
-    named_weights,
     value_of,
 )
 from slipstream.models.lora_io import save_adapter
+from slipstream.models.policy import (
+    PackedPolicy,
+    Policy,
+    load_weights,
+    needs_padding,
+    policy_weights,
+    save_policy,
+)
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.guarded import GuardedOptimizer, entry
 from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
@@ -68,9 +75,9 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class SingleProcessBackend:
-    """A `TrainingBackend` over one `Decoder`, whose parameters it owns from then on.
+    """A `TrainingBackend` over one policy, whose parameters it owns from then on.
 
-    Where the decoder has a LoRA adapter (`models.lora.add_lora`), that is what is trained; weights
+    Where a decoder has a LoRA adapter (`models.lora.add_lora`), that is what is trained; weights
     go out merged.
     `optim` makes a `PolicyOptimizer` over the decoder's parameters, or is one. `grad_clip` bounds
     the norm of the whole gradient; None leaves it. An update whose loss or gradient is not finite
@@ -81,7 +88,7 @@ class SingleProcessBackend:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Policy,
         *,
         optim: OptimSettings | PolicyOptimizer,
         dtype: torch.dtype = torch.float32,
@@ -121,7 +128,7 @@ class SingleProcessBackend:
         )
         self._dtype = dtype
         self._loss = loss or sft_loss()
-        self._reference: tuple[Decoder | None] | None = None
+        self._reference: tuple[Policy | None] | None = None
         self._full_kl: KLDirection | None = None
         self._compute = compute or ComputeThread()
         self._owns_compute = compute is None
@@ -197,7 +204,7 @@ class SingleProcessBackend:
         mode those that the engine with these weights draws from."""
         return self._compute.submit(lambda: self._compute_kept_ids(batch, cuts))
 
-    def use_full_kl(self, reference: Decoder | None, in_loss: KLDirection | None = None) -> None:
+    def use_full_kl(self, reference: Policy | None, in_loss: KLDirection | None = None) -> None:
         """From now on the KL over the whole vocabulary is one to `reference`; None: to the base
         weights under a LoRA adapter. With `in_loss` losses get it (`full_kl`).
 
@@ -243,7 +250,7 @@ class SingleProcessBackend:
         """Copies of all weights under their Hugging Face names, merged where there is an
         adapter."""
         return self._compute.submit(
-            lambda: {n: value_of(w).clone() for n, w in named_weights(self.decoder)}
+            lambda: {n: value_of(w).clone() for n, w in policy_weights(self.decoder)}
         )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
@@ -261,7 +268,7 @@ class SingleProcessBackend:
                     "make a backend on those weights and give it an adapter"
                 )
             self._freeze_snapshots()
-            load_tensors(self.decoder, weights, source="load_weights")
+            load_weights(self.decoder, weights, source="load_weights")
 
         return self._change(load)
 
@@ -281,7 +288,7 @@ class SingleProcessBackend:
                     "mixture of two versions; await it first"
                 )
             self._weight_version += int(advance)
-            snapshot = WeightSnapshot(named_weights(self.decoder))
+            snapshot = WeightSnapshot(policy_weights(self.decoder))
             self._snapshots.add(snapshot)
             return WeightUpdate(version=self._weight_version, buckets=snapshot, kv_policy=kv_policy)
 
@@ -307,16 +314,14 @@ class SingleProcessBackend:
     ) -> None:
         """Write the weights in fp32 as a Hugging Face folder, merged where there is an adapter.
         Blocks: not for the event loop."""
-        self._compute.run(
-            lambda: save_checkpoint(self.decoder, folder, save_tokenizer=save_tokenizer)
-        )
+        self._compute.run(lambda: save_policy(self.decoder, folder, save_tokenizer=save_tokenizer))
 
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
         """Write a LoRA adapter as a folder that peft loads, which names `base_model` as what it
         belongs on; nothing where all weights are trained. Blocks: not for the event loop."""
-        base = None if base_model is None else str(base_model.absolute())
-        if self._lora:
-            self._compute.run(lambda: save_adapter(self.decoder, folder, base_model=base))
+        base, decoder = None if base_model is None else str(base_model.absolute()), self.decoder
+        if self._lora and isinstance(decoder, Decoder):
+            self._compute.run(lambda: save_adapter(decoder, folder, base_model=base))
 
     def close(self) -> None:
         """Wait for submitted work and end the thread, if it is the backend's own."""
@@ -344,7 +349,7 @@ class SingleProcessBackend:
 
     def _check(self, batch: TrainBatch) -> None:
         c = self.decoder.config
-        check_batch(batch, vocab_size=c.vocab_size, max_positions=c.max_position_embeddings)
+        check_batch(batch, vocab_size=c.vocab_size, limit=c.context_limit)
 
     def _forward_backward(
         self, batch: TrainBatch, loss: LossFn, sink: FeatureSink | None
@@ -382,6 +387,11 @@ class SingleProcessBackend:
     def _forward(
         self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
     ) -> Iterator[ForwardResult]:
+        if sink is not None and isinstance(self.decoder, ForeignModel):
+            raise TrainingError(
+                f"transformers, which computes this {self.decoder.config.family}, hands over no "
+                "hidden states to learn from; train without a sink"
+            )
         tap_layers = sink.tap_layers if sink is not None else ()
         packed = None
         full_kl = None
@@ -408,12 +418,12 @@ class SingleProcessBackend:
             also=also,
             settings=self._settings,
             pad_id=c.pad_token_id or 0,
-            max_positions=c.max_position_embeddings,
+            max_positions=c.context_limit.tokens,
             device=self.decoder.device,
-            padded=not takes_sequences_in_a_row(c, self._dtype, self.decoder.device),
+            padded=needs_padding(self.decoder, self._dtype),
         )
 
-    def _packed_reference(self) -> PackedDecoder:
+    def _packed_reference(self) -> PackedPolicy:
         if self._reference is None:
             raise TrainingError(
                 "there is nothing to compare with: call use_full_kl() with a reference first"

@@ -1,6 +1,6 @@
 """The forward pass of a mini-batch, micro-batch by micro-batch, and what losses see of it.
 
-Called by backends on their compute thread. Knows the decoder, packing and losses; nothing about
+Called by backends on their compute thread. Knows policies, packing and losses; nothing about
 optimizers, threads or versions. The LM head is applied to the hidden states that predict target
 tokens, a chunk of rows at a time, so memory is linear in tokens whatever the vocabulary.
 
@@ -28,8 +28,9 @@ from slipstream.algorithms.log_probs import (
     log_softmax_rows,
 )
 from slipstream.errors import ConfigError
-from slipstream.models.decoder import HiddenStates, PackedDecoder
+from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
+from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
@@ -87,7 +88,7 @@ class ForwardResult:
 class FullKL:
     """The reference that a pass compares with over the whole vocabulary, packed, and which way."""
 
-    reference: PackedDecoder
+    reference: PackedPolicy
     direction: KLDirection
 
 
@@ -121,7 +122,7 @@ def micro_batches(
 
 
 def forward(
-    packed: PackedDecoder,
+    packed: PackedPolicy,
     micro: MicroBatch,
     *,
     temperature: float,
@@ -141,23 +142,24 @@ def forward(
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
     )
     rows = _head_rows(hidden, micro)
+    weight, product = packed.head
     log_probs, entropies = chunked_token_log_probs(
         rows,
-        packed.lm_head.weight,
+        weight,
         micro.labels,
         temperature,
         chunk_size=settings.log_prob_chunk,
         keep_bytes=settings.log_prob_keep_bytes,
-        product=packed.lm_head,
+        product=product,
     )
     if kept is not None:
         mass = support_log_mass(
             rows,
-            packed.lm_head.weight,
+            weight,
             kept,
             temperature,
             chunk_size=settings.log_prob_chunk,
-            product=packed.lm_head,
+            product=product,
         )
         log_probs = log_probs_on_support(log_probs, mass)
     targets = len(micro.target_slots)
@@ -175,7 +177,7 @@ def forward(
 
 @torch.no_grad()
 def whole_kl(
-    packed: PackedDecoder,
+    packed: PackedPolicy,
     micro: MicroBatch,
     full_kl: FullKL,
     *,
@@ -189,7 +191,7 @@ def whole_kl(
 
 
 def _whole_kl(
-    packed: PackedDecoder,
+    packed: PackedPolicy,
     micro: MicroBatch,
     rows: Tensor,
     full_kl: FullKL,
@@ -200,38 +202,41 @@ def _whole_kl(
     reference = full_kl.reference
     with torch.no_grad():
         theirs = reference.forward(micro.ids, micro.positions, lengths=micro.lengths)
+    weight, product = packed.head
+    ref_weight, ref_product = reference.head
     return chunked_full_kl(
         rows,
-        packed.lm_head.weight,
+        weight,
         _head_rows(theirs, micro),
-        reference.lm_head.weight,
+        ref_weight,
         temperature,
         chunk_size=settings.log_prob_chunk,
         direction=full_kl.direction,
-        product=packed.lm_head,
-        ref_product=reference.lm_head,
+        product=product,
+        ref_product=ref_product,
     )
 
 
 @torch.no_grad()
 def sum_pi_squared(
-    packed: PackedDecoder, micro: MicroBatch, *, temperature: float, settings: ForwardSettings
+    packed: PackedPolicy, micro: MicroBatch, *, temperature: float, settings: ForwardSettings
 ) -> Tensor:
     """(B, T): the sum over the vocabulary of squared probabilities where target tokens stand."""
     hidden = packed.forward(micro.ids, micro.positions, lengths=micro.lengths)
+    weight, product = packed.head
     sums = chunked_sum_pi_squared(
         _head_rows(hidden, micro),
-        packed.lm_head.weight,
+        weight,
         temperature,
         chunk_size=settings.log_prob_chunk,
-        product=packed.lm_head,
+        product=product,
     )
     return micro.scatter(sums[: len(micro.target_slots)])
 
 
 @torch.no_grad()
 def kept_of_sampler(
-    packed: PackedDecoder,
+    packed: PackedPolicy,
     micro: MicroBatch,
     *,
     temperature: float,
@@ -240,10 +245,11 @@ def kept_of_sampler(
 ) -> list[array[int]]:
     """The ids that top-k, top-p and min-p of `cuts` keep at each target token (`truncate`)."""
     rows = _head_rows(packed.forward(micro.ids, micro.positions, lengths=micro.lengths), micro)
+    weight, product = packed.head
     kept: list[array[int]] = []
     for start in range(0, len(rows), settings.log_prob_chunk):
         part = rows[start : start + settings.log_prob_chunk]
-        log_p = log_softmax_rows(part, packed.lm_head.weight, temperature, packed.lm_head)
+        log_p = log_softmax_rows(part, weight, temperature, product)
         count = len(log_p)
         support = truncate(
             log_p,

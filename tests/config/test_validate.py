@@ -168,6 +168,11 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         ),
         (f"{MODEL}.path=m", "name two models", f"{MODEL}.init=null"),
+        (
+            f"{MODEL}.implementation=transformers",
+            "draws the weights of the built-in decoder",
+            f"{MODEL}.implementation=auto",
+        ),
         (f"{MODEL}.init=null", "no model is named", f"{MODEL}.init.num_layers=12"),
         (
             f"{MODEL}.init.hidden_size=33",

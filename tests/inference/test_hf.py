@@ -36,7 +36,7 @@ def run(core: HFCore, requests: Sequence[GenerateRequest]) -> dict[str, Generati
     return {g.request_id: g for g in done}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_tokens_agree_with_the_embedded_engine(family: str) -> None:
     decoder = make_decoder(family=family, max_position_embeddings=128)
     requests = mixed_requests(12, longest=40, tokens=16, seed=11)

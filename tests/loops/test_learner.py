@@ -110,8 +110,9 @@ def train(
 
 @pytest.mark.parametrize("name", adv_estimator_names())
 def test_each_estimator_gets_what_it_needs_and_moves_the_weights(name: str) -> None:
-    backend, reference = tiny_backend(), tiny_backend(tiny_decoder(seed=5))
-    critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
+    decoder = tiny_decoder()
+    backend, reference = tiny_backend(decoder), tiny_backend(tiny_decoder(seed=5))
+    critic = Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
     before = weights(backend)
     history = train(
         backend,
@@ -180,9 +181,10 @@ def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() ->
 
 
 def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
-    backend = tiny_backend()
+    decoder = tiny_decoder()
+    backend = tiny_backend(decoder)
     before = weights(backend)
-    critic = Critic(ValueModel.of(backend.decoder), optim=OptimSettings(lr=1e-3))
+    critic = Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
     history = train(
         backend,
         adv_estimator="gae",

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.models import Decoder, ModelConfig
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
 VOCAB = 96
 
 

@@ -80,7 +80,7 @@ def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
 
 def test_positions_that_the_model_does_not_know_are_refused() -> None:
     packed = make_decoder("qwen2", max_position_embeddings=8).pack(torch.float32)
-    with pytest.raises(IndexError, match="position 11 of 8"):
+    with pytest.raises(IndexError, match="position 11: the model has max_position_embeddings=8"):
         packed.forward(random_ids(1, 12), torch.arange(12)[None])
 
 

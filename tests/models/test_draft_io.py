@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CheckpointError
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_head3 import Eagle3Head
 from slipstream.models.draft_io import load_draft_head, save_draft_head
+from slipstream.models.draft_layouts import export_draft_head
+from slipstream.models.rope_scaling import YarnScaling
 from tests.models.helpers import FAMILIES, config
 
 WEIGHTS = "model.safetensors"
@@ -38,6 +43,7 @@ def test_a_head_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
         ("llama", "EagleLlamaForCausalLM"),
         ("qwen2", "Qwen2ForCausalLMEagle"),
         ("qwen3", "Qwen3ForCausalLMEagle"),
+        ("mistral", "MistralForCausalLMEagle"),
     ],
 )
 def test_the_folder_is_that_of_a_published_head(
@@ -68,6 +74,40 @@ def test_a_head_of_another_policy_is_refused(tmp_path: Path, policy: object, mes
     with pytest.raises(CheckpointError, match=message) as caught:
         load_draft_head(tmp_path, policy)  # type: ignore[arg-type]
     assert "slipstream draft" in str(caught.value)
+
+
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=64)
+
+
+@pytest.mark.parametrize("layout", [None, "vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_scaling_of_the_policy_is_the_heads(
+    tmp_path: Path, kind: str, layout: str | None
+) -> None:
+    windows: dict[str, Any] = {"sliding_window": 48, "windowed_layers": (1, 2, 3)}
+    family = "llama" if kind == "eagle" and layout is not None else "qwen2"
+    policy = config(
+        family, num_layers=4, rope_scaling=YARN, **(windows if family == "qwen2" else {})
+    )
+    head = DraftHead(policy) if kind == "eagle" else Eagle3Head(policy, (0, 1, 3))
+    head.init_weights(5)
+    if layout is None:
+        save_draft_head(head, tmp_path)
+    else:
+        export_draft_head(head, tmp_path, layout)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["rope_scaling"]["rope_type"] == raw["rope_parameters"]["rope_type"] == "yarn"
+    assert raw["num_hidden_layers"] == 1
+    assert raw.get("layer_types") in (None, ["sliding_attention"])
+    for loaded in (load_draft_head(tmp_path, policy), load_draft_head(tmp_path)):
+        assert loaded.config.rope_scaling == YARN
+        own = loaded.state_dict()
+        assert all(torch.equal(tensor, own[n]) for n, tensor in head.state_dict().items())
+    if kind == "eagle":
+        with pytest.raises(
+            CheckpointError, match=r"rope_scaling is .*'factor': 4\.0.* and None in"
+        ):
+            load_draft_head(tmp_path, replace(policy, rope_scaling=None))
 
 
 def test_the_number_of_policy_layers_does_not_matter(tmp_path: Path) -> None:

@@ -9,13 +9,24 @@ import torch
 
 from slipstream.models.draft_head import DraftHead
 from slipstream.models.draft_pass import DraftPass
+from slipstream.models.rope_scaling import RopeScaling, YarnScaling
 from tests.inference.helpers import make_decoder
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        ("qwen3", None),
+        ("qwen2", None),
+        ("llama", None),
+        ("mistral", YarnScaling(factor=4.0, original_max_position_embeddings=8)),
+    ],
+)
 @pytest.mark.parametrize("kernels", [True, False])
-def test_columns_one_by_one_are_what_training_computes_at_once(family: str, kernels: bool) -> None:
-    decoder = make_decoder(family=family)
+def test_columns_one_by_one_are_what_training_computes_at_once(
+    family: str, scaling: RopeScaling | None, kernels: bool
+) -> None:
+    decoder = make_decoder(family=family, rope_scaling=scaling)
     config = decoder.config
     head = DraftHead(config)
     head.init_weights(1)

@@ -157,6 +157,32 @@ def test_muon_takes_the_layers_matrices_only() -> None:
     assert before.shape == (64, 32)
 
 
+def test_a_state_has_those_without_a_gradient_too() -> None:
+    """Experts that no token has reached: a checkpoint must not look like one of another model."""
+
+    def update(optimizer: PolicyOptimizer, names: list[str]) -> None:
+        for name, parameter in optimizer._parameters.items():
+            parameter.grad = torch.ones_like(parameter) if name in names else None
+        optimizer.step(0)
+
+    def make() -> PolicyOptimizer:
+        named = {name: nn.Parameter(torch.ones(2, 2)) for name in "ab"}
+        return PolicyOptimizer(named.items(), OptimSettings(lr=0.01))
+
+    first, again = make(), make()
+    update(first, ["a"])
+    state = first.state_dict()
+    assert state["adamw"].keys() == {"a", "b"}
+    assert not state["adamw"]["b"]["exp_avg"].any()
+    assert torch.equal(first._parameters["b"], torch.ones(2, 2))
+    update(again, ["a"])
+    again.load_state_dict(state)
+    for optimizer in (first, again):
+        update(optimizer, ["a", "b"])
+    for name, parameter in first._parameters.items():
+        assert torch.equal(parameter, again._parameters[name])
+
+
 def test_foreign_state_is_refused() -> None:
     adamw = PolicyOptimizer(tiny_decoder().named_parameters(), OptimSettings(lr=0.01))
     give_gradients(dict(adamw._parameters), 0)

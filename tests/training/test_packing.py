@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.errors import DataError
+from slipstream.models.config import ContextLimit
 from slipstream.training.packing import (
     build_micro_batch,
     check_batch,
@@ -141,18 +142,20 @@ def test_column_is_aligned_with_tokens() -> None:
 
 
 def test_check_batch_names_what_is_wrong() -> None:
+    limit = ContextLimit(4, "the model is short")
+
     def refuse(row: TrainRow, match: str, others: list[TrainRow] | None = None) -> None:
         batch = TrainBatch(rows=[*(others or []), row])
         with pytest.raises(DataError, match=match):
-            check_batch(batch, vocab_size=10, max_positions=4)
+            check_batch(batch, vocab_size=10, limit=limit)
 
     ok = TrainRow(tokens=[1, 2], loss_mask=[0, 1])
-    check_batch(TrainBatch(rows=[ok]), vocab_size=10, max_positions=4)
+    check_batch(TrainBatch(rows=[ok]), vocab_size=10, limit=limit)
     refuse(TrainRow(tokens=[1, 2], loss_mask=[1, 0]), "no target token")
     refuse(TrainRow(tokens=[1, 2], loss_mask=[0, 1, 1]), "loss_mask has 3 entries for 2 tokens")
     refuse(TrainRow(tokens=[1, 10], loss_mask=[0, 1]), r"ids from 1 to 10.*0 \.\. 9")
     refuse(TrainRow(tokens=[1, -1], loss_mask=[0, 1]), "ids from -1 to 1")
-    refuse(TrainRow(tokens=[1] * 5, loss_mask=[1] * 5), "max_position_embeddings=4")
+    refuse(TrainRow(tokens=[1] * 5, loss_mask=[1] * 5), "has 5 tokens, but the model is short; ")
     refuse(TrainRow(tokens=[], loss_mask=[]), "no tokens", [ok])
     refuse(
         TrainRow(tokens=[1, 2], loss_mask=[0, 1], advantages=[1, 1]),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.training.helpers import (
     assert_same,
     gradients,
     make_batch,
+    make_row,
     relative_difference,
     tiny_backend,
     tiny_decoder,
@@ -115,6 +117,7 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
     found = backend.compute_full_kl(batch, direction).wait()
     laws = []
     for decoder in (backend.decoder, other):
+        assert isinstance(decoder, Decoder)
         packed = decoder.pack(torch.float32)
         heads = [
             packed.forward(torch.tensor([row.tokens]), torch.arange(len(row.tokens))[None]).final[0]
@@ -557,6 +560,7 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
     cuts = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
     kept = backend.compute_kept_ids(batch, cuts).wait()
     full = backend.compute_log_probs(batch).wait()
+    assert isinstance(backend.decoder, Decoder)
     packed = backend.decoder.pack(torch.float32)
     for row, ids, log_probs in zip(batch.rows, kept, full, strict=True):
         tokens = torch.tensor([row.tokens])
@@ -578,4 +582,20 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
     replayed = backend.compute_log_probs(batch).wait()
     for found, expected in zip(replayed, full, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
+    backend.close()
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_padding_may_reach_beyond_the_window() -> None:
+    config = replace(
+        tiny_decoder().config, family="mistral", sliding_window=20, windowed_layers=(0, 1)
+    )
+    decoder = Decoder(config)
+    decoder.init_weights(0)
+    backend = tiny_backend(decoder)
+    rng = random.Random(0)
+    (row,) = backend.compute_log_probs(TrainBatch(rows=[make_row(rng, 20)])).wait()
+    assert len(row) == 20
+    with pytest.raises(DataError, match=r"row 0 .* has 21 tokens, .* has sliding_window"):
+        backend.compute_log_probs(TrainBatch(rows=[make_row(rng, 21)])).wait()
     backend.close()

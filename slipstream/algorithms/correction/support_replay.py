@@ -105,7 +105,7 @@ def support_log_mass_from_logits(
 
 def support_log_mass(
     hidden_ND: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | None,
     kept: KeptIds,
     temperature: float = 1.0,
     *,
@@ -115,7 +115,8 @@ def support_log_mass(
     """`support_log_mass_from_logits` under the LM head, never holding N x V logits.
 
     `hidden_ND` (N, D), `weight_VD` (V, D); returns (N,), differentiable once in both, by
-    d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V).
+    d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V). Without `weight_VD`,
+    `hidden_ND` (N, V) are logits already.
 
     Raises:
         ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
@@ -134,7 +135,7 @@ class _SupportLogMass(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         kept: KeptIds,
         temperature: float,
         chunk_size: int,

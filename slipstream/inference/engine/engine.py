@@ -178,7 +178,7 @@ class Engine:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises RequestError when it can never be served."""
         config = self._runner.config
-        limit = min(self.settings.max_model_len, config.max_position_embeddings)
+        limit = min(self.settings.max_model_len, config.context_limit.tokens)
         check_request(request, vocab_size=config.vocab_size, max_model_len=limit)
         name = request.request_id
         if self._scheduler.knows(name):

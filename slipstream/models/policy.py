@@ -1,0 +1,110 @@
+"""A policy, whoever computes it: the built-in decoder, or transformers (`foreign`).
+
+What a trainer and the loops ask of either, and files of both. Called by `training` and `loops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from slipstream.models.config import Family, ModelConfig
+from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.foreign import (
+    ForeignConfig,
+    ForeignModel,
+    PackedForeign,
+    foreign_config,
+    load_foreign,
+)
+from slipstream.models.hf_io import (
+    load_checkpoint,
+    load_config,
+    load_tensors,
+    read_json,
+    read_tensors,
+    save_checkpoint,
+)
+from slipstream.models.lora import LoraLinear, named_weights
+
+Implementation: TypeAlias = Literal["auto", "slipstream", "transformers"]
+Policy: TypeAlias = Decoder | ForeignModel
+PolicyConfig: TypeAlias = ModelConfig | ForeignConfig
+PackedPolicy: TypeAlias = PackedDecoder | PackedForeign
+
+
+def policy_config(folder: Path, implementation: Implementation = "auto") -> PolicyConfig:
+    """The architecture in `folder`. `auto`: transformers computes those that the decoder does not.
+
+    Raises CheckpointError, naming the file, for one that cannot be read.
+    """
+    return foreign_config(folder) if _is_foreign(folder, implementation) else load_config(folder)
+
+
+def load_policy(
+    folder: Path,
+    implementation: Implementation = "auto",
+    *,
+    device: torch.device | None = None,
+) -> Policy:
+    """A policy with fp32 parameters; see `policy_config`."""
+    if _is_foreign(folder, implementation):
+        return load_foreign(folder, device=device)
+    return load_checkpoint(folder, device=device)
+
+
+def save_policy(
+    policy: Policy,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    generation: Mapping[str, Any] | None = None,
+    save_tokenizer: Callable[[str], object] | None = None,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; `generation` as in
+    `hf_io.save_checkpoint`. A policy that transformers computes keeps its own."""
+    if isinstance(policy, ForeignModel):
+        policy.save(folder, dtype=dtype, save_tokenizer=save_tokenizer)
+    else:
+        save_checkpoint(
+            policy, folder, dtype=dtype, generation=generation, save_tokenizer=save_tokenizer
+        )
+
+
+def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy `tensors`, named as `policy_weights` names them, into `policy`; all are checked before
+    any is changed. Raises CheckpointError."""
+    if isinstance(policy, ForeignModel):
+        policy.load_tensors(tensors, source=source)
+    else:
+        load_tensors(policy, tensors, source=source)
+
+
+def load_weights_from(policy: Policy, folder: Path) -> None:
+    """Copy the weights of a checkpoint into `policy`. Raises CheckpointError."""
+    if isinstance(policy, ForeignModel):
+        policy.load_folder(folder)
+    else:
+        load_tensors(policy, read_tensors(folder), source=str(folder))
+
+
+def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor | LoraLinear]]:
+    """All weights under their Hugging Face names; see `lora.named_weights`."""
+    return policy.weights() if isinstance(policy, ForeignModel) else named_weights(policy)
+
+
+def needs_padding(policy: Policy, dtype: torch.dtype) -> bool:
+    """Whether sequences go through the forward pass as padded rows, not one after the other."""
+    if isinstance(policy, ForeignModel):
+        return True
+    return not takes_sequences_in_a_row(policy.config, dtype, policy.device)
+
+
+def _is_foreign(folder: Path, implementation: Implementation) -> bool:
+    if implementation != "auto" or not (folder / "config.json").is_file():
+        return implementation == "transformers"
+    return read_json(folder / "config.json").get("model_type") not in get_args(Family)
