@@ -374,6 +374,7 @@ def build_loggers(
         try:
             tee.loggers.append(LOGGERS[name](context))
         except SlipstreamError:
+            tee.close()
             raise
         except Exception as error:
             tee.report(name, error)

@@ -82,13 +82,17 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Append `rows` to the table `name`; what was sent before is not sent again."""
+        """Append `rows` to the table `name` and send it whole, with the rows of this process.
+
+        Not in increments (`log_mode="INCREMENTAL"`): each would wait until the server has the one
+        before, and without a network metrics would wait with it.
+        """
         if not rows:
             return
         table = self._tables.get(name)
         if table is None:
             columns = list(rows[0])
-            table = self._wandb.Table(columns=columns, log_mode="INCREMENTAL")
+            table = self._wandb.Table(columns=columns, log_mode="MUTABLE")
             self._tables[name] = table
         for row in rows:
             table.add_data(*row.values())

@@ -37,7 +37,9 @@ from tests.metrics.trackers import (
     run_id,
     trackio_rows,
     wandb_run,
+    wandb_table,
 )
+from tests.metrics.wandb_server import wandb_server
 
 # MLflow makes SQLAlchemy warn.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -119,12 +121,8 @@ def test_wandb_offline_is_read_back(
     assert steps[2]["actor/lr"] == 0.5
     assert math.isnan(steps[2]["val-core/a/acc/mean@1"])
     assert ends == [0]
-    tables = sorted(first.rglob("*.table.json"))
-    shown = [json.loads(path.read_text(encoding="utf-8")) for path in tables]
-    assert [table["columns"] for table in shown] == [["step", "prompt", "response", "score"]] * 2
-    assert [table["data"] for table in shown] == [
-        [list(row.values()) for row in rows(step)] for step in (0, 2)
-    ]
+    assert wandb_table(first, steps[0]) == rows(0)
+    assert wandb_table(first, steps[2]) == [*rows(0), *rows(2)]
     # The other phase is a run of its own.
     (sft,) = (tmp_path / "sft" / "wandb").glob("offline-run-*")
     other, steps, _ = wandb_run(sft)
@@ -138,6 +136,32 @@ def test_wandb_offline_is_read_back(
     again, steps, _ = wandb_run(second)
     assert again.run_id == run.run_id == run_id(tmp_path, "wandb") != other.run_id
     assert sorted(steps) == [2, 3]
+
+
+def test_wandb_online_goes_on_where_its_server_is(
+    tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        tee = tee_of("wandb", tmp_path)
+        for step in range(1, 5):
+            tee.log(step, {"x": step})
+        tee.close()
+        assert {step: values["x"] for step, values in server.history.items()} == {
+            step: step for step in (1, 2, 3, 4)
+        }
+        # Killed after step 4, with a checkpoint of step 2; step 4 was not sent.
+        del server.history[4]
+        wandb.teardown()
+        tee = tee_of("wandb", tmp_path, resume=2)
+        for step in range(3, 6):
+            tee.log(step, {"x": 10 * step})
+        tee.close()
+        assert tee.failures == {}
+        assert {step: values["x"] for step, values in server.history.items()} == {
+            1: 1, 2: 2, 3: 3, 4: 40, 5: 50,
+        }  # fmt: skip
 
 
 def test_wandb_without_credentials_is_refused_and_never_asks(

@@ -8,7 +8,7 @@ import os
 import sqlite3
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,14 @@ def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, Any]], list[int]]:
         elif record.HasField("exit"):
             ends.append(record.exit.exit_code)
     return run, steps, ends
+
+
+def wandb_table(folder: Path, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the table of generations that is among the values of a step."""
+    prefix = "val/generations/"
+    assert values[prefix + "_type"] == "table-file"
+    table = json.loads((folder / "files" / values[prefix + "path"]).read_text(encoding="utf-8"))
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
 def mlflow_client(folder: Path) -> Any:
