@@ -39,19 +39,15 @@ MOVED = ("algorithms",)
 
 
 def _before_reading(app: Sphinx, page: str, source: list[str]) -> None:
-    """Places of pages that do not exist are left out, and so are pictures that are not drawn yet;
-    links to files of the repository beside this folder give the file itself."""
+    """Places of pages that do not exist are left out. Links to files of the repository outside this
+    folder give the file itself."""
     folder = (HERE / page).parent
 
     def outside(match: re.Match[str]) -> str:
         inside = (folder / match[1]).resolve().is_relative_to(HERE)
         return match[0] if inside else f"](path:{match[1]})"
 
-    def picture(match: re.Match[str]) -> str:
-        return match[0] if (folder / match[1]).is_file() else ""
-
-    text = re.sub(r"\]\((\.\./[^)#]+)\)", outside, source[0])
-    text = re.sub(r"^!\[[^]]*\]\((curves/[^)]+)\)$", picture, text, flags=re.MULTILINE)
+    text = re.sub(r"\]\((\.\./[^)#]+)(#[^)]*)?\)", outside, source[0])
     for name in OPTIONAL:
         if not (HERE / f"{name}.md").exists():
             text = re.sub(rf"^{name}\n", "", text, flags=re.MULTILINE)
