@@ -29,6 +29,7 @@ class Shown:
     line: int
     words: tuple[str, ...]
 
+
 def commands(page: Path) -> Iterator[Shown]:
     """The commands of a page's code blocks, indented or fenced, continuation lines joined."""
     number, lines = 0, page.read_text(encoding="utf-8").splitlines()

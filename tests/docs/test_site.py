@@ -71,11 +71,9 @@ def test_no_link_leads_nowhere(site: Path) -> None:
                 continue
             there = (page.parent / unquote(parts.path)).resolve() if parts.path else page
             followed += 1
-            if not there.is_file():
+            known = pages[there].anchors if there in pages else set[str]()
+            if not there.is_file() or (parts.fragment and unquote(parts.fragment) not in known):
                 broken.append(f"{page.name}: {target}")
-            elif there in pages and parts.fragment:
-                if unquote(parts.fragment) not in pages[there].anchors:
-                    broken.append(f"{page.name}: {target}")
     assert broken == []
     assert followed > 1000
 
@@ -90,7 +88,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 def test_formulas_are_drawn_without_scripts(site: Path) -> None:
     text = (site / "algorithms/advantages/grpo.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 2
-    assert "mathjax" not in text.lower()
+    assert not re.search(r"<script[^>]*mathjax", text, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("page", markdown(), ids=lambda page: str(page.relative_to(ROOT)))
