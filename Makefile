@@ -10,7 +10,7 @@ JOBS ?= 4
 PEERS_VENV := .venv-vllm
 PEERS_INSTALLED := $(PEERS_VENV)/.installed
 
-.PHONY: help install quickstart test check bench bench-model bench-peers clean
+.PHONY: help install quickstart test check docs docs-links bench bench-model bench-peers clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -35,6 +35,13 @@ test: install ## the tests, JOBS=4 at once at most; ARGS="tests/models -k rope"
 
 check: install ## lint, format, import ranks and types, each with its time
 	@tools/check.sh $(BIN)
+
+docs: install ## the documentation as a site in docs/_build/html, warnings are errors
+	@$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+docs-links: install ## ask for every page of others that the documentation links to: needs the network
+	@$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
 
 bench: install ## speed: command line, rollouts against transformers, training step
 	@mkdir -p $(BENCH_OUT)

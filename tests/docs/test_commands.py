@@ -1,0 +1,225 @@
+"""Every command that the documentation shows works: run where it is quick, else parsed by the real
+parsers and, where it has settings, loaded and validated as a run would."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from slipstream import cli, main_fastrl, main_ppo
+from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
+from tests.docs.pages import ROOT, Shown, commands, markdown
+from tests.report.made import make_run
+
+SHOWN = [shown for page in markdown() for shown in commands(page)]
+
+ELIDED = {
+    "data.train_files=...": ["data.train_files=train.parquet", "actor_rollout_ref.model.path=m"],
+    "...": ["--recipe", "tiny"],
+}
+"""What a page leaves out, and what stands for it here."""
+
+PARSED = {
+    "train": "trains: its settings are loaded and validated, and its mode is found",
+    "sft": "trains: as train",
+    "rl": "trains: as train",
+    "draft": "trains: its settings are loaded and validated",
+    "eval": "needs the checkpoint of a run that has trained: its settings are loaded and validated",
+    "export": "needs the checkpoint of a run that has trained",
+    "quickstart": "trains for minutes",
+    "watch": "serves until Ctrl-C",
+    "bench": "measures for minutes",
+}
+"""Commands that are only parsed, and why; `ON_TINY` says which of them run nevertheless."""
+
+ON_TINY = "runs/tiny"
+"""The run that the tiny recipe makes: what the documentation shows of it is done with it."""
+
+ROWS = [
+    {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2 ="}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "solution": "4",
+    }
+]
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.split()[-1:] == [ground_truth])
+
+def brevity(data_source, solution_str, ground_truth, extra_info=None, scale=1):
+    return scale / len(solution_str)
+
+def accuracy_reward(completions, ground_truth, **kwargs):
+    return [float(answer in text) for text, answer in zip(completions, ground_truth)]
+"""
+DUMP = {"input": "2 + 2 =", "output": "4", "text": "4", "gts": "4", "data_source": "exact_match"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that commands of the documentation name: files, runs, data sets."""
+    folder = tmp_path_factory.mktemp("documented")
+    for name in ("train", "test"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / f"{name}.parquet")
+    for name in ("train", "demonstrations"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "my_reward.py").write_text(REWARDS)
+    text = to_yaml(load_config([], recipe="tiny", notify=lambda _: None))
+    for name in ("quickstart", "mine", "tiny", "one", "other", "plain", "drafted", "bench-model"):
+        run = make_run(folder / "runs" / name, config=text)
+        (run / "rollouts" / "1.jsonl").write_text(json.dumps(DUMP) + "\n")
+    raw = folder / "downloads"
+    for name, row in {
+        "gsm8k": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
+        "MATH": {"problem": "Half?", "solution": r"\boxed{\frac{1}{2}}", "level": "Level 1",
+                 "type": "Algebra"},
+    }.items():  # fmt: skip
+        (raw / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            (raw / name / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+@pytest.fixture
+def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(workplace)
+    return workplace
+
+
+class Stopped(list[tuple[Any, ...]]):
+    """What would have been computed: the calls that parsing and validation ended in."""
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
+    """Nothing is trained, measured or served; each such call is kept."""
+    calls = Stopped()
+
+    def keep(*arguments: Any) -> int:
+        calls.append(arguments)
+        return 0
+
+    for name in (
+        "slipstream.loops.run.train",
+        "slipstream.loops.run.evaluate",
+        "slipstream.loops.run.export",
+        "slipstream.loops.quickstart.main",
+        "slipstream.loops.draft_phase.main",
+        "slipstream.report.watch.serve",
+        "slipstream.bench.command.run",
+    ):
+        monkeypatch.setattr(name, keep)
+    return calls
+
+
+def filled(words: Sequence[str]) -> list[str]:
+    """With something in the places that a page leaves to the reader."""
+    return [part for word in words for part in ELIDED.get(word, [word])]
+
+
+def call(words: Sequence[str]) -> int:
+    """The exit status of a command line, in this process; that of `--help` is 0, too."""
+    given = list(words)
+    if given[0] == "slipstream":
+        program, arguments = cli.main, given[1:]
+    else:
+        name = given[given.index("-m", len(given) - given[::-1].index("-m") - 1) + 1]
+        programs = {
+            "slipstream.main_ppo": main_ppo.main,
+            "slipstream.main_fastrl": main_fastrl.main,
+            "slipstream.cli": cli.main,
+        }
+        program, arguments = programs[name], given[given.index(name) + 1 :]
+    try:
+        return program(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
+
+
+def kind(words: Sequence[str]) -> str:
+    """The sub-command; that of a launcher is `train`."""
+    if words[0] == "slipstream":
+        return words[1]
+    return "train" if re.search(r"main_(ppo|fastrl)", " ".join(words)) else "make"
+
+
+def place(shown: Shown) -> str:
+    return f"{shown.page.relative_to(ROOT)}:{shown.line}"
+
+
+def of(*kinds: str) -> list[Shown]:
+    """The shown commands of some kinds, each once."""
+    unique = {shown.words: shown for shown in SHOWN if kind(shown.words) in kinds}
+    return list(unique.values())
+
+
+def helps(words: Sequence[str]) -> bool:
+    return words[-1] == "--help" or "--cfg" in words
+
+
+PROGRAMS = {shown.words: shown for shown in SHOWN if shown.words[0] != "make"}
+QUICK = [s for s in PROGRAMS.values() if kind(s.words) not in PARSED or helps(s.words)]
+LONG = [s for s in PROGRAMS.values() if kind(s.words) in PARSED and not helps(s.words)]
+
+
+def test_there_are_commands_of_all_kinds() -> None:
+    assert len(SHOWN) > 60
+    known = {command.name for command in cli.COMMANDS}
+    shown = {kind(words) for words in PROGRAMS} - {"--help"}
+    assert shown <= known
+    assert {"train", "rl", "sft", "draft", "eval", "export", "report", "watch"} <= shown
+    assert set(PARSED) <= known
+
+
+@pytest.mark.parametrize("shown", QUICK, ids=place)
+def test_quick_ones_run(here: Path, shown: Shown) -> None:
+    assert call(filled(shown.words)) == 0
+
+
+@pytest.mark.parametrize("shown", LONG, ids=place)
+def test_long_ones_are_parsed_and_validated(here: Path, stopped: Stopped, shown: Shown) -> None:
+    assert call(filled(shown.words)) == 0
+    (arguments,) = stopped
+    if kind(shown.words) in ("train", "sft", "rl", "draft", "eval"):
+        assert isinstance(arguments[0], Config)
+
+
+def test_what_is_shown_of_the_tiny_recipe_is_done(here: Path) -> None:
+    shutil.rmtree(here / ON_TINY)
+    done = [
+        shown.words
+        for shown in SHOWN
+        if shown.page.name == "getting_started.md" and any(ON_TINY in word for word in shown.words)
+    ]
+    assert [kind(words) for words in done] == ["train", "train", "eval", "export", "report"]
+    for words in done:
+        assert call(words) == 0
+    assert (here / ON_TINY / "global_step_2").is_dir()
+    assert (here / ON_TINY / CONFIG_FILE).is_file()
+    assert (here / "my-model" / "model.safetensors").is_file()
+    assert (here / ON_TINY / "report.html").stat().st_size > 50_000
+
+
+@pytest.mark.parametrize("shown", of("make"), ids=place)
+def test_targets_of_make_exist_and_run_commands_that_parse(
+    here: Path, stopped: Stopped, shown: Shown
+) -> None:
+    target, *rest = [word for word in shown.words[1:] if not word.startswith("TORCH_INDEX")]
+    done = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", target, *rest],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace("\\\n", " ")
+    for line in re.findall(r"^\S*/(slipstream .*)$", text, flags=re.MULTILINE):
+        assert call(line.split()) == 0, line
