@@ -293,7 +293,11 @@ def _file(context: LoggerContext) -> MetricsLogger:
         _set_aside(path)
     logger = JSONLLogger(path)
     if context.resume_step is not None:
-        logger.truncate_after(context.resume_step)
+        try:
+            logger.truncate_after(context.resume_step)
+        except BaseException:
+            logger.close()
+            raise
     return logger
 
 
