@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
-from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
+from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
 from tests.docs.pages import ROOT, Shown, commands, commands_in, markdown
 from tests.report.made import make_run
 
@@ -112,6 +113,25 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class Stopped(list[tuple[Any, ...]]):
     """What would have been computed: the calls that parsing and validation ended in."""
+
+
+COMPOSE = sources._compose
+
+
+@cache
+def composed(recipe: Path) -> Any:
+    return COMPOSE(recipe, ())
+
+
+@pytest.fixture(autouse=True)
+def recipes_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of loading settings is Hydra's, and most commands name the same recipe."""
+
+    def once(path: Path, groups: Sequence[Any]) -> Any:
+        shared = not groups and path.parent == sources.RECIPES
+        return composed(path) if shared else COMPOSE(path, groups)
+
+    monkeypatch.setattr(sources, "_compose", once)
 
 
 @pytest.fixture
