@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from slipstream import cli
 from slipstream.bench.learning import RUNS
 from slipstream.config import CONFIG_FILE, load_config, to_yaml
 from slipstream.environment.tokenizer import build_tokenizer, save_tokenizer
@@ -86,8 +88,16 @@ def test_a_picture_is_drawn_and_shown_once(
 
 
 def test_it_trains_from_a_run_and_draws(
-    curves: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    curves: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def here(line: Sequence[str], say: Callable[[str], None]) -> None:
+        """The command in this process, which has imported all that it needs."""
+        assert cli.main(line[line.index("slipstream.cli") + 1 :]) == 0
+
+    monkeypatch.setattr(curves, "run_line", here)
     run = policy(tmp_path / "run")
     small = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
     given = ["--policy", str(run), "--steps", "1", "--only", "rloo", "--out", str(tmp_path / "out")]

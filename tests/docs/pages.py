@@ -31,8 +31,13 @@ class Shown:
 
 
 def commands(page: Path) -> Iterator[Shown]:
-    """The commands of a page's code blocks, indented or fenced, continuation lines joined."""
-    number, lines = 0, page.read_text(encoding="utf-8").splitlines()
+    """The commands of a page's code blocks."""
+    return commands_in(page.read_text(encoding="utf-8"), page)
+
+
+def commands_in(text: str, page: Path) -> Iterator[Shown]:
+    """The commands of code blocks, indented or fenced, continuation lines joined."""
+    number, lines = 0, text.splitlines()
     fenced = False
     while number < len(lines):
         begun, text = number + 1, lines[number]

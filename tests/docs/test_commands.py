@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pyarrow
@@ -16,11 +18,17 @@ import pyarrow.parquet
 import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
-from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
-from tests.docs.pages import ROOT, Shown, commands, markdown
+from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
+from tests.docs.pages import ROOT, Shown, commands, commands_in, markdown
 from tests.report.made import make_run
 
 SHOWN = [shown for page in markdown() for shown in commands(page)]
+SHOWN += [
+    shown
+    for command in cli.COMMANDS
+    for shown in commands_in(indent(command.examples, "  "), ROOT / "slipstream" / command.name)
+]
+"""Those of the Markdown files, and those of `slipstream COMMAND --help`."""
 
 ELIDED = {
     "data.train_files=...": ["data.train_files=train.parquet", "actor_rollout_ref.model.path=m"],
@@ -77,7 +85,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = to_yaml(load_config([], recipe="tiny", notify=lambda _: None))
     for name in ("quickstart", "mine", "tiny", "one", "other", "plain", "drafted", "bench-model"):
         run = make_run(folder / "runs" / name, config=text)
-        (run / "rollouts" / "1.jsonl").write_text(json.dumps(DUMP) + "\n")
+        for step in (1, 20):
+            (run / "rollouts" / f"{step}.jsonl").write_text(json.dumps(DUMP) + "\n")
+    for checkpoint in ("checkpoints/slipstream/run/global_step_50", "global_step_50"):
+        (folder / checkpoint).mkdir(parents=True)
+    (folder / "checkpoints/slipstream/run" / CONFIG_FILE).write_text(text)
+    (folder / "conf").mkdir()
+    (folder / "conf/mine.yaml").write_text("defaults: [tiny]\n")
+    (folder / "dump.jsonl").write_text(json.dumps(DUMP) + "\n")
     raw = folder / "downloads"
     for name, row in {
         "gsm8k": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
@@ -98,6 +113,25 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class Stopped(list[tuple[Any, ...]]):
     """What would have been computed: the calls that parsing and validation ended in."""
+
+
+COMPOSE = sources._compose
+
+
+@cache
+def composed(recipe: Path) -> Any:
+    return COMPOSE(recipe, ())
+
+
+@pytest.fixture(autouse=True)
+def recipes_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of loading settings is Hydra's, and most commands name the same recipe."""
+
+    def once(path: Path, groups: Sequence[Any]) -> Any:
+        shared = not groups and path.parent == sources.RECIPES
+        return composed(path) if shared else COMPOSE(path, groups)
+
+    monkeypatch.setattr(sources, "_compose", once)
 
 
 @pytest.fixture
@@ -147,10 +181,11 @@ def call(words: Sequence[str]) -> int:
 
 
 def kind(words: Sequence[str]) -> str:
-    """The sub-command; that of a launcher is `train`."""
-    if words[0] == "slipstream":
-        return words[1]
-    return "train" if re.search(r"main_(ppo|fastrl)", " ".join(words)) else "make"
+    """The sub-command; that of a launcher is `train`, and `make` is one by itself."""
+    for program in ("slipstream", "slipstream.cli"):
+        if program in words:
+            return words[words.index(program) + 1]
+    return "train" if "-m" in words else "make"
 
 
 def place(shown: Shown) -> str:
@@ -173,7 +208,7 @@ LONG = [s for s in PROGRAMS.values() if kind(s.words) in PARSED and not helps(s.
 
 
 def test_there_are_commands_of_all_kinds() -> None:
-    assert len(SHOWN) > 60
+    assert len(SHOWN) > 100
     known = {command.name for command in cli.COMMANDS}
     shown = {kind(words) for words in PROGRAMS} - {"--help"}
     assert shown <= known
