@@ -2,8 +2,8 @@
 output.
 
 Runs in the environment that `make bench-peers` makes. Of Slipstream, which starts it
-(`slipstream/bench/peer_process.py`), it takes the countdown scorer alone, from its file. It computes
-only between a command and its answer.
+(`slipstream/bench/peer_process.py`), it takes the countdown scorer alone, from its file. It
+computes only between a command and its answer.
 
     {"op": "parity", "model": FOLDER, "batch": FILE, "gradients": FILE, "threads": 2,
      "settings": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": null, "delta": null,
@@ -67,7 +67,8 @@ Command = dict[str, Any]
 def load_scorer() -> Callable[[Sequence[int], int, str], float]:
     """Slipstream's own check of an answer, 1.0 or 0.0."""
     spec = importlib.util.spec_from_file_location("countdown_scorer", SCORER)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Its dataclass looks its module up.
     sys.modules[spec.name] = module
@@ -217,7 +218,9 @@ class Clocks:
 
 
 def train(
-    begin: Mapping[str, Any], commands: Iterator[Command], answer: Callable[[Mapping[str, Any]], None]
+    begin: Mapping[str, Any],
+    commands: Iterator[Command],
+    answer: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Train as `begin` says: a step for each command `step`, until `finish`."""
     started = time.perf_counter()
