@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
-    from slipstream.bench.trl import TrlBench
+    from slipstream.bench.trl_runs import TrlBench
 
 _KINDS = (
     "{rollout,decode,trl,peers,speculation,lossless,selector,train,learning,logprob,scoring,"
@@ -574,7 +574,7 @@ def _trl(args: argparse.Namespace) -> list[Row]:
 def _trl_bench(args: argparse.Namespace) -> TrlBench:
     import torch
 
-    from slipstream.bench.trl import TrlBench
+    from slipstream.bench.trl_runs import TrlBench
 
     return TrlBench(
         policy=args.policy,
@@ -615,11 +615,12 @@ def _measured_peers(args: argparse.Namespace) -> list[Row]:
     """Decoding against transformers, and vLLM where it is installed, then GRPO against TRL."""
     from slipstream.bench import decode, trl
     from slipstream.bench.contenders import vllm_command
+    from slipstream.bench.trl_runs import trl_command
     from slipstream.errors import ConfigError
 
     say = partial(print, file=sys.stderr, flush=True)
     # What is missing is said before anything is measured.
-    trl.trl_command()
+    trl_command()
     beside: tuple[str, ...] = ("hf",)
     try:
         vllm_command()

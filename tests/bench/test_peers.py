@@ -42,7 +42,7 @@ def decoded(contender: str, dtype: str, speed: float, over: float, threads: int 
 
 
 def trained(contender: str, dtype: str, step: float, accuracy: float | None) -> Row:
-    found = {
+    found: dict[str, float | Spread] = {
         "slipstream_speedup": step / 0.5,
         "slipstream_speedup_error": 0.04,
         "tokens": spread(150000.0, 160000.0),

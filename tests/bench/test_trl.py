@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.bench import command, trl
+from slipstream.bench import command, trl, trl_runs
 from slipstream.bench.peer_process import ROOT, PeerProcess
 from slipstream.bench.record import Row
-from slipstream.bench.trl import PRECISIONS, TrlBench, check, trl_settings, write_prompts
+from slipstream.bench.trl import check
 from slipstream.bench.trl_parity import Differences
+from slipstream.bench.trl_runs import PRECISIONS, TrlBench, trl_settings, write_prompts
 from slipstream.cli import main
 from slipstream.config.load import load_config
 from slipstream.environment.countdown import CountdownTask
@@ -143,7 +144,7 @@ def test_a_missing_trl_is_refused_with_the_remedy(
     def missing(*paths: str, remedy: str) -> tuple[str, ...]:
         raise ConfigError(f"{paths[0]} does not exist; {remedy}")
 
-    monkeypatch.setattr(trl, "peer_command", missing)
+    monkeypatch.setattr(trl_runs, "peer_command", missing)
     assert main(["bench", kind, "--policy", str(a_run(tmp_path)), "--threads", "1"]) == 2
     assert ".venv-trl does not exist; run `make bench-peers`" in capsys.readouterr().err
 

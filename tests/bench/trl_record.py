@@ -18,7 +18,6 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from slipstream.bench.peer_process import PeerProcess
-from slipstream.bench.trl import trl_command
 from slipstream.bench.trl_parity import (
     CASES,
     Case,
@@ -28,6 +27,7 @@ from slipstream.bench.trl_parity import (
     old_log_probs,
     theirs,
 )
+from slipstream.bench.trl_runs import trl_command
 from slipstream.environment.countdown import CountdownTask
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
