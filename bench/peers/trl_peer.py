@@ -29,7 +29,7 @@ computes only between a command and its answer.
         one optimizer step, its rollout among it; tokens are those of completions; update_seconds is
         what generation and rewards leave
     {"op": "finish", "folder": FOLDER}
-    -> {"ok": true, "peak_megabytes": ..}
+    -> {"ok": true}
         the model is then in the folder, as transformers saves it
     {"op": "quit"}
 
@@ -41,7 +41,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -321,8 +320,7 @@ def train(
         # In fp32, as Slipstream writes its own; the evaluator chooses what it computes with.
         trainer.model.float().save_pretrained(turns.folder)
         tokenizer.save_pretrained(turns.folder)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    answer({"peak_megabytes": peak})
+    answer({})
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[dict[str, Any]]:

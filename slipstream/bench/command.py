@@ -104,6 +104,26 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         default=[],
         help="rows of `bench decode` and `bench trl` in files instead of measuring",
     )
+    peers.add_argument(
+        "--shape",
+        choices=_SHAPES,
+        default="d512x12",
+        help="what decodes, with random weights (default: d512x12)",
+    )
+    peers.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 32],
+        help="batch sizes of decoding (default: 1 8 32)",
+    )
+    peers.add_argument(
+        "--new-tokens", metavar="N", type=positive, default=128, help="of decoding (default: 128)"
+    )
+    peers.add_argument(
+        "--decode-rounds", metavar="N", type=positive, default=5, help="of decoding (default: 5)"
+    )
     _add_train_flags(train)
     _add_speculation_flags(speculation)
     _add_lossless_flags(lossless)
@@ -627,7 +647,15 @@ def _measured_peers(args: argparse.Namespace) -> list[Row]:
         beside = ("hf", "vllm")
     except ConfigError as error:
         say(f"without vLLM: {error}")
-    bench, trl_bench = decode.DecodeBench(peers=beside, dtype=_settle_torch(args)), _trl_bench(args)
+    trl_bench = _trl_bench(args)
+    bench = decode.DecodeBench(
+        shape=args.shape,
+        batches=tuple(args.batch),
+        peers=beside,
+        new_tokens=args.new_tokens,
+        dtype=_settle_torch(args),
+        rounds=args.decode_rounds,
+    )
     rows = [row for case in decode.run(bench, say=say) for row in case]
     return [*rows, *trl.run(trl_bench, say)]
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.bench import contenders, trl, trl_runs
 from slipstream.bench.peers import table
 from slipstream.bench.record import Machine, Row, Spread, read_rows, write_rows
+from slipstream.bench.trl_runs import TrlBench
 from slipstream.cli import main
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 
 MACHINE = Machine(
     cpu="A processor", cpu_flags=("avx2",), cores=2, system="Linux", versions={"torch": "2.13.0"}
@@ -143,6 +145,35 @@ def test_rows_come_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(line) == 0
     assert capsys.readouterr().out.strip() == table(ROWS)
     assert read_rows(again) == ROWS
+
+
+def test_what_is_not_installed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*paths: str, remedy: str) -> tuple[str, ...]:
+        raise ConfigError(f"{paths[0]} does not exist; {remedy}")
+
+    (tmp_path / "config.yaml").write_text("data:\n  task: countdown\n")
+    monkeypatch.setattr(contenders, "peer_command", missing)
+    monkeypatch.setattr(trl_runs, "trl_command", lambda: ("trl",))
+    benches: list[TrlBench] = []
+
+    def run(bench: TrlBench, say: object) -> list[Row]:
+        benches.append(bench)
+        return ROWS[4:]
+
+    monkeypatch.setattr(trl, "run", run)
+    flags = ["--shape", "tiny", "--batch", "2", "--decode-rounds", "1", "--dtype", "float32"]
+    flags += ["--new-tokens", "12", "--steps", "7", "--precision", "float32"]
+    assert main(["bench", "peers", "--policy", str(tmp_path), "--threads", "1", *flags]) == 0
+    shown = capsys.readouterr()
+    assert "without vLLM: .venv-vllm does not exist; run `make bench-peers`" in shown.err
+    decoding = [line for line in shown.out.splitlines() if line.startswith("| decoding, tiny")]
+    assert [line.split("|")[2].split()[0] for line in decoding] == ["Slipstream", "transformers"]
+    assert shown.out.count("| GRPO step: seconds |") == 4
+    assert benches == [
+        TrlBench(policy=tmp_path, steps=7, threads=1, dtype="float32", precisions=("float32",))
+    ]
 
 
 def test_what_is_no_file_of_rows_is_refused(
