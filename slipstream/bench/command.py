@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
     from slipstream.bench.speculation import SpeculationBench
     from slipstream.bench.targets import Target
+    from slipstream.bench.trl_runs import TrlBench
 
 _KINDS = (
-    "{rollout,decode,speculation,lossless,selector,train,learning,logprob,scoring,export,startup}"
+    "{rollout,decode,trl,peers,speculation,lossless,selector,train,learning,logprob,scoring,"
+    "export,startup}"
 )
 
 USAGE = f"slipstream bench {_KINDS} [flags]"
@@ -34,6 +36,8 @@ EXAMPLES = """\
   slipstream bench rollout --case mixed --shape d512x12 --threads 1
   slipstream bench rollout --policy runs/bench-model --peer vllm-bfloat16-compiled
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
+  slipstream bench trl --policy runs/quickstart --steps 20 --rounds 1
+  slipstream bench peers --json peers.json
   slipstream bench train --dtype bfloat16 --profile
   slipstream bench train --ab speculation --policy runs/quickstart --steps 20
   slipstream bench learning --policy runs/quickstart --plot learning.png
@@ -48,6 +52,7 @@ EXAMPLES = """\
 _CASES = ("equal", "mixed")
 _SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
 _PEERS = ("hf", "vllm")
+_PRECISIONS = ("bfloat16-autocast", "bfloat16-weights", "float32")
 _BOTH = ("quickstart", "d512x12")
 _BENCH_MODEL = Path("runs/bench-model")
 _QUICKSTART = Path("runs/quickstart")
@@ -61,6 +66,12 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         "rollout", help="rollouts with and without drafts, or the embedded engine against another"
     )
     decode = kinds.add_parser("decode", help="plain decoding by batch size against others")
+    trl = kinds.add_parser(
+        "trl", help="GRPO against TRL: the same loss first, then steps in turns, then accuracy"
+    )
+    peers = kinds.add_parser(
+        "peers", help="decoding and GRPO beside other systems: all of it, in one Markdown table"
+    )
     train = kinds.add_parser(
         "train", help="a training step against the matrix-product rate; RL with and without drafts"
     )
@@ -82,6 +93,37 @@ def add_flags(command: argparse.ArgumentParser) -> None:
     export = kinds.add_parser("export", help="a trained draft head in vLLM: as good as here?")
     _add_rollout_flags(rollout)
     _add_decode_flags(decode)
+    _add_trl_flags(trl)
+    _add_trl_flags(peers)
+    peers.add_argument(
+        "--from",
+        dest="files",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="rows of `bench decode` and `bench trl` in files instead of measuring",
+    )
+    peers.add_argument(
+        "--shape",
+        choices=_SHAPES,
+        default="d512x12",
+        help="what decodes, with random weights (default: d512x12)",
+    )
+    peers.add_argument(
+        "--batch",
+        metavar="N",
+        type=positive,
+        nargs="+",
+        default=[1, 8, 32],
+        help="batch sizes of decoding (default: 1 8 32)",
+    )
+    peers.add_argument(
+        "--new-tokens", metavar="N", type=positive, default=128, help="of decoding (default: 128)"
+    )
+    peers.add_argument(
+        "--decode-rounds", metavar="N", type=positive, default=5, help="of decoding (default: 5)"
+    )
     _add_train_flags(train)
     _add_speculation_flags(speculation)
     _add_lossless_flags(lossless)
@@ -116,13 +158,15 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         )
     for kind in (rollout, decode, speculation):
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
-    for kind in (rollout, decode, train, speculation, lossless, export):
+    for kind in (rollout, decode, trl, peers, train, speculation, lossless, export):
         kind.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
         kind.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
     logprob.add_argument("--threads", metavar="N", type=positive, help="default: PyTorch's")
     everything = (
         rollout,
         decode,
+        trl,
+        peers,
         speculation,
         lossless,
         selector,
@@ -208,6 +252,44 @@ def _add_decode_flags(decode: argparse.ArgumentParser) -> None:
         "--new-tokens", metavar="N", type=positive, default=128, help="default: 128"
     )
     decode.add_argument("--vocab", metavar="N", type=positive, default=1024, help="default: 1024")
+
+
+def _add_trl_flags(trl: argparse.ArgumentParser) -> None:
+    trl.add_argument(
+        "--policy",
+        metavar="DIR",
+        type=Path,
+        default=_QUICKSTART,
+        help=f"run folder that SFT has begun, and its draft head (default: {_QUICKSTART})",
+    )
+    for name, default, meaning in (
+        ("steps", 100, "steps of ours in a round; of those of all the first three do not count"),
+        ("rounds", 3, "whole trainings of each, with a seed of their own"),
+    ):
+        trl.add_argument(
+            f"--{name}",
+            metavar="N",
+            type=positive,
+            default=default,
+            help=f"{meaning} (default: {default})",
+        )
+    trl.add_argument(
+        "--problems",
+        metavar="N",
+        type=int,
+        default=1024,
+        help="held-out problems that the trained policies are compared on; 0: none (default: 1024)",
+    )
+    trl.add_argument(
+        "--precision",
+        choices=_PRECISIONS,
+        nargs="+",
+        default=[],
+        help="of TRL (default: float32; beside our bfloat16 all)",
+    )
+    trl.add_argument(
+        "--set", metavar="KEY=VALUE", nargs="+", default=[], help="settings of the runs"
+    )
 
 
 def _add_train_flags(train: argparse.ArgumentParser) -> None:
@@ -377,6 +459,8 @@ def run(args: argparse.Namespace) -> int:
     benchmarks = {
         "rollout": _rollout,
         "decode": _decode,
+        "trl": _trl,
+        "peers": _peers,
         "speculation": _speculation,
         "lossless": _lossless,
         "selector": _selector,
@@ -400,6 +484,8 @@ def run(args: argparse.Namespace) -> int:
         return 1 if _say_scoring(rows) else 0
     if args.benchmark == "learning":
         return 1 if _say_learning(rows) else 0
+    if args.benchmark == "trl":
+        return 0 if _say_trl(rows) else 1
     if args.benchmark == "selector":
         return 1 if _say_regret(rows) else 0
     return 1 if _is_ab(args) and not _say_ab(rows) else 0
@@ -411,10 +497,12 @@ def _is_ab(args: argparse.Namespace) -> bool:
 
 def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
     """What the rows come to, by name."""
-    from slipstream.bench import ab, decode, lossless, speculation
+    from slipstream.bench import ab, decode, lossless, speculation, trl
 
     if args.benchmark == "decode":
         return {"cases": decode.cases(rows)}
+    if args.benchmark == "trl":
+        return trl.summary(rows)
     if args.benchmark == "lossless":
         return lossless.counts(rows)
     if args.benchmark == "rollout" and args.policy is not None:
@@ -493,6 +581,83 @@ def _decode(args: argparse.Namespace) -> list[Row]:
         print(f"  a decode step of the engine, batch {min(bench.batches)}")
         _print_values(decode.run_step_shares(bench))
     return rows
+
+
+def _trl(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import trl
+
+    rows = trl.run(_trl_bench(args), partial(print, file=sys.stderr, flush=True))
+    _print("GRPO beside TRL", rows)
+    return rows
+
+
+def _trl_bench(args: argparse.Namespace) -> TrlBench:
+    import torch
+
+    from slipstream.bench.trl_runs import TrlBench
+
+    return TrlBench(
+        policy=args.policy,
+        steps=args.steps,
+        rounds=args.rounds,
+        problems=args.problems,
+        dtype=None if args.dtype == "auto" else args.dtype,
+        threads=args.threads or torch.get_num_threads(),
+        precisions=tuple(args.precision),
+        settings=tuple(args.set),
+    )
+
+
+def _say_trl(rows: Sequence[Row]) -> bool:
+    """Print whether speed and accuracy are as promised; whether they are."""
+    from slipstream.bench import trl
+
+    found = trl.summary(rows)
+    speedups, not_below = trl.speedups(rows), found["not_below"]
+    shown = ", ".join(f"{name} {value:.2f}x" for name, value in speedups.items())
+    print(f"  over {found['fastest_peer']}, the fastest of TRL: {shown} (floor: {trl.SPEED_GOAL}x)")
+    if not_below is not None:
+        said = "reaches" if not_below else "is BELOW"
+        print(f"  held-out accuracy {said} TRL's interval")
+    return max(speedups.values()) >= trl.SPEED_GOAL and not_below is not False
+
+
+def _peers(args: argparse.Namespace) -> list[Row]:
+    from slipstream.bench import peers
+    from slipstream.bench.record import read_rows
+
+    rows = [row for file in args.files for row in read_rows(file)] or _measured_peers(args)
+    print(peers.table(rows))
+    return rows
+
+
+def _measured_peers(args: argparse.Namespace) -> list[Row]:
+    """Decoding against transformers, and vLLM where it is installed, then GRPO against TRL."""
+    from slipstream.bench import decode, trl
+    from slipstream.bench.contenders import vllm_command
+    from slipstream.bench.trl_runs import trl_command
+    from slipstream.errors import ConfigError
+
+    say = partial(print, file=sys.stderr, flush=True)
+    # What is missing is said before anything is measured.
+    trl_command()
+    beside: tuple[str, ...] = ("hf",)
+    try:
+        vllm_command()
+        beside = ("hf", "vllm")
+    except ConfigError as error:
+        say(f"without vLLM: {error}")
+    trl_bench = _trl_bench(args)
+    bench = decode.DecodeBench(
+        shape=args.shape,
+        batches=tuple(args.batch),
+        peers=beside,
+        new_tokens=args.new_tokens,
+        dtype=_settle_torch(args),
+        rounds=args.decode_rounds,
+    )
+    rows = [row for case in decode.run(bench, say=say) for row in case]
+    return [*rows, *trl.run(trl_bench, say)]
 
 
 def _train(args: argparse.Namespace) -> list[Row]:

@@ -20,7 +20,7 @@ import anyio
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from slipstream.bench.peer_process import PeerProcess, peer_command
+from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
 from slipstream.bench.shapes import make_decoder
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
@@ -262,17 +262,17 @@ def vllm_contender(
         yield peer
 
 
+def vllm_command() -> tuple[str, ...]:
+    """What starts vLLM's process. Raises ConfigError where it is not installed."""
+    return peer_command(".venv-vllm", "bench/peers/vllm_peer.py", remedy=PEERS_REMEDY)
+
+
 @contextmanager
 def vllm_of(
     name: str, settings: VllmSettings, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
     """The same with any settings; `name` is what its process is called."""
-    command = peer_command(
-        ".venv-vllm",
-        "bench/peers/vllm_peer.py",
-        remedy="run `make bench-peers` in a checkout of the repository",
-    )
-    with PeerProcess(name, command) as process:
+    with PeerProcess(name, vllm_command()) as process:
         loaded = process.ask(
             "load",
             model=str(folder.resolve()),

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from slipstream.errors import DataError
 from slipstream.metrics.machine import Machine, this_machine
 
-__all__ = ["Machine", "Row", "Spread", "median_of", "this_machine", "write_rows"]
+__all__ = ["Machine", "Row", "Spread", "median_of", "read_rows", "this_machine", "write_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +68,24 @@ def write_rows(path: Path, rows: Sequence[Row], summary: Mapping[str, object] = 
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**summary, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """What `write_rows` wrote. Raises DataError where the file has no rows of that form."""
+    try:
+        return [_row(entry) for entry in json.loads(path.read_text())["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} has no rows of a benchmark ({type(error).__name__}: {error}); give a file "
+            "that `slipstream bench ... --json FILE` wrote"
+        ) from error
+
+
+def _row(entry: Mapping[str, Any]) -> Row:
+    machine = {**entry["machine"], "cpu_flags": tuple(entry["machine"]["cpu_flags"])}
+    values = {
+        name: Spread(**value) if isinstance(value, dict) else value
+        for name, value in entry["values"].items()
+    }
+    given = {"seconds": Spread(**entry["seconds"]), "machine": Machine(**machine), "values": values}
+    return Row(**{**entry, **given})

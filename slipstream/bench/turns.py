@@ -3,7 +3,7 @@
 A shared machine's speed changes within seconds by more than runs differ by, so one whole run after
 the other says little. Here all runs are up at once, one of them takes a step, and then the next.
 What a run waits for is where it logs a step's metrics, after that step's clock and before the next
-one's. Used by `ab`.
+one's. Used by `ab` and `trl`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from slipstream.bench.rl_line import say_failed
 from slipstream.metrics.loggers import LoggerContext, MetricsLogger, register_logger
@@ -74,19 +75,42 @@ if _BESIDE in os.environ:
     importlib.import_module(os.environ[_BESIDE])
 
 
+class TakesTurns(Protocol):
+    """A run that takes a step when it is told to."""
+
+    def take_turn(self) -> bool:
+        """A step; whether it waits for another turn."""
+        ...
+
+    def end(self) -> None:
+        """Called once, after its last turn."""
+        ...
+
+
+def take_turns(runs: Sequence[TakesTurns]) -> None:
+    """A step of each, then the next one of each the other way round, until all have ended."""
+    while runs:
+        left = [run for run in runs if run.take_turn()]
+        for run in runs:
+            if run not in left:
+                run.end()
+        runs = left[::-1]
+
+
 @dataclass(slots=True)
 class _Run:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     line: Sequence[str]
     output: Path
+    say: Callable[[str], None]
 
     def until_ready(self) -> bool:
         """Whether it waits for a turn; False once it has ended."""
         return self.socket.recv(1) == _READY
 
     def take_turn(self) -> bool:
-        """A step; whether it waits for another turn."""
+        """See `TakesTurns`."""
         try:
             self.socket.sendall(_GO)
         except BrokenPipeError:
@@ -94,32 +118,45 @@ class _Run:
             return False
         return self.until_ready()
 
+    def end(self) -> None:
+        """Raises EngineError where the run has failed."""
+        if self.process.wait():
+            output = self.output.read_text(encoding="utf-8", errors="replace")
+            say_failed(["slipstream", *self.line], self.process.returncode, output, self.say)
+
 
 def run_in_turns(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
 ) -> None:
-    """Run commands of RL, arguments of `slipstream` with `SETTINGS`: a step of each, then the next
-    one of each the other way round, until all have ended. `external_lib`: what they import besides.
-    Raises EngineError where one fails, and stops the others."""
+    """Run commands of RL as `begun` begins them, in turns (`take_turns`). Raises EngineError where
+    one fails, and stops the others."""
+    with begun(lines, say, external_lib) as runs:
+        take_turns(list(runs.values()))
+
+
+@contextmanager
+def begun(
+    lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
+) -> Iterator[dict[str, TakesTurns]]:
+    """Runs of RL by name, each waiting for its first turn: arguments of `slipstream` with
+    `SETTINGS`. `external_lib`: what they import besides. Those that run at the body's end are
+    stopped. Raises EngineError where one fails at once."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        runs = list[_Run]()
+        runs = dict[str, TakesTurns]()
         # One after the other: what starts beside another is slower, and that is no step's time.
         for name, line in lines.items():
-            run = _start(line, Path(folder) / name, external_lib)
+            run = _start(line, Path(folder) / name, external_lib, say)
             stack.callback(_stop, run)
             if run.until_ready():
-                runs.append(run)
+                runs[name] = run
             else:
-                _end(run, say)
-        while runs:
-            left = [run for run in runs if run.take_turn()]
-            for run in runs:
-                if run not in left:
-                    _end(run, say)
-            runs = left[::-1]
+                run.end()
+        yield runs
 
 
-def _start(line: Sequence[str], output: Path, external_lib: str | None) -> _Run:
+def _start(
+    line: Sequence[str], output: Path, external_lib: str | None, say: Callable[[str], None]
+) -> _Run:
     ours, theirs = socket.socketpair()
     beside = {} if external_lib is None else {_BESIDE: external_lib}
     with theirs, output.open("wb") as written:
@@ -130,13 +167,7 @@ def _start(line: Sequence[str], output: Path, external_lib: str | None) -> _Run:
             env={**os.environ, **beside, _SOCKET: str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
         )
-    return _Run(process, ours, line, output)
-
-
-def _end(run: _Run, say: Callable[[str], None]) -> None:
-    if run.process.wait():
-        output = run.output.read_text(encoding="utf-8", errors="replace")
-        say_failed(["slipstream", *run.line], run.process.returncode, output, say)
+    return _Run(process, ours, line, output, say)
 
 
 def _stop(run: _Run) -> None:

@@ -1,0 +1,370 @@
+"""TRL's GRPO behind JSON lines: a command a line on standard input, an answer a line on standard
+output.
+
+Runs in the environment that `make bench-peers` makes. Of Slipstream, which starts it
+(`slipstream/bench/peer_process.py`), it takes the countdown scorer alone, from its file. It
+computes only between a command and its answer.
+
+    {"op": "parity", "model": FOLDER, "batch": FILE, "gradients": FILE, "threads": 2,
+     "settings": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": null, "delta": null,
+                  "scale_rewards": "group", "max_completion_length": 64}}
+        batch: JSON, one entry a completion, those to one prompt in a row, `group_size` of them:
+        {"group_size": n, "prompt_ids": [[ids]], "completion_ids": [[ids]], "rewards": [..],
+         "old_log_probs": [[..]] or null (those of the model itself)}
+    -> {"ok": true, "loss": .., "advantages": [..]}
+        in fp32; the gradients of all weights, by name, are then in the file `gradients`
+
+    {"op": "begin", "model": FOLDER, "prompts": FILE, "precision": "float32", "threads": 2,
+     "settings": {"prompts_per_step": 4, "group_size": 4, "max_completion_length": 456,
+                  "max_steps": 100, "lr": 1.5e-4, "warmup_steps": 5, "betas": [0.9, 0.99],
+                  "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 1.0, "seed": 1,
+                  "loss_type": "dapo", "epsilon": 0.2, "scale_rewards": "group"}}
+        prompts: JSON lines {"messages": [..], "ids": [..], "ground_truth": {"numbers": [..],
+            "target": n}}, taken in this order
+        precision: what is computed with (`PRECISIONS`)
+    -> {"ok": true, "seconds": .., "versions": {..}}
+    {"op": "step"}
+    -> {"ok": true, "seconds": .., "generation_seconds": .., "reward_seconds": ..,
+        "update_seconds": .., "cpu_seconds": .., "tokens": n, "longest": n, "rewards": [..]}
+        one optimizer step, its rollout among it; tokens are those of completions; update_seconds is
+        what generation and rewards leave
+    {"op": "finish", "folder": FOLDER}
+    -> {"ok": true}
+        the model is then in the folder, as transformers saves it
+    {"op": "quit"}
+
+An answer to a command that failed is {"ok": false, "error": ".."}.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+PRECISIONS = {
+    # dtype of weights and optimizer, autocast to bf16
+    "float32": ("float32", False),
+    # As Slipstream: fp32 weights and optimizer, products in bf16.
+    "bfloat16-autocast": ("float32", True),
+    # Weights, optimizer and all else in bf16: less memory, and steps that are rounded away.
+    "bfloat16-weights": ("bfloat16", False),
+}
+
+SCORER = Path(__file__).parents[2] / "slipstream" / "rewards" / "countdown.py"
+
+Command = dict[str, Any]
+
+
+def load_scorer() -> Callable[[Sequence[int], int, str], float]:
+    """Slipstream's own check of an answer, 1.0 or 0.0."""
+    spec = importlib.util.spec_from_file_location("countdown_scorer", SCORER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclass looks its module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return lambda numbers, target, text: float(module.verify(numbers, target, text).correct)
+
+
+def settle(threads: int) -> None:
+    """All of it is read when torch and the Hugging Face libraries are imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        OMP_NUM_THREADS=str(threads),
+    )
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, padding_side="left")
+
+
+def arguments(output: str, *, dtype: str, bf16: bool, **given: Any) -> Any:
+    """GRPOConfig for a CPU: its defaults are for a GPU."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=output,
+        use_cpu=True,
+        bf16=bf16,
+        fp16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1_000_000,
+        shuffle_dataset=False,
+        beta=0.0,
+        num_iterations=1,
+        gradient_accumulation_steps=1,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        model_init_kwargs={"dtype": dtype},
+        **given,
+    )
+
+
+def parity(
+    *, model: str, batch: str, gradients: str, threads: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """TRL's loss of a given batch and its gradients: all of the way from rewards on is TRL's."""
+    settle(threads)
+    import torch
+    from datasets import Dataset
+    from safetensors.torch import save_file
+    from trl import GRPOTrainer
+
+    given = json.loads(Path(batch).read_text())
+    count, group_size = len(given["rewards"]), given["group_size"]
+    # Trainer rows carry their place, and hooks of TRL's give what the batch has at it.
+    rows = Dataset.from_list([{"prompt": str(i)} for i in range(count // group_size)])
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": given["prompt_ids"],
+            "completion_ids": given["completion_ids"],
+            "logprobs": None,
+        }
+
+    def reward(prompts: list[Any], **more: Any) -> list[float]:
+        return list(given["rewards"])
+
+    with TemporaryDirectory() as output:
+        args = arguments(
+            output,
+            dtype="float32",
+            bf16=False,
+            per_device_train_batch_size=count,
+            num_generations=group_size,
+            max_steps=1,
+            **settings,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=rows,
+            processing_class=load_tokenizer(model),
+            rollout_func=rollout,
+        )
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        repeated = [{"prompt": str(i // group_size)} for i in range(count)]
+        inputs = trainer._generate_and_score_completions(repeated)
+        if given["old_log_probs"] is not None:
+            width = inputs["completion_ids"].shape[1]
+            inputs["old_per_token_logps"] = torch.tensor(
+                [[*row, *[0.0] * (width - len(row))] for row in given["old_log_probs"]]
+            )
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        found = {
+            name: weight.grad.contiguous()
+            for name, weight in trainer.model.named_parameters()
+            if weight.grad is not None
+        }
+    save_file(found, gradients)
+    return {"loss": loss.item(), "advantages": inputs["advantages"].tolist()}
+
+
+class Clocks:
+    """Seconds of parts of a step, and what its rollout came to."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.parts = {"generation": 0.0, "reward": 0.0}
+        self.lengths: list[int] = []
+        self.rewards: list[float] = []
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def timed(self, part: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            self.parts[part] += time.perf_counter() - start
+
+    def answer(self) -> dict[str, Any]:
+        seconds, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        return {
+            "seconds": seconds,
+            **{f"{part}_seconds": value for part, value in self.parts.items()},
+            "update_seconds": seconds - sum(self.parts.values()),
+            "cpu_seconds": cpu,
+            "tokens": sum(self.lengths),
+            "longest": max(self.lengths),
+            "rewards": self.rewards,
+        }
+
+
+def train(
+    begin: Mapping[str, Any],
+    commands: Iterator[Command],
+    answer: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Train as `begin` says: a step for each command `step`, until `finish`."""
+    started = time.perf_counter()
+    settle(begin["threads"])
+    dtype, bf16 = PRECISIONS[begin["precision"]]
+    from datasets import Dataset
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    scorer = load_scorer()
+    clocks = Clocks()
+    settings = begin["settings"]
+    warmup = settings["warmup_steps"]
+
+    class Trainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
+        """GRPOTrainer with clocks, and Slipstream's warm-up, whose first step is not 0."""
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup))
+            )
+            return self.lr_scheduler
+
+        def _generate(self, prompts: list[Any]) -> Any:
+            made = clocks.timed("generation", lambda: GRPOTrainer._generate(self, prompts))
+            clocks.lengths += [len(ids) for ids in made[1]]
+            return made
+
+        def _calculate_rewards(self, *args: Any, **more: Any) -> Any:
+            found = clocks.timed(
+                "reward", lambda: GRPOTrainer._calculate_rewards(self, *args, **more)
+            )
+            clocks.rewards += found[:, 0].tolist()
+            return found
+
+    class Turns(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        """Waits for a command before each step and answers after it."""
+
+        folder: str | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            answer({"seconds": time.perf_counter() - started, "versions": versions()})
+            self._wait(control)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            answer(clocks.answer())
+            self._wait(control)
+
+        def _wait(self, control: Any) -> None:
+            command = next(commands)
+            if command["op"] == "finish":
+                self.folder = command["folder"]
+                control.should_training_stop = True
+            elif command["op"] != "step":
+                raise ValueError(f"cannot {command['op']!r} now: the commands are step and finish")
+            clocks.restart()
+
+    def reward(
+        completions: list[Any], numbers: list[Any], target: list[Any], **more: Any
+    ) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return [scorer(*each) for each in zip(numbers, target, texts, strict=True)]
+
+    tokenizer = load_tokenizer(begin["model"])
+    with TemporaryDirectory() as output:
+        args = arguments(
+            output,
+            dtype=dtype,
+            bf16=bf16,
+            per_device_train_batch_size=settings["prompts_per_step"] * settings["group_size"],
+            num_generations=settings["group_size"],
+            max_completion_length=settings["max_completion_length"],
+            max_steps=settings["max_steps"],
+            learning_rate=settings["lr"],
+            adam_beta1=settings["betas"][0],
+            adam_beta2=settings["betas"][1],
+            adam_epsilon=settings["eps"],
+            weight_decay=settings["weight_decay"],
+            max_grad_norm=settings["grad_clip"],
+            seed=settings["seed"],
+            loss_type=settings["loss_type"],
+            epsilon=settings["epsilon"],
+            scale_rewards=settings["scale_rewards"],
+        )
+        turns = Turns()
+        trainer = Trainer(
+            model=begin["model"],
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_list(read_prompts(Path(begin["prompts"]), tokenizer)),
+            processing_class=tokenizer,
+            callbacks=[turns],
+        )
+        trainer.train()
+        if turns.folder is None:
+            raise ValueError(f"all {settings['max_steps']} steps are taken; only finish is left")
+        # In fp32, as Slipstream writes its own; the evaluator chooses what it computes with.
+        trainer.model.float().save_pretrained(turns.folder)
+        tokenizer.save_pretrained(turns.folder)
+    answer({})
+
+
+def read_prompts(file: Path, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of a dataset. Raises ValueError where this tokenizer makes other ids of a prompt."""
+    rows = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        entry = json.loads(line)
+        ids = tokenizer.apply_chat_template(
+            entry["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        if list(ids) != entry["ids"]:
+            raise ValueError(f"{file}, line {number}: the ids of the prompt are {ids} here")
+        rows.append({"prompt": entry["messages"], **entry["ground_truth"]})
+    return rows
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("trl", "torch", "transformers", "accelerate")}
+
+
+def main() -> None:
+    # The libraries print to standard output, too: that becomes standard error.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    commands = (json.loads(line) for line in sys.stdin)
+
+    def answer(content: Mapping[str, Any]) -> None:
+        answers.write(json.dumps({"ok": True, **content}) + "\n")
+
+    for command in commands:
+        op = command.pop("op")
+        if op == "quit":
+            return
+        try:
+            if op == "parity":
+                answer(parity(**command))
+            elif op == "begin":
+                train(command, commands, answer)
+            else:
+                raise ValueError(f"cannot {op!r} now: the commands are parity, begin and quit")
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            answers.write(json.dumps({"ok": False, "error": message}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Our loss and gradients against what TRL answered (`trl_record`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.bench import trl_parity
+from slipstream.bench.trl_parity import (
+    CASES,
+    TOLERANCE,
+    Case,
+    Outcome,
+    differences,
+    make_batch,
+    old_log_probs,
+    ours,
+)
+from slipstream.environment.countdown import CountdownTask
+from tests.bench.trl_record import FOLDER, answered, recorded
+
+
+def outcome(case: Case, *, told: Case | None = None) -> Outcome:
+    """Ours of `case`, or of what we are told instead."""
+    batch, old, _ = recorded()
+    return ours(FOLDER, batch, told or case, old if case.off_policy else None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_are_those_of_trl(case: Case) -> None:
+    trl = answered(case)
+    assert len(trl.gradients) == 13
+    assert max(float(gradient.abs().max()) for gradient in trl.gradients.values()) > 1e-2
+    assert differences(outcome(case), trl).largest < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (CASES[0], replace(CASES[0], loss_type="grpo")),
+        (CASES[1], replace(CASES[1], loss_type="dapo")),
+        (CASES[2], replace(CASES[2], scale_rewards="group")),
+        (CASES[3], replace(CASES[3], epsilon_high=None)),
+        (CASES[3], replace(CASES[3], epsilon=0.19)),
+        (CASES[3], replace(CASES[3], delta=1.5)),
+    ],
+    ids=lambda case: case.loss_type,
+)
+def test_another_setting_is_noticed(case: Case, told: Case) -> None:
+    assert differences(outcome(case, told=told), answered(case)).gradient > 100 * TOLERANCE
+
+
+def test_our_own_epsilon_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl_parity, "TRL_EPS", 1e-6)
+    apart = differences(outcome(CASES[0]), answered(CASES[0]))
+    assert apart.advantages == pytest.approx(1e-4 / 0.5774, rel=0.02)
+
+
+def test_what_is_off_policy_is_apart_from_the_model_by_the_shifts() -> None:
+    batch, old, _ = recorded()
+    shifted = replace(batch, shifts=[[0.0] * len(row) for row in batch.shifts])
+    own = old_log_probs(FOLDER, shifted)
+    for one, other, shifts in zip(old, own, batch.shifts, strict=True):
+        apart = [a - b for a, b in zip(one, other, strict=True)]
+        assert apart == pytest.approx(shifts, abs=1e-5)
+
+
+def test_a_batch_has_groups_with_right_and_wrong_answers() -> None:
+    task = CountdownTask(3)
+    batch = make_batch(task, task.tokenizer, groups=3, group_size=4)
+    groups = [batch.rewards[i : i + 4] for i in range(0, 12, 4)]
+    assert all(set(rewards) == {0.0, 1.0} for rewards in groups)
+    assert len({tuple(ids) for ids in batch.prompt_ids}) == 3
+    prompts = {tuple(task.prompt("train", index).ids) for index in range(100)}
+    assert {tuple(ids) for ids in batch.prompt_ids} <= prompts
+    assert all(ids[-1] == task.tokenizer.eos_token_id for ids in batch.completion_ids)
+    for prompt, ids, reward in zip(
+        batch.prompt_ids, batch.completion_ids, batch.rewards, strict=True
+    ):
+        text = task.tokenizer.decode(ids, skip_special_tokens=True)
+        index = next(i for i in range(100) if task.prompt("train", i).ids == prompt)
+        assert task.verify(task.problem("train", index), text).correct == (reward == 1.0)
+
+
+def test_other_weights_are_refused() -> None:
+    one = Outcome(loss=0.0, advantages=[1.0], gradients={"a": torch.ones(1)})
+    other = replace(one, gradients={"b": torch.ones(1)})
+    with pytest.raises(ValueError, match="only one side has a, b"):
+        differences(one, other)
