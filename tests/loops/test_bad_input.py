@@ -195,7 +195,7 @@ def test_a_context_too_small_for_prompt_and_response(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = [f"{MODEL}.init=null", f"{MODEL}.path={model}", "data.max_response_length=300"]
-    parts = ["316 tokens, but the model has 256 positions", "lower data.max_prompt_length"]
+    parts = ["316 tokens, but the model has max_position_embeddings=256", "to 256 together"]
     refused(rl_only(tmp_path / "a", *path), 2, capsys, *parts)
     line = rl_only(tmp_path / "b", f"{ROLLOUT}.max_model_len=20")
     refused(line, 2, capsys, f"set {ROLLOUT}.max_model_len=48")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.loops.helpers import (
     tiny,
     write_reward,
 )
+from tests.loops.test_families import save
 from tests.models.foreign import save_foreign
 from tests.models.helpers import load_theirs
 
@@ -191,20 +191,22 @@ def test_a_reference_of_another_architecture(reward: Path, tmp_path: Path) -> No
     assert metrics["training/rollout_log_probs_differing"] == 0
 
 
-def test_transformers_computes_what_the_decoder_cannot(reward: Path, tmp_path: Path) -> None:
-    """A Mistral with a window that is shorter than its sequences."""
-    from tests.loops.test_families import save
-
-    start = save(tmp_path / "start", 24)
+@pytest.mark.parametrize("key", ["sliding_window", "attention_bias"])
+def test_transformers_computes_what_the_decoder_cannot(
+    key: str, reward: Path, tmp_path: Path
+) -> None:
+    """A Mistral with a window that is shorter than its sequences, a Llama with biases."""
+    start = tmp_path / "start"
+    _ = save(start, 24) if key == "sliding_window" else checkpoint(start, "llama")
+    wanted = getattr(load_theirs(start).config, key)
+    assert wanted in (24, True)
     line = tiny(tmp_path / "run", *of(start), f"{MODEL}.implementation=transformers", reward=reward)
     assert main(line) == 0
     assert steps_of(tmp_path / "run") == [2]
-    config = huggingface_folder(tmp_path / "run" / "global_step_2") / "config.json"
-    assert json.loads(config.read_text())["sliding_window"] == 24
     assert metrics_of(tmp_path / "run")[2]["training/rollout_probs_diff_max"] < 1e-3
     out = tmp_path / "out"
     assert main(["export", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
-    assert load_theirs(out).config.sliding_window == 24
+    assert getattr(load_theirs(out).config, key) == wanted
 
 
 @pytest.mark.parametrize(

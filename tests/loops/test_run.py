@@ -225,7 +225,8 @@ def test_the_picture_is_drawn_and_the_end_says_where_things_are(
     for i in shown:
         assert all(re.match(r" +[\d.]+ \| .+ => ", line) for line in lines[i + 1 : i + 3])
         assert "|" not in lines[i + 3]
-    assert lines[-3] == f"picture      {folder / 'run.png'}"
+    assert lines[-4] == f"picture      {folder / 'run.png'}"
+    assert lines[-3] == f"report       {folder / 'report.html'}"
     assert lines[-1] == f"evaluate     slipstream eval --checkpoint {folder}"
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -31,6 +31,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "max_position_embeddings": 256,
     },
+    # Of a family that the decoder reads, with biases that it does not.
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+        "attention_bias": True,
+    },
     # No positions at all, but slopes.
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     # Experts, most of them without a gradient in a small batch.
