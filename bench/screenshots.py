@@ -51,7 +51,11 @@ def report(run: Path, output: Path) -> None:
 def terminal(command: Sequence[str], output: Path) -> None:
     """Run `command` in a terminal, and photograph it at its best moment."""
     screens = _run(command)
-    best = max(screens, key=lambda screen: (screen.count("text-decoration:underline"), len(screen)))
+    # While the engine works, and most of the sample was drafted.
+    best = max(
+        screens,
+        key=lambda screen: (" running" in screen, screen.count("text-decoration:underline")),
+    )
     text = (
         "<!doctype html><meta charset=utf-8><style>body{margin:0;background:#1b1f27;color:#dfe3ea}"
         "pre{margin:0;padding:18px 22px;font:14px/1.35 'DejaVu Sans Mono',monospace;"
