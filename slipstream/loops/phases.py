@@ -23,7 +23,7 @@ from slipstream.loops.console import short
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
-from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens, token_record
+from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens
 from slipstream.loops.rl import WeightReceiver, run_rl_training
 from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
@@ -298,8 +298,10 @@ class _RLPhase:
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
             dump_groups(path, groups, run.tokenizer, step)
-            dump_tokens(path.parent / TOKENS_FOLDER, groups, run.tokenizer, step)
-            self._show_sample(groups)
+            shown = dump_tokens(path.parent / TOKENS_FOLDER, groups, run.tokenizer, step)
+        for sample in shown[:1]:
+            label = f"reward {short(sample['score'])}:"
+            run.progress.sample(label, sample["pieces"], sample["drafted"])
         if (source := self._data.listener) is not None:
             batch = proto_of_step(groups, self._rollouts.rejected, run.tokenizer, source.place_of)
             source.on_batch_end(batch)
@@ -308,11 +310,6 @@ class _RLPhase:
             with timers.span("testing"):
                 metrics |= await self._validate(step)
         return run.interrupt.requested
-
-    def _show_sample(self, groups: Sequence[Group]) -> None:
-        shown = token_record(groups[0].samples[0], self._run.tokenizer)
-        label = f"reward {short(shown['score'])}:"
-        self._run.progress.sample(label, shown["pieces"], shown["drafted"])
 
     async def _validate(self, step: int) -> dict[str, float]:
         with self._run.span("testing", step=step):

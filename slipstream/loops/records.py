@@ -22,6 +22,9 @@ SHOWN_GROUPS = 4
 
 TOKENS_FOLDER = "tokens"
 
+MOST_PIECES_OF_A_CHARACTER = 4
+"""Bytes of a character of UTF-8."""
+
 
 def dump_groups(
     path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
@@ -38,15 +41,17 @@ def dump_groups(
 
 def dump_tokens(
     folder: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
-) -> None:
+) -> list[dict[str, Any]]:
     """Write `folder/N.jsonl` of step N: the first samples of up to `SHOWN_GROUPS` groups as
-    `token_record` has them. Who proposed a token depends on the clock: the dumps of `dump_groups`,
-    beside which these lie, are equal in equal runs. Raises CheckpointError as they do.
+    `token_record` has them, which are returned. Who proposed a token depends on the clock: the
+    dumps of `dump_groups`, beside which these lie, are equal in equal runs. Raises CheckpointError
+    as they do.
     """
     chosen = min(SHOWN_GROUPS, len(groups))
     shown = [groups[i * len(groups) // chosen].samples[0] for i in range(chosen)]
-    lines = [json.dumps(token_record(sample, tokenizer)) for sample in shown]
-    _write(folder / f"{step}.jsonl", lines, step)
+    records = [token_record(sample, tokenizer) for sample in shown]
+    _write(folder / f"{step}.jsonl", [json.dumps(record) for record in records], step)
+    return records
 
 
 def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -79,7 +84,9 @@ def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     for end in range(1, len(ids) + 1):
         # Decoded after a few tokens of context, for what a token adds may depend on the one before.
         before, text = tokenizer.decode(ids[begin:known]), tokenizer.decode(ids[begin:end])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+        cut = text.endswith("\N{REPLACEMENT CHARACTER}")
+        # No character is of more tokens; what stays unreadable is shown as that.
+        if cut and end < len(ids) and end - known < MOST_PIECES_OF_A_CHARACTER:
             found.append("")
             continue
         found.append(text[len(before) :])

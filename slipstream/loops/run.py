@@ -319,9 +319,9 @@ def draw_report(folder: Path) -> list[str]:
     """Draw the run as a page, and what to say of it."""
     try:
         write_report([folder], folder / REPORT_FILE)
-    except DataError as error:
-        # As with the picture: the run is done.
-        return [f"report       none: {error}"]
+    except Exception as error:
+        # Whatever it is: the run is done, and must not look failed.
+        return [f"report       none: {type(error).__name__}: {error}"]
     return [f"report       {folder / REPORT_FILE}"]
 
 

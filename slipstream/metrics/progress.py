@@ -8,6 +8,7 @@ it falls silent.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -45,6 +46,7 @@ DRAFTED = "underline green"
 """Tokens that were drafted: without colours they are still underlined."""
 
 _SAMPLE_LINES = 3
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class SteadyConsole(Console):
@@ -158,6 +160,11 @@ class Progress:
         if self._entered:
             self._line(text)
 
+    @property
+    def shows_samples(self) -> bool:
+        """Whether there is a bar to show them below."""
+        return self._bar is not None
+
     def status(self, ask: Callable[[], str] | None) -> None:
         """Below the bar of a terminal: what `ask` answers, twice a second, from another thread."""
         self._status = ask
@@ -165,7 +172,7 @@ class Progress:
     def sample(self, label: str, pieces: Sequence[str], drafted: str) -> None:
         """Below the bar of a terminal: a response as `pieces` of text, those with a "1" in
         `drafted` told apart. Of a long one the end."""
-        if self._bar is None:
+        if not self.shows_samples:
             return
         text = Text()
         for piece, mark in zip(pieces, drafted, strict=True):
@@ -177,16 +184,23 @@ class Progress:
 
     def _below(self) -> list[Text]:
         lines = []
-        if self._status is not None and (status := self._status()):
+        ask = self._status  # Once: the run may take it back in between.
+        try:
+            status = "" if ask is None else ask()
+        except Exception:
+            # Nothing that is only shown may end a run, or the display of it.
+            status = ""
+        if status:
             lines.append(Text(self._shown(status), style="dim", overflow="ellipsis", no_wrap=True))
         if self._sample is not None:
             lines.append(self._sample)
         return lines
 
     def _shown(self, text: str) -> str:
-        """Without characters that the terminal's encoding has not."""
+        """Without characters that the terminal's encoding has not, and without those that would
+        tell the terminal what to do: models write them, too."""
         encoding = self._console.encoding
-        return text.encode(encoding, "replace").decode(encoding)
+        return _CONTROLS.sub("?", text).encode(encoding, "replace").decode(encoding)
 
     def _line(self, text: str) -> None:
         self._guard(lambda: self._console.print(Text(self._shown(text)), soft_wrap=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Timeline:
     ) -> None:
         self.path = path
         self._clock, self._now = clock, now
-        self._broken = False
+        self._broken = self._begun = False
 
     def start(self, began: float | None = None, **facts: Any) -> None:
         """A process begins, or did at `began` (seconds since 1970), with `facts` about it."""
@@ -79,8 +80,10 @@ class Timeline:
         line = {"time": round(self._now() if at is None else at, 3), **event}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            torn = not self._begun and _is_torn(self.path)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, default=str) + "\n")
+                file.write(("\n" if torn else "") + json.dumps(line, default=str) + "\n")
+            self._begun = True
         except OSError as error:
             self._broken = True
             _log.warning("%s cannot be written, and the report will lack it: %s", self.path, error)
@@ -182,6 +185,15 @@ def _close(processes: list[Process], stack: list[Span]) -> None:
     while stack:
         span = stack.pop()
         span.seconds = processes[-1].last - span.begin
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a process that ended in the middle left a line without its end."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _lines(path: Path) -> list[str]:

@@ -3,7 +3,8 @@
     wall = start-up + set-up + SFT + draft head + [steps of RL, by stage] + validation + ... + rest
 
 The wall time is that from the start to the end of each process (`metrics.timeline`); the parts are
-measured each by itself, so the rest is what was not.
+measured each by itself, so the rest is what was not. Within a step of RL two are what others leave:
+`engine idle` of generation, and `rest of the step`.
 """
 
 from __future__ import annotations

@@ -178,13 +178,15 @@ def _accuracy_tiles(run: RunData) -> list[list[str]]:
             for line in chart["lines"]:
                 first, now = line["y"][0], line["y"][-1]
                 low, high = line["low"][-1], line["high"][-1]
+                if None in (first, now, low, high):
+                    continue
                 note = f"{line['label']}; 95 %: {100 * low:.1f} to {100 * high:.1f}"
                 tiles.append(["Accuracy", f"{100 * first:.1f} → {100 * now:.1f} %", note])
     return tiles
 
 
 def _planned_steps(run: RunData) -> int | None:
-    planned = (run.config.get("trainer") or {}).get("total_training_steps")
+    planned = run.trainer.get("total_training_steps")
     return planned if isinstance(planned, int) and planned > 0 else None
 
 
@@ -224,7 +226,7 @@ def _plans(steps: Sequence[Record]) -> dict[str, Any] | None:
 
 
 def _plan_order(plan: str) -> tuple[int, ...]:
-    return (0,) if plan == "off" else (1, *map(int, plan.split("_")))
+    return (0,) if plan == "off" else (1, *map(int, re.findall(r"\d+", plan)))
 
 
 def _process(process: Process) -> list[Any]:

@@ -65,6 +65,12 @@ class RunData:
         return [record for record in self.rl if "timing_s/step" in record.data]
 
     @property
+    def trainer(self) -> dict[str, Any]:
+        """The settings under `trainer`, as far as they are some."""
+        found = self.config.get("trainer")
+        return found if isinstance(found, dict) else {}
+
+    @property
     def environment(self) -> dict[str, Any]:
         """What the last process ran on."""
         return dict(self.processes[-1].facts.get("environment", {})) if self.processes else {}
@@ -168,8 +174,8 @@ def _is_draft_run(records: list[Record]) -> bool:
 
 
 def _rollout_folder(run: RunData) -> Path:
-    configured = (run.config.get("trainer") or {}).get("rollout_data_dir")
-    return Path(configured) if configured else run.folder / "rollouts"
+    configured = run.trainer.get("rollout_data_dir")
+    return Path(configured) if isinstance(configured, str) else run.folder / "rollouts"
 
 
 def _read_mapping(path: Path, notes: list[str], *, needed: bool = True) -> dict[str, Any]:
@@ -229,9 +235,9 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not len(pieces) == len(raw["log_probs"]) == len(raw["drafted"]) == len(raw["masked"]):
         raise ValueError("pieces, log_probs, drafted and masked differ in length")
     score = raw.get("score")
+    texts = ("uid", "input", "gts", "status", "stop_reason", "failure")
     return {
-        **{name: raw.get(name) for name in ("uid", "input", "gts", "status", "stop_reason")},
-        "failure": raw.get("failure"),
+        **{name: None if raw.get(name) is None else str(raw[name]) for name in texts},
         "score": score if isinstance(score, int | float) and math.isfinite(score) else None,
         "pieces": pieces,
         "log_probs": list(raw["log_probs"]),

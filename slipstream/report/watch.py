@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -19,17 +20,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.timeline import EVENTS_FILE
 from slipstream.report.page import page, payload, read_runs
-from slipstream.report.read import LOCK_FILE
+from slipstream.report.read import is_running
 
 HOST = "127.0.0.1"
 PORT = 6780
 """The default of `slipstream watch`; other ports are tried where none is asked for."""
 
 _TRIED = 20
+_log = logging.getLogger(__name__)
 
 
 class Source:
@@ -59,7 +61,7 @@ class Source:
 
     def _state(self) -> tuple[object, ...]:
         logs = (METRICS_FILE, f"sft/{METRICS_FILE}", f"draft/{METRICS_FILE}")
-        names = (*logs, EVENTS_FILE, LOCK_FILE)
+        names = (*logs, EVENTS_FILE)
         found: list[object] = []
         for folder in self._folders:
             for name in names:
@@ -69,6 +71,8 @@ class Source:
                     found.append(None)
                 else:
                     found.append((info.st_size, info.st_mtime_ns, info.st_ino))
+            # That a run has ended changes no file.
+            found.append(is_running(folder))
         return tuple(found)
 
 
@@ -105,8 +109,9 @@ def serve(
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # On Linux the default would let a second server have a port that has one.
-    allow_reuse_address = False
+    # The port of a server that has just ended can be had at once; one that is served cannot.
+    allow_reuse_address = True
+    allow_reuse_port = False
 
 
 def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
@@ -157,5 +162,6 @@ def source_refresh(source: Source) -> None:
     last read is shown on."""
     try:
         source.refresh()
-    except DataError:
-        return
+    except Exception as error:
+        # A file that is half there, say: the next look may find it whole.
+        _log.warning("the run cannot be read now: %s: %s", type(error).__name__, error)

@@ -179,7 +179,13 @@ class AsyncRolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Group counter and unfinished groups, as JSON values."""
-        return {"next_group": self._next_group, "carried": [asdict(g) for g in self._carried]}
+        carried = [asdict(group) for group in self._carried]
+        for group in carried:
+            for sample in (*group["samples"], group["greedy"]):
+                for segment in [] if sample is None else sample["segments"]:
+                    # It depends on the clock, and checkpoints of equal runs are equal.
+                    del segment["drafted"]
+        return {"next_group": self._next_group, "carried": carried}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`. Raises DataError where it is none."""

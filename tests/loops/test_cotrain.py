@@ -354,6 +354,8 @@ def test_a_process_that_is_killed_is_started_again(
         pids.append(self.pid)
         if len(pids) == 2:
             os.kill(self.pid, signal.SIGKILL)
+            # Until it is dead: the run may end before that is seen.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     monkeypatch.setattr(DraftWorker, "learn", learn_and_die)
     reward = write_reward(tmp_path)

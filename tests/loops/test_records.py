@@ -90,3 +90,26 @@ def test_the_first_samples_of_a_few_groups_are_kept(tmp_path: Path) -> None:
     assert [(row["uid"], row["index"]) for row in rows] == [("0", 0), ("2", 0), ("4", 0), ("6", 0)]
     dump_tokens(tmp_path / "tokens", groups[:1], build_tokenizer(), 8)
     assert len((tmp_path / "tokens" / "8.jsonl").read_text().splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_not_waited_for() -> None:
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = cast(PreTrainedTokenizerBase, PreTrainedTokenizerFast(tokenizer_object=backend))
+    lead = backend.token_to_id("\N{LATIN CAPITAL LETTER A WITH TILDE}")  # the byte C3
+    assert lead is not None
+    longest = 0
+    decode = tokenizer.decode
+
+    def watched(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return str(decode(ids))
+
+    tokenizer.decode = watched
+    found = pieces([lead] * 50, tokenizer)
+    assert len(found) == 50
+    assert set("".join(found)) == {"\N{REPLACEMENT CHARACTER}"}
+    # A text is not decoded from its beginning again and again.
+    assert longest <= 8

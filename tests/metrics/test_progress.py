@@ -174,3 +174,23 @@ def test_piped_output_has_neither_engine_nor_sample() -> None:
         progress.sample("reward", ["a"], "0")
         progress.step(reward=1.0)
     assert stream.getvalue() == "RL: 1 steps\nRL 1/1  reward 1\n"
+
+
+def test_what_is_only_shown_ends_nothing_and_cannot_talk_to_the_terminal() -> None:
+    stream = io.StringIO()
+    console = SteadyConsole(file=stream, force_terminal=True, width=60, height=20)
+
+    def fail() -> str:
+        raise RuntimeError("the engine is gone")
+
+    with Progress(console=console, plain=False) as progress:
+        progress.phase("RL", 3)
+        progress.status(fail)
+        # What would set the window's title, and a bell.
+        progress.sample("reward 1:", ["\x1b]0;title\x07", "2"], "00")
+        progress.note("a \x1b[31mnote\x9b")
+        progress.step(reward=1.0)
+    shown = stream.getvalue()
+    assert "?]0;title?2" in shown
+    assert "a ?[31mnote?" in shown
+    assert "1/3" in shown

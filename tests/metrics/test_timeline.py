@@ -146,3 +146,15 @@ def test_what_a_command_imports_before_its_first_run_is_of_that_run() -> None:
     began = command_began()
     assert began is not None
     assert command_began() is None
+
+
+def test_a_line_that_a_full_disk_tore_does_not_swallow_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "ev')
+    timeline, _ = made(path)
+    timeline.start()
+    timeline.stop("finished")
+    processes, problems = read_timeline(path)
+    assert [process.begin for process in processes] == [1.0, 100.0]
+    assert problems == ["events.jsonl, line 2 is no event"]
+    assert path.read_text().count("\n") == 4

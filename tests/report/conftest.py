@@ -28,7 +28,8 @@ class Shown:
 Show = Callable[..., AbstractContextManager[Shown]]
 
 
-@pytest.fixture(scope="session")
+# Not for the session: while it is there, an event loop runs in this thread, and no other can.
+@pytest.fixture(scope="module")
 def show() -> Iterator[Show]:
     """`with show(url, width=..., scheme=...) as shown`: the page when it has been drawn."""
     if PROGRAM is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.errors import DataError
+from slipstream.report.page import payload
 from slipstream.report.read import read_run
-from tests.report.made import STEP, line, make_run
+from tests.report.made import STEP, line, make_run, sample
 
 
 def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
@@ -99,3 +101,14 @@ def test_the_folder_of_a_draft_heads_training_is_a_run_too(tmp_path: Path) -> No
     (tmp_path / "metrics.jsonl").write_text(line(1, 5.0, {"draft/loss": 2.0}))
     run = read_run(tmp_path)
     assert (run.rl, [record.data for record in run.draft]) == ([], [{"draft/loss": 2.0}])
+
+
+def test_settings_and_samples_of_another_shape_are_no_error(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, config="trainer: a text\n")
+    row = sample(4) | {"gts": 3, "stop_reason": 7, "failure": ["x"]}
+    (folder / "rollouts" / "tokens" / "4.jsonl").write_text(json.dumps(row) + "\n")
+    run = read_run(folder)
+    assert (run.trainer, run.notes) == ({}, [])
+    shown = run.tokens[4][0]
+    assert (shown["gts"], shown["stop_reason"], shown["failure"]) == ("3", "7", "['x']")
+    assert payload([run])["runs"][0]["tiles"][0] == ["RL steps", "4", "finished"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -122,3 +124,43 @@ def test_an_open_page_follows_the_run(show: Show, tmp_path: Path) -> None:
             f"http://{HOST}:{port}/",
             f"http://{HOST}:{port}/data.json",
         }
+
+
+def test_the_end_of_a_run_is_seen_though_no_file_changes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "events.jsonl").write_text("".join(events[:4]))
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with served(folder) as port:
+        _, tag, running = data(port)
+        os.close(lock)
+        status, _, after = data(port, tag or "")
+    assert (running["runs"][0]["state"], status, after["runs"][0]["state"]) == (
+        "running", 200, "killed",
+    )  # fmt: skip
+
+
+def test_a_file_that_cannot_be_read_ends_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_run(tmp_path)
+    with served(folder) as port:
+        _, tag, _ = data(port)
+
+        def fail(folders: object) -> None:
+            raise PermissionError("not for you")
+
+        monkeypatch.setattr("slipstream.report.watch.read_runs", fail)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(line(5, 130.0, STEP))
+        assert data(port, tag or "") == (304, None, {})
+    assert "the run cannot be read now: PermissionError: not for you" in caplog.text
+
+
+def test_a_port_can_be_had_again_at_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with served(folder) as port:
+        assert data(port)[0] == 200
+    with make_server(Source([folder]), port) as server:
+        assert server.server_address[1] == port

@@ -217,7 +217,7 @@ function ledgerCard(run) {
   return el("div", { class: "card wide", "data-unexplained": ledger.unexplained },
     title(run, `Where the time went: ${seconds(ledger.wall)} of wall time`), bar,
     el("div", { class: "two" }, [order.slice(0, half), order.slice(half)].map((rows) => el("table", {}, el("tbody", {}, rows.map(row))))),
-    el("p", { class: "note" }, `Each part is measured by itself; together they are within ${percent(ledger.unexplained)} of the wall time.` + (rest < 0 ? " Some overlap." : "")));
+    el("p", { class: "note" }, `Parts are measured by themselves, but engine idle and rest of the step, which are what the others leave of generation and of a step; together they are within ${percent(ledger.unexplained)} of the wall time.` + (rest < 0 ? " Some overlap." : "")));
 }
 function ganttCard(run) {
   if (!run.gantt.length) return null;
@@ -238,7 +238,7 @@ function ganttCard(run) {
 function lostCard(run) {
   const rows = run.lost.map(([what, count]) => el("tr", {}, el("td", {}, what), el("td", { class: "n" }, count.toLocaleString("en"))));
   return el("div", { class: "card" }, title(run, "Dropped, failed, begun again"),
-    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, "Nothing: every rollout was scored and trained on."));
+    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, run.steps.rl.step.length ? "Nothing: every rollout was scored and trained on." : "No step of RL has been logged."));
 }
 function plansCard(run) {
   if (!run.plans) return null;
