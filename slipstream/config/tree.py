@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -287,6 +287,15 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
 
     config: Config = build(Config, tree, "")
     return config, problems
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`(dotted key, value)` of every leaf of a plain tree; an empty mapping is one."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def to_dict(config: Any) -> dict[str, Any]:

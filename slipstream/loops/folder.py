@@ -19,8 +19,8 @@ from slipstream.config.schema import Config
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import EVENTS_FILE
 from slipstream.report.page import REPORT_FILE
+from slipstream.report.read import LOCK_FILE
 
-LOCK_FILE = ".lock"
 PICTURE = "run.png"
 PREVIOUS = "previous"
 _KEPT = (

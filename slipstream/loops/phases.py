@@ -23,7 +23,7 @@ from slipstream.loops.console import short
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
 from slipstream.loops.folder import forget_after
-from slipstream.loops.records import TOKENS_FOLDER, dump_groups, dump_tokens
+from slipstream.loops.records import dump_groups, dump_tokens
 from slipstream.loops.rl import WeightReceiver, run_rl_training
 from slipstream.loops.saves import Saves
 from slipstream.loops.sft import SFTTrainingConfig, run_sft_training
@@ -35,6 +35,7 @@ from slipstream.metrics.timers import Timers
 from slipstream.models.config import ModelConfig
 from slipstream.models.hf_io import load_config
 from slipstream.models.policy import Policy, policy_config
+from slipstream.report.read import TOKENS_FOLDER
 from slipstream.training.critic import Critic
 from slipstream.types import Group
 
@@ -64,9 +65,10 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         stream = build.make_demonstrations(config, run.tokenizer, run.task)
     done = 0
     if resume is not None:
-        done, data = run.compute.run(
-            lambda: snapshots.restore(resume, decoder, backend, run.progress.note)
-        )
+        with run.span("setup"):
+            done, data = run.compute.run(
+                lambda: snapshots.restore(resume, decoder, backend, run.progress.note)
+            )
         stream.load_state_dict(data["stream"])
         if done >= total:
             run.progress.note(f"SFT has all of its {total} steps")
@@ -80,13 +82,14 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         nonlocal engine
         if run.held_out and _due(step, sft.test_freq, total if validate_last else None):
             if engine is None:
-                engine = run.compute.run(
-                    lambda: build.make_engine(config, decoder, run.tokenizer, run.compute)
-                )
+                with run.span("setup"):
+                    engine = run.compute.run(
+                        lambda: build.make_engine(config, decoder, run.tokenizer, run.compute)
+                    )
             with run.span("testing", step=step):
                 await engine.update_weights(backend.publish(advance=False))
                 evaluation = await run.validate([engine])
-            run.record_validation("sft", step, evaluation, logger)
+                run.record_validation("sft", step, evaluation, logger)
             metrics |= evaluation.metrics
         return run.interrupt.requested
 
@@ -205,7 +208,8 @@ class _RLPhase:
 
     async def train(self) -> bool:
         run, trainer = self._run, self._run.config.trainer
-        done = await self._restore()
+        with run.span("setup"):
+            done = await self._restore()
         if self._resume is not None and done >= self._total:
             run.progress.note(f"RL has all of its {self._total} steps")
             return True
@@ -315,7 +319,7 @@ class _RLPhase:
         with self._run.span("testing", step=step):
             async with self._with_trained_weights(step):
                 evaluation = await self._run.validate([self._engine])
-        self._run.record_validation("rl", step, evaluation, self._logger)
+            self._run.record_validation("rl", step, evaluation, self._logger)
         self._watch.skip()
         return evaluation.metrics
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 SHOWN_GROUPS = 4
 """Groups of a step that the report can show a response of."""
 
-TOKENS_FOLDER = "tokens"
-
 MOST_PIECES_OF_A_CHARACTER = 4
 """Bytes of a character of UTF-8."""
 

@@ -185,11 +185,6 @@ SECTIONS: tuple[Section, ...] = (
                 "what it took to fill one batch with groups that the filter keeps (VERL's name)",
             ),
             Metric(
-                "rollout/num_restarted_samples",
-                "samples",
-                "samples generated again after a failure",
-            ),
-            Metric(
                 "rollout/num_carried_over",
                 "samples",
                 "unfinished samples that a later step goes on with",

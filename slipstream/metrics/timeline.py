@@ -1,6 +1,6 @@
 """When a run did what: one JSON line in `events.jsonl` where something begins, ends or is written.
 
-    {"time": ..., "event": "start", "mode": "sft+rl", "argv": [...], "environment": {...}}
+    {"time": ..., "event": "start", "argv": [...], "environment": {...}}
     {"time": ..., "event": "begin", "span": "rl"}
     {"time": ..., "event": "end", "span": "rl", "seconds": 81.2}
     {"time": ..., "event": "stop", "status": "finished"}

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -192,12 +192,3 @@ def require(module: str, extra: str) -> Any:
             f"trainer.logger names {extra}, but the package is missing ({error}); "
             f"run: pip install 'slipstream-rl[{extra}]'"
         ) from error
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`(dotted key, value)` of every leaf; an empty mapping is one."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

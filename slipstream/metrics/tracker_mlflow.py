@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.metrics.tracker import TrackedRun, flat, require
+from slipstream.config.tree import leaves
+from slipstream.metrics.tracker import TrackedRun, require
 
 if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, Row
@@ -111,7 +112,7 @@ class MLflowTracker:
         tags = {"experiment_name": context.experiment_name, "phase": context.phase}
         run = self._client.create_run(experiment, run_name=context.run_name, tags=tags)
         created = str(run.info.run_id)
-        params = [self._entities.Param(key(k), _text(v)) for k, v in flat(context.config)]
+        params = [self._entities.Param(key(k), _text(v)) for k, v in leaves(context.config)]
         for first in range(0, len(params), _BATCH):
             self._client.log_batch(created, params=params[first : first + _BATCH])
         if params:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.report.ledger import GEN_PARTS, STAGES, step_parts
+from slipstream.report.ledger import GEN_PARTS, STAGES, step_parts, writer_of
 from slipstream.report.read import Record, RunData
 
 DIGITS = 5
@@ -158,8 +158,7 @@ SPECS = (
     ),
     Spec(
         "failed", "Failed samples", "samples of a step",
-        {"training/num_failed_rewards": "failed", "rollout/num_restarted_samples": "restarted"},
-        "failures", zero=True,
+        {"training/num_failed_rewards": "failed"}, "failures", zero=True,
     ),
     Spec(
         "sft_loss", "Supervised fine-tuning", "nats per target token", {"sft/loss": "loss"},
@@ -176,7 +175,7 @@ def charts_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """All charts that the runs have something for, in the order of `SPECS`, those of families of
     metrics (accuracy by source, acceptance by depth, seconds by stage) among them."""
     charts = [_chart(spec, runs) for spec in SPECS]
-    charts.insert(1, _accuracy(runs))
+    charts.insert(1, accuracy_chart(runs))
     charts.insert(2, _parts(runs))
     charts.append(_depths(runs))
     charts.append(_seconds(runs))
@@ -200,7 +199,7 @@ def _axes(run: RunData, records: Sequence[Record]) -> dict[str, list[float | Non
     tokens, total = list[float | None](), 0.0
     for record in records:
         total += record.data.get("perf/total_num_tokens", record.data.get("sft/tokens", 0.0))
-        tokens.append(number(total))
+        tokens.append(total)
     return {
         "step": [float(record.step) for record in records],
         "minutes": _minutes(run, records),
@@ -209,18 +208,19 @@ def _axes(run: RunData, records: Sequence[Record]) -> dict[str, list[float | Non
 
 
 def _minutes(run: RunData, records: Sequence[Record]) -> list[float | None]:
-    """Of the processes' own time: that between them is left out."""
-    if not run.processes or any(record.time is None for record in records):
-        return []
+    """Of the processes' own time: that between them is left out. Empty where one is not known."""
     out: list[float | None] = []
-    before, index = 0.0, 0
     for record in records:
-        assert record.time is not None
-        while index + 1 < len(run.processes) and record.time >= run.processes[index + 1].begin:
-            before += run.processes[index].seconds
-            index += 1
-        out.append(number((before + record.time - run.processes[index].begin) / 60))
+        writer = writer_of(record, run.processes)
+        if writer is None or record.time is None:
+            return []
+        before = sum(p.seconds for p in run.processes if p.begin < writer.begin)
+        out.append(round((before + record.time - writer.begin) / 60, 4))
     return out
+
+
+def _value(name: str) -> Callable[[Record], float | None]:
+    return lambda record: record.data.get(name)
 
 
 def _records(run: RunData, about: str) -> list[Record]:
@@ -256,7 +256,7 @@ def _line(
 
 def _chart(spec: Spec, runs: Sequence[RunData]) -> dict[str, Any]:
     lines = [
-        _line(runs, index, label, spec.about, lambda record, name=name: record.data.get(name))  # type: ignore[misc]
+        _line(runs, index, label, spec.about, _value(name))
         for index in range(len(runs))
         for name, label in spec.of.items()
     ]
@@ -277,11 +277,11 @@ def _chart(spec: Spec, runs: Sequence[RunData]) -> dict[str, Any]:
 def _named(
     id: str, title: str, unit: str, section: str, *, note: str = "", share: bool = False
 ) -> dict[str, Any]:
-    chart = _chart(Spec(id, title, unit, {}, section, note, share=share), ())
-    return chart
+    return _chart(Spec(id, title, unit, {}, section, note, share=share), ())
 
 
-def _accuracy(runs: Sequence[RunData]) -> dict[str, Any]:
+def accuracy_chart(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Held-out accuracy by data source, with its intervals."""
     chart = _named(
         "accuracy", "Held-out accuracy", "share of right answers", "learning",
         note="band: 95 % interval (Wilson, each problem one trial)", share=True,
@@ -291,9 +291,9 @@ def _accuracy(runs: Sequence[RunData]) -> dict[str, Any]:
             aux = f"val-aux/{source}/acc/mean@{n}"
             line = _line(
                 runs, index, source if n == "1" else f"{source}, mean of {n}", "rl",
-                lambda record, name=name: record.data.get(name),  # type: ignore[misc]
-                low=lambda record, aux=aux: record.data.get(f"{aux}/ci_low"),  # type: ignore[misc]
-                high=lambda record, aux=aux: record.data.get(f"{aux}/ci_high"),  # type: ignore[misc]
+                _value(name),
+                low=_value(f"{aux}/ci_low"),
+                high=_value(f"{aux}/ci_high"),
             )  # fmt: skip
             if line is not None:
                 chart["lines"].append(line)
@@ -335,7 +335,7 @@ def _family(
         for match in sorted(found, key=lambda m: (len(m[0]), m[0])):
             line = _line(
                 runs, index, label(match), "rl",
-                lambda record, name=match[0]: record.data.get(name),  # type: ignore[misc]
+                _value(match[0]),
             )  # fmt: skip
             if line is not None:
                 chart["lines"].append(line)

@@ -4,7 +4,9 @@
 
 The wall time is that from the start to the end of each process (`metrics.timeline`); the parts are
 measured each by itself, so the rest is what was not. Within a step of RL two are what others leave:
-`engine idle` of generation, and `rest of the step`.
+`engine idle` of generation, and `rest of the step`. A record counts in the process that wrote it;
+of a process that died, and after which another went on from an earlier step, the time of its phases
+that no record is left of is `work lost to a stop`.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ STAGES = {
     "drafter": "train drafter",
     "other": "rest of the step",
 }
+PHASES = ("sft", "rl")
+"""Spans that are made of steps."""
+
 SPANS = {
     "setup": "set-up",
     "testing": "validation",
@@ -45,7 +50,10 @@ SPANS = {
     "draft": "draft head before RL",
     "sft_control": "continued SFT",
 }
-STARTUP, SFT, DUMP, REST = "start-up", "SFT", "writing rollouts", "not measured"
+STARTUP, SFT, DUMP = "start-up", "SFT", "writing rollouts"
+LOST, REST = "work lost to a stop", "not measured"
+_BY_ITSELF = ("finished", "interrupted")
+"""How a process ends that loses nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,22 @@ def step_parts(record: Record) -> dict[str, float]:
     return parts
 
 
+def record_parts(record: Record) -> dict[str, float]:
+    """Seconds of a step of SFT or RL, and of what is written after it."""
+    if "sft/loss" in record.data:
+        return {SFT: record.data.get("timing_s/step", 0.0)}
+    dump = record.data.get("timing_s/dump_rollout_generations", 0.0)
+    return step_parts(record) | {DUMP: dump}
+
+
+def writer_of(record: Record, processes: Sequence[Process]) -> Process | None:
+    """The process that wrote it; None where it does not say when, or was there before all."""
+    if record.time is None:
+        return None
+    begun = [process for process in processes if process.begin <= record.time]
+    return begun[-1] if begun else None
+
+
 def ledger_of(run: RunData) -> Ledger | None:
     """Of all processes of a run; None where it has no timeline."""
     if not run.processes:
@@ -88,21 +112,24 @@ def ledger_of(run: RunData) -> Ledger | None:
     def add(name: str, seconds: float) -> None:
         found[name] = found.get(name, 0.0) + seconds
 
-    for process in run.processes:
+    for number, process in enumerate(run.processes):
         if process.spans:
             add(STARTUP, process.spans[0].begin - process.begin)
         for span in _leaves(process.spans):
             add(SPANS.get(span.name, span.name), span.seconds)
-    for record in run.sft:
-        add(SFT, record.data.get("timing_s/step", 0.0))
-    for record in run.steps:
-        for name, seconds in step_parts(record).items():
-            add(name, seconds)
-        add(DUMP, record.data.get("timing_s/dump_rollout_generations", 0.0))
+        recorded = 0.0
+        for record in (*run.sft, *run.steps):
+            if writer_of(record, run.processes) is process:
+                for name, seconds in record_parts(record).items():
+                    add(name, seconds)
+                    recorded += seconds
+        if number + 1 < len(run.processes) and process.status not in _BY_ITSELF:
+            phases = sum(span.own for span in process.spans if span.name in PHASES)
+            add(LOST, max(0.0, phases - recorded))
     wall = sum(process.seconds for process in run.processes)
     order = [STARTUP, SPANS["setup"], SFT, SPANS["draft"]]
     order += [*GEN_PARTS.values(), *STAGES.values(), DUMP]
-    order += [name for name in SPANS.values() if name not in order]
+    order += [name for name in (*SPANS.values(), LOST) if name not in order]
     parts = {name: found.pop(name) for name in order if found.get(name)}
     parts |= {name: seconds for name, seconds in found.items() if seconds}
     parts[REST] = wall - sum(parts.values())
@@ -112,7 +139,7 @@ def ledger_of(run: RunData) -> Ledger | None:
 def _leaves(spans: Sequence[Span]) -> Iterator[Span]:
     """Spans whose whole time is one part: all but the phases that are made of steps."""
     for span in spans:
-        if span.name in ("rl", "sft"):
+        if span.name in PHASES:
             yield from _leaves(span.inner)
         else:
             yield span

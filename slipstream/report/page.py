@@ -18,9 +18,10 @@ from typing import Any
 import yaml
 
 from slipstream import __version__
+from slipstream.config.tree import leaves
 from slipstream.errors import DataError
 from slipstream.metrics.timeline import Process
-from slipstream.report.charts import charts_of, number, steps_of
+from slipstream.report.charts import accuracy_chart, charts_of, number, steps_of
 from slipstream.report.ledger import gantt, ledger_of
 from slipstream.report.read import Record, RunData, read_run
 
@@ -28,6 +29,9 @@ REPORT_FILE = "report.html"
 
 MOST_RUNS = 8
 """Runs of one page: colours that can be told apart."""
+
+MOST_SPANS = 400
+"""Spans that are drawn of a run."""
 
 _ASSETS = files("slipstream.report") / "assets"
 _PLAN = re.compile(r"spec/plan_seconds/bs_(?P<size>\w+)/(?P<plan>.+)")
@@ -40,7 +44,6 @@ _COUNTED = {
     "training/num_lone_samples": "samples left out: all others of the group failed",
     "training/skipped_batch": "steps without an update: nothing to train on",
     "training/skipped_steps": "optimizer steps left out: gradient not finite",
-    "rollout/num_restarted_samples": "samples generated again after a failure",
     "rollout/num_carried_over": "samples carried over to a later step (not lost)",
 }
 
@@ -76,7 +79,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 def page(data: dict[str, Any], *, live: bool = False) -> str:
     """The page of `payload()`; `live` asks its server for newer data again and again."""
     # Neither text of a run nor JSON may end the script element that it stands in.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = {**data, "made": round(time.time())}
+    text = as_json(data).replace("<", "\\u003c")
     parts = {
         "TITLE": html.escape(data["title"]),
         "STYLE": _asset("uPlot.min.css") + _asset("page.css"),
@@ -89,21 +93,20 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
+def as_json(data: dict[str, Any]) -> str:
+    """Without a blank, and without what JSON has no number for."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+
+
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
     """Everything that the page shows, as JSON values."""
     return {
         "title": " · ".join(run.name for run in runs),
         "version": __version__,
-        "made": number_of_seconds(time.time()),
         "runs": [_run(run) for run in runs],
         "charts": charts_of(runs),
         "differences": _differences(runs),
     }
-
-
-def number_of_seconds(value: float) -> float:
-    """To the second."""
-    return float(round(value))
 
 
 def _run(run: RunData) -> dict[str, Any]:
@@ -122,7 +125,7 @@ def _run(run: RunData) -> dict[str, Any]:
             "parts": {name: number(seconds) for name, seconds in ledger.parts.items()},
             "unexplained": number(ledger.unexplained),
         },
-        "gantt": [[name, number(a), number(b)] for name, a, b in gantt(run.processes)][:400],
+        "gantt": [[name, number(a), number(b)] for name, a, b in _longest(gantt(run.processes))],
         "lost": _lost(run.steps),
         "plans": _plans(run.steps),
         "lengths": run.lengths,
@@ -173,15 +176,13 @@ def _tiles(run: RunData) -> list[list[str]]:
 
 def _accuracy_tiles(run: RunData) -> list[list[str]]:
     tiles = []
-    for chart in charts_of([run]):
-        if chart["id"] == "accuracy" and chart["share"]:
-            for line in chart["lines"]:
-                first, now = line["y"][0], line["y"][-1]
-                low, high = line["low"][-1], line["high"][-1]
-                if None in (first, now, low, high):
-                    continue
-                note = f"{line['label']}; 95 %: {100 * low:.1f} to {100 * high:.1f}"
-                tiles.append(["Accuracy", f"{100 * first:.1f} → {100 * now:.1f} %", note])
+    chart = accuracy_chart([run])
+    for line in chart["lines"] if chart["share"] else ():
+        first, now, low, high = line["y"][0], line["y"][-1], line["low"][-1], line["high"][-1]
+        if None in (first, now, low, high):
+            continue
+        note = f"{line['label']}; 95 %: {100 * low:.1f} to {100 * high:.1f}"
+        tiles.append(["Accuracy", f"{100 * first:.1f} → {100 * now:.1f} %", note])
     return tiles
 
 
@@ -229,10 +230,15 @@ def _plan_order(plan: str) -> tuple[int, ...]:
     return (0,) if plan == "off" else (1, *map(int, re.findall(r"\d+", plan)))
 
 
+def _longest(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """Of very many spans those that could be seen at all."""
+    return sorted(spans, key=lambda span: span[1] - span[2])[:MOST_SPANS]
+
+
 def _process(process: Process) -> list[Any]:
     """`[begin, seconds, how it ended, command]`."""
     return [
-        number_of_seconds(process.begin),
+        round(process.begin),
         number(process.seconds),
         process.status or "no word of its end",
         " ".join(map(str, process.facts.get("argv", []))),
@@ -243,19 +249,11 @@ def _differences(runs: Sequence[RunData]) -> list[list[str]]:
     """`[key, value of each run]` of the settings in which runs differ."""
     if len(runs) < 2:
         return []
-    flat = [_flat(run.config) for run in runs]
-    keys = list(dict.fromkeys(key for settings in flat for key in settings))
-    rows = [[key, *(settings.get(key, "not set") for settings in flat)] for key in keys]
+    found = [dict(leaves(run.config)) for run in runs]
+    shown = [{k: json.dumps(v, default=str) for k, v in settings.items()} for settings in found]
+    keys = list(dict.fromkeys(key for settings in shown for key in settings))
+    rows = [[key, *(settings.get(key, "not set") for settings in shown)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    if not isinstance(tree, dict):
-        return {prefix: json.dumps(tree, default=str)}
-    out: dict[str, str] = {}
-    for key, value in tree.items():
-        out |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return out
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

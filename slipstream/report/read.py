@@ -18,13 +18,20 @@ from typing import Any
 
 import yaml
 
+from slipstream.config.load import CONFIG_FILE
 from slipstream.errors import DataError
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.timeline import EVENTS_FILE, Process, heard_of, read_timeline
 
 LOCK_FILE = ".lock"
-CONFIG_FILE = "config.yaml"
-SUMMARY_FILE = "summary.json"
+"""Locked by the process that works in the folder."""
+
+TOKENS_FOLDER = "tokens"
+"""Below that of the rollouts: a few responses of each step, token by token."""
+
+MOST_TOKENS, HEAD = 2000, 1500
+"""Tokens of a response that a page has, at most, and how many of them from its beginning."""
+
 MOST_BYTES = 64 << 20
 """Of a file of rollouts: reading more takes longer than a report may."""
 
@@ -49,7 +56,6 @@ class RunData:
     folder: Path
     state: str
     config: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
     rl: list[Record] = field(default_factory=list)
     sft: list[Record] = field(default_factory=list)
     draft: list[Record] = field(default_factory=list)
@@ -98,8 +104,7 @@ def read_run(folder: Path, *, name: str | None = None) -> RunData:
         name=name or folder.resolve().name,
         folder=folder,
         state="",
-        config=_read_mapping(folder / CONFIG_FILE, notes),
-        summary=_read_mapping(folder / SUMMARY_FILE, notes, needed=False),
+        config=_read_config(folder / CONFIG_FILE, notes),
         rl=read_records(folder / METRICS_FILE, notes),
         sft=read_records(folder / "sft" / METRICS_FILE, notes),
         draft=read_records(folder / "draft" / METRICS_FILE, notes),
@@ -109,7 +114,7 @@ def read_run(folder: Path, *, name: str | None = None) -> RunData:
     if _is_draft_run(run.rl):
         run.rl, run.draft = [], run.rl
     rollouts = _rollout_folder(run)
-    run.tokens = _read_tokens(rollouts / "tokens", run.steps, notes)
+    run.tokens = _read_tokens(rollouts / TOKENS_FOLDER, run.steps, notes)
     run.lengths = _read_lengths(rollouts, run.steps, notes)
     running = is_running(folder)
     for process in processes[-1:]:
@@ -178,14 +183,12 @@ def _rollout_folder(run: RunData) -> Path:
     return Path(configured) if isinstance(configured, str) else run.folder / "rollouts"
 
 
-def _read_mapping(path: Path, notes: list[str], *, needed: bool = True) -> dict[str, Any]:
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
-        if needed:
-            notes.append(f"no {path.name}")
+        notes.append(f"no {path.name}")
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise TypeError(f"it holds {type(raw).__name__}")
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
@@ -232,17 +235,29 @@ def _dumped(folder: Path, steps: list[Record]) -> list[int]:
 
 def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     pieces = [str(piece) for piece in raw["pieces"]]
-    if not len(pieces) == len(raw["log_probs"]) == len(raw["drafted"]) == len(raw["masked"]):
+    log_probs, drafted, masked = raw["log_probs"], str(raw["drafted"]), str(raw["masked"])
+    if not len(pieces) == len(log_probs) == len(drafted) == len(masked):
         raise ValueError("pieces, log_probs, drafted and masked differ in length")
+    tokens, of_drafts = len(pieces), drafted.count("1")
+    if tokens > MOST_TOKENS:
+        # Its beginning and, where answers stand, its end.
+        left_out = tokens - MOST_TOKENS
+        pieces = [*pieces[:HEAD], f"\n[{left_out} tokens left out]\n", *pieces[HEAD + left_out :]]
+        log_probs = [*log_probs[:HEAD], None, *log_probs[HEAD + left_out :]]
+        drafted = drafted[:HEAD] + "0" + drafted[HEAD + left_out :]
+        masked = masked[:HEAD] + "1" + masked[HEAD + left_out :]
     score = raw.get("score")
     texts = ("uid", "input", "gts", "status", "stop_reason", "failure")
     return {
         **{name: None if raw.get(name) is None else str(raw[name]) for name in texts},
         "score": score if isinstance(score, int | float) and math.isfinite(score) else None,
+        "tokens": tokens,
+        "of_drafts": of_drafts,
+        "gap": HEAD if tokens > MOST_TOKENS else None,
         "pieces": pieces,
-        "log_probs": list(raw["log_probs"]),
-        "drafted": str(raw["drafted"]),
-        "masked": str(raw["masked"]),
+        "log_probs": list(log_probs),
+        "drafted": drafted,
+        "masked": masked,
     }
 
 

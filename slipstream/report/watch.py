@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from slipstream.errors import ConfigError
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.timeline import EVENTS_FILE
-from slipstream.report.page import page, payload, read_runs
+from slipstream.report.page import as_json, page, payload, read_runs
 from slipstream.report.read import is_running
 
 HOST = "127.0.0.1"
@@ -42,6 +41,7 @@ class Source:
         self._folders = list(folders)
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] = ()
+        self._reason = ""
         self.tag, self.body = "", b""
         self.data: dict[str, Any] = {}
         self.refresh()
@@ -53,11 +53,22 @@ class Source:
             if self.body and now == self._seen:
                 return
             data = payload(read_runs(self._folders))
-            text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+            text = as_json(data).encode()
             self._seen, self.data, self.body = now, data, gzip.compress(text, 3)
-            # Not the time that it was made at: the same data are the same.
-            same = json.dumps({**data, "made": 0}, allow_nan=False).encode()
-            self.tag = hashlib.blake2b(same, digest_size=8).hexdigest()
+            self.tag = hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    def look(self) -> None:
+        """`refresh`, where what was read last is shown on while the run cannot be read: it is about
+        to start over, or a file is half there. Each reason is said once."""
+        try:
+            self.refresh()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if reason != self._reason:
+                _log.warning("the run cannot be read now: %s", reason)
+            self._reason = reason
+        else:
+            self._reason = ""
 
     def _state(self) -> tuple[object, ...]:
         logs = (METRICS_FILE, f"sft/{METRICS_FILE}", f"draft/{METRICS_FILE}")
@@ -129,12 +140,12 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
         def _page(self) -> None:
-            source_refresh(source)
+            source.look()
             body = gzip.compress(page(source.data, live=True).encode(), 3)
             self._send(body, "text/html; charset=utf-8", source.tag)
 
         def _data(self, have: str) -> None:
-            source_refresh(source)
+            source.look()
             if have == source.tag:
                 self.send_response(HTTPStatus.NOT_MODIFIED)
                 self.end_headers()
@@ -155,13 +166,3 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
             """Nothing: the terminal is for the person."""
 
     return Handler
-
-
-def source_refresh(source: Source) -> None:
-    """Read anew; where a run's files are gone for the moment (a run that starts over), what was
-    last read is shown on."""
-    try:
-        source.refresh()
-    except Exception as error:
-        # A file that is half there, say: the next look may find it whole.
-        _log.warning("the run cannot be read now: %s: %s", type(error).__name__, error)

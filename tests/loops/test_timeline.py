@@ -33,6 +33,9 @@ def test_a_run_leaves_what_its_report_needs(tmp_path: Path) -> None:
         assert sum(parts) == pytest.approx(record.data["timing_s/gen"])
         # Prefill, plain steps and waiting; with drafts, making and checking them.
         assert len(parts) == (5 if "spec/plan" in record.data else 3)
+        # What others leave is not less than nothing: none of them is counted twice.
+        assert record.data["timing_s/gen/wait"] >= 0
+        assert record.data["timing_s/other"] >= 0
     assert any("spec/plan" in record.data for record in run.steps)
     assert sorted(run.tokens) == [1, 2]
     for rows in run.tokens.values():

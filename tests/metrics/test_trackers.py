@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from slipstream.config.tree import leaves
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics import tracker_mlflow
 from slipstream.metrics.loggers import (
@@ -29,7 +30,7 @@ from slipstream.metrics.loggers import (
     build_loggers,
     check_loggers,
 )
-from slipstream.metrics.tracker import RUN_FILE, BackgroundLogger, TrackedRun, Tracker, flat
+from slipstream.metrics.tracker import RUN_FILE, BackgroundLogger, TrackedRun, Tracker
 from tests.metrics.trackers import (
     imported_trackio,
     mlflow_client,
@@ -318,7 +319,7 @@ def test_names_and_values_as_mlflow_takes_them() -> None:
         "val-core/openai/gsm8k/acc/mean_at_8"
     )
     assert tracker_mlflow.key("a[0]=b") == "a_0__b"
-    assert dict(flat(CONFIG)) == {
+    assert dict(leaves(CONFIG)) == {
         "trainer.seed": 1, "trainer.logger": ["wandb"], "data.path": None, "data.kwargs": {},
     }  # fmt: skip
 

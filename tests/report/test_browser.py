@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 import pytest
@@ -86,10 +87,23 @@ def test_lines_can_be_hidden_and_drawn_over_time(show: Show, report: str) -> Non
         assert shown.complaints == []
 
 
+def test_the_smoothed_mean_and_its_interval(show: Show, report: str) -> None:
+    values: list[float | None] = [1e6 + 1, 1e6 + 2, None, 1e6 + 6, 1e6 + 6, 1e6 + 6]
+    with show(report) as shown:
+        found = shown.page.evaluate("y => smoothed(y, 3)", values)
+    window = [[0, 1], [0, 1], [1, 3], [3, 4], [3, 4, 5], [4, 5]]
+    for place, inside in enumerate(window):
+        known = [value for i in inside if (value := values[i]) is not None]
+        half = 1.96 * stdev(known) / len(known) ** 0.5
+        assert found["mean"][place] == pytest.approx(mean(known), abs=1e-6)
+        assert found["low"][place] == pytest.approx(mean(known) - half, abs=1e-6)
+        assert found["high"][place] == pytest.approx(mean(known) + half, abs=1e-6)
+
+
 def test_runs_are_overlaid(show: Show, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("plain", "drafted")]
     write_report(runs, tmp_path / "both.html")
     with show((tmp_path / "both.html").as_uri()) as shown:
         keys = shown.page.locator("#chart-reward .legend button").all_inner_texts()
-        assert [key.split("\n")[0].rstrip("0.5") for key in keys] == ["plain", "drafted"]
+        assert keys == ["plain\n0.5", "drafted\n0.5"]
         assert shown.complaints == []

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.report.ledger import gantt, ledger_of, step_parts
 from slipstream.report.read import Record, read_run
-from tests.report.made import STEP, make_run
+from tests.report.made import STEP, line, make_run
 
 
 def test_parts_are_each_measured_and_the_rest_is_told(tmp_path: Path) -> None:
@@ -65,6 +66,64 @@ def test_phases_that_are_no_steps_count_whole_and_only_once(tmp_path: Path) -> N
     assert ledger.parts["draft head before RL"] == 5.0
     assert ledger.parts["checkpoints"] == 0.5
     assert ("save_checkpoint", 21.0, 22.0) in gantt(run.processes)
+
+
+def lines_of(path: Path, *events: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+DIED = [
+    {"time": 0.0, "event": "start"},
+    {"time": 1.0, "event": "begin", "span": "rl"},
+    {"time": 31.0, "event": "end", "span": "rl", "seconds": 30.0},
+    {"time": 31.0, "event": "stop", "status": "TrainingError: x"},
+]
+GOES_ON = [
+    {"time": 100.0, "event": "start"},
+    {"time": 101.0, "event": "begin", "span": "rl"},
+    {"time": 110.0, "event": "end", "span": "rl", "seconds": 9.0},
+    {"time": 110.0, "event": "stop", "status": "finished"},
+]
+
+
+def test_steps_that_a_crash_lost_are_told(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=0)
+    # Of six steps and a half one is left; two more come from the next process.
+    records = [line(1, 5.5, STEP), line(2, 105.5, STEP), line(3, 110.0, STEP)]
+    (folder / "metrics.jsonl").write_text("".join(records))
+    lines_of(folder / "events.jsonl", *DIED, *GOES_ON)
+    ledger = ledger_of(read_run(folder))
+    assert ledger is not None
+    assert ledger.wall == 41.0
+    assert ledger.parts["work lost to a stop"] == pytest.approx(25.5)
+    assert ledger.parts["train policy"] == 6.0
+    assert ledger.parts["not measured"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_where_nothing_was_left_all_of_a_phase_is_lost(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=0)
+    (folder / "metrics.jsonl").write_text(line(1, 105.5, STEP) + line(2, 110.0, STEP))
+    lines_of(folder / "events.jsonl", *DIED, *GOES_ON)
+    ledger = ledger_of(read_run(folder))
+    assert ledger is not None
+    assert ledger.parts["work lost to a stop"] == 30.0
+    # One that was stopped by its user has lost nothing: it went on where it was.
+    stopped = [*DIED[:-1], {"time": 31.0, "event": "stop", "status": "interrupted"}]
+    lines_of(folder / "events.jsonl", *stopped, *GOES_ON)
+    ledger = ledger_of(read_run(folder))
+    assert ledger is not None
+    assert "work lost to a stop" not in ledger.parts
+
+
+def test_steps_of_an_earlier_version_are_nobodys(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=0)
+    old = line(1, 0.0, STEP).replace('"time": 0.0, ', "")
+    (folder / "metrics.jsonl").write_text(old * 9 + line(2, 105.5, STEP))
+    lines_of(folder / "events.jsonl", *GOES_ON)
+    ledger = ledger_of(read_run(folder))
+    assert ledger is not None
+    assert (ledger.wall, ledger.parts["train policy"]) == (10.0, 2.0)
+    assert ledger.parts["not measured"] >= 0
 
 
 def test_time_between_two_processes_is_nobodys(tmp_path: Path) -> None:

@@ -28,6 +28,24 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert run.tokens[4][0]["pieces"] == ["1", " +", " <b>"]
 
 
+def test_of_a_very_long_response_beginning_and_end_are_kept(tmp_path: Path) -> None:
+    folder, n = make_run(tmp_path), 30_000
+    row = sample(4) | {
+        "pieces": [f" {i}" for i in range(n)],
+        "log_probs": [-0.5] * n,
+        "drafted": "1" * n,
+        "masked": "0" * n,
+    }
+    (folder / "rollouts" / "tokens" / "4.jsonl").write_text(json.dumps(row) + "\n")
+    (shown,) = read_run(folder).tokens[4]
+    assert (shown["tokens"], shown["of_drafts"], shown["gap"]) == (n, n, 1500)
+    assert [shown["pieces"][i] for i in (1499, 1500, 1501, -1)] == [
+        " 1499", "\n[28000 tokens left out]\n", " 29500", " 29999",
+    ]  # fmt: skip
+    assert [len(shown[name]) for name in ("log_probs", "drafted", "masked")] == [2001] * 3
+    assert (shown["masked"].count("1"), shown["masked"][1500]) == (1, "1")
+
+
 def test_a_folder_without_a_run_is_refused_with_what_is_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,19 +59,25 @@ function axisOf(chart) {
   return usable(view.x) ? view.x : "step";
 }
 function windowOf(n) {
-  if (view.smooth === "auto") return Math.max(1, Math.floor(n / 12) | 1);
+  if (view.smooth === "auto") return Math.max(n < 6 ? 1 : 3, Math.floor(n / 12) | 1);
   return +view.smooth;
 }
 function smoothed(y, w) {
   // Mean of the w values around each place, and the 95 % interval of that mean.
-  const mean = [], low = [], high = [], reach = Math.floor(w / 2);
+  // By running sums, of differences from one value: squares of large numbers would lose it.
+  const mean = [], low = [], high = [], reach = Math.floor(w / 2), base = y.find((v) => v !== null) ?? 0;
+  const count = [0], sum = [0], squares = [0];
+  for (const v of y) {
+    const d = v === null ? 0 : v - base;
+    count.push(count.at(-1) + (v !== null)); sum.push(sum.at(-1) + d); squares.push(squares.at(-1) + d * d);
+  }
   for (let i = 0; i < y.length; i++) {
-    const part = y.slice(Math.max(0, i - reach), i + reach + 1).filter((v) => v !== null);
-    if (!part.length) { mean.push(null); low.push(null); high.push(null); continue; }
-    const m = part.reduce((a, b) => a + b, 0) / part.length;
-    const v = part.length > 1 ? part.reduce((a, b) => a + (b - m) ** 2, 0) / (part.length - 1) : 0;
-    const half = 1.96 * Math.sqrt(v / part.length);
-    mean.push(m); low.push(m - half); high.push(m + half);
+    const from = Math.max(0, i - reach), to = Math.min(y.length, i + reach + 1), n = count[to] - count[from];
+    if (!n) { mean.push(null); low.push(null); high.push(null); continue; }
+    const m = (sum[to] - sum[from]) / n;
+    const v = n > 1 ? Math.max(0, squares[to] - squares[from] - n * m * m) / (n - 1) : 0;
+    const half = 1.96 * Math.sqrt(v / n);
+    mean.push(base + m); low.push(base + m - half); high.push(base + m + half);
   }
   return { mean, low, high };
 }
@@ -277,10 +283,11 @@ function sampleCard(run, sample) {
     for (const on of text.querySelectorAll(".on")) on.classList.remove("on");
     event.target.classList.add("on");
     const p = sample.log_probs[i];
-    picked.textContent = `token ${+i + 1}: ${JSON.stringify(sample.pieces[i])}, ` + (sample.masked[i] === "1" ? "not written by the policy" : `log-prob ${p === null ? "not finite" : p} (probability ${p === null ? "–" : percent(Math.exp(p))})` + (sample.drafted[i] === "1" ? ", drafted and accepted" : ""));
+    const place = sample.gap !== null && +i > sample.gap ? sample.tokens - sample.pieces.length + +i + 1 : +i + 1;
+    picked.textContent = `token ${place}: ${JSON.stringify(sample.pieces[i])}, ` + (sample.masked[i] === "1" ? "not written by the policy" : `log-prob ${p === null ? "not finite" : p} (probability ${p === null ? "–" : percent(Math.exp(p))})` + (sample.drafted[i] === "1" ? ", drafted and accepted" : ""));
   };
   text.addEventListener("mouseover", tell); text.addEventListener("click", tell);
-  const drafted = [...sample.drafted].filter((c) => c === "1").length, n = sample.pieces.length;
+  const drafted = sample.of_drafts, n = sample.tokens;
   const meta = el("div", { class: "meta" }, D.runs.length > 1 ? el("span", {}, run.name) : null, el("span", {}, "step ", el("b", {}, String(sample.step))),
     el("span", {}, "reward ", el("b", {}, sample.failure ? "failed" : short(sample.score))), el("span", {}, `${n} tokens`),
     el("span", {}, n ? `${percent(drafted / n)} drafted` : ""), el("span", {}, sample.stop_reason ? `ended by ${sample.stop_reason.replace("_", " ")}` : sample.status),
@@ -348,7 +355,7 @@ function render() {
     select("smooth", "smooth", [["auto", "auto"], ["1", "off"], ["5", "5"], ["15", "15"], ["51", "51"]]),
     el("button", { onclick: setTheme, "aria-label": "light or dark" }, document.documentElement.dataset.theme === "dark" ? "Light" : "Dark"));
   for (const chart of D.charts) if (!flat(chart)) draw(chart, document.getElementById(`chart-${chart.id}`));
-  document.getElementById("foot").textContent = `Slipstream ${D.version}, ${new Date(1000 * D.made).toLocaleString()}${LIVE ? "; live" : ""}. Drag over a chart to zoom, double-click to zoom out, click a name to hide its line.`;
+  document.getElementById("foot").textContent = `Slipstream ${D.version}${LIVE ? ", live" : `, ${new Date(1000 * D.made).toLocaleString()}`}. Drag over a chart to zoom, double-click to zoom out, click a name to hide its line.`;
   scrollTo(0, y);
   document.documentElement.dataset.ready = "true";
 }
