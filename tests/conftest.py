@@ -20,6 +20,18 @@ settings.register_profile("slipstream", deadline=None, print_blob=True)
 settings.load_profile("slipstream")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own operations compute, as on a GPU."""

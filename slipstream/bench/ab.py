@@ -29,6 +29,7 @@ from slipstream.bench.timing import ratio, step_ratio
 from slipstream.bench.turns import SETTINGS, run_in_turns
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
+from slipstream.loops.build_policy import device_of
 from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
@@ -36,6 +37,10 @@ PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in cha
 
 PARTS = ("gen", "update_actor", "drafter", "sync")
 """Parts of a step whose share is shown."""
+
+DEVICE = "device"
+"""Setting of a row: where was computed. On a GPU runs are not the same to the last bit, for its
+libraries round otherwise for other numbers of rows."""
 
 ACCEPT_CURVE = "accept_length_by_tenth"
 """Setting of a row: tokens per verification in each tenth of the steps; empty without drafts."""
@@ -107,7 +112,8 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             if not number:
                 last = targets[PLAIN]
                 moved.append(nats_moved(start, policy_folder(last), last_rollouts(last)))
-    rows = [_row(bench, name, outcomes, head) for name in arms]
+    device = device_of(config).type
+    rows = [_row(bench, name, outcomes, head, device) for name in arms]
     return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
 
 
@@ -208,7 +214,11 @@ def curve(values: Sequence[float], points: int = 10) -> list[float]:
 
 
 def _row(
-    bench: AbBench, name: str, outcomes: Mapping[str, Sequence[Outcome]], head: Path | None
+    bench: AbBench,
+    name: str,
+    outcomes: Mapping[str, Sequence[Outcome]],
+    head: Path | None,
+    device: str,
 ) -> Row:
     mine, plain = outcomes[name], outcomes[PLAIN]
 
@@ -259,6 +269,7 @@ def _row(
             "steps": len(last.steps),
             "responses_sha256": last.responses,
             "weights_sha256": last.weights,
+            DEVICE: device,
             ACCEPT_CURVE: " ".join(f"{v:.2f}" for v in curve(last.values("spec/accept_length"))),
         },
     )

@@ -156,6 +156,12 @@ def add_flags(command: argparse.ArgumentParser) -> None:
         kind.add_argument(
             "--greedy", action="store_true", help="take the likeliest token instead of sampling"
         )
+    for kind in (rollout, speculation):
+        kind.add_argument(
+            "--device",
+            choices=["cpu", "cuda"],
+            help="where a trained policy decodes (default: cpu)",
+        )
     for kind in (rollout, decode, speculation):
         kind.add_argument("--rounds", metavar="N", type=positive, default=5, help="default: 5")
     for kind in (rollout, decode, trl, peers, train, speculation, lossless, export):
@@ -354,6 +360,12 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "four times as long",
     )
     speculation.add_argument(
+        "--no-selector",
+        dest="selectors",
+        action="store_false",
+        help="measure plans alone: a selector takes most of the time",
+    )
+    speculation.add_argument(
         "--heads",
         metavar="DIR",
         type=Path,
@@ -364,7 +376,8 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "--plan",
         metavar="PLAN",
         nargs="+",
-        help="of --heads: plans beside the selector (default: 1_1_2 3_1_4 5_1_6 7_1_8)",
+        help="plans to measure (default: those of docs/speculation.md; with --heads 1_1_2 3_1_4 "
+        "5_1_6 7_1_8, beside the selector)",
     )
 
 
@@ -519,8 +532,9 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
 
     if args.policy is not None:
         return _rollout_of_policy(args)
-    if args.spread is not None:
-        raise ConfigError("--spread is of a trained policy's rollout; give --policy, too")
+    for name in ("spread", "device"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is of a trained policy's rollout; give --policy, too")
     peers = ["hf"] if args.peer is None else args.peer
     if len(peers) != 1 or peers[0] not in PEERS:
         raise ConfigError(f"--peer {' '.join(peers)}: without --policy one of {', '.join(PEERS)}")
@@ -831,6 +845,7 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
         policy=args.policy,
         temperature=0.0 if args.greedy else 1.0,
         dtype=_settle_torch(args),
+        device=_device(args),
         rounds=args.rounds,
         peers=tuple(args.peer or ()),
         **{name: value for name, value in given.items() if value is not None},
@@ -860,20 +875,21 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
 
 def _speculation(args: argparse.Namespace) -> list[Row]:
     from slipstream.bench import grid, speculation
-    from slipstream.errors import ConfigError
+    from slipstream.inference.speculation.plan import DraftPlan
 
     bench = speculation.SpeculationBench(
         policy=args.policy,
         temperature=0.0 if args.greedy else 1.0,
         dtype=_settle_torch(args),
         rounds=args.rounds,
+        device=_device(args),
+        plans=tuple(map(DraftPlan.parse, args.plan or ())),
+        selectors=args.selectors,
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
     )
     if args.heads is not None:
         return _heads(args, bench)
-    if args.plan is not None:
-        raise ConfigError("--plan names plans that heads are compared by; give --heads, too")
     rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
@@ -887,11 +903,10 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
 def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     from slipstream.bench import heads
     from slipstream.errors import ConfigError
-    from slipstream.inference.speculation.plan import DraftPlan
 
-    if args.plot is not None:
-        raise ConfigError("--plot draws plans by batch size; leave out --heads")
-    fixed = heads.PLANS if args.plan is None else tuple(map(DraftPlan.parse, args.plan))
+    if args.plot is not None or not args.selectors:
+        raise ConfigError("--plot and --no-selector are of plans by batch size; leave out --heads")
+    fixed = bench.plans or heads.PLANS
     rows = heads.run_heads(bench, args.heads, partial(print, file=sys.stderr, flush=True), fixed)
     _print_heading("draft heads in turns", rows)
     print(heads.heads_table(rows), flush=True)
@@ -1000,11 +1015,13 @@ def _say_ab(rows: Sequence[Row]) -> bool:
         )
     summary = ab.summary(rows)
     same = summary["identical"] is True
-    print(
-        "  identical: responses, log-probs, rewards and final weights, bit for bit"
-        if same
-        else "  NOT identical: drafts have changed what was trained, a bug"
-    )
+    on_gpu = any(row.settings[ab.DEVICE] == "cuda" for row in rows)
+    if same:
+        print("  identical: responses, log-probs, rewards and final weights, bit for bit")
+    elif on_gpu:
+        print("  not identical: a GPU rounds otherwise for other numbers of rows")
+    else:
+        print("  NOT identical: drafts have changed what was trained, a bug")
     curves = {row.contender: row.settings[ab.ACCEPT_CURVE] for row in rows}
     if any(curves.values()):
         print("\n  tokens per verification, in each tenth of the steps")
@@ -1021,7 +1038,7 @@ def _say_ab(rows: Sequence[Row]) -> bool:
             f"  rollouts with trees allowed, over those with chains alone: {over:.3f}x; the median "
             f"of steps {by_step:.3f}x ±{error:.3f}"
         )
-    return same
+    return same or on_gpu
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:
@@ -1032,7 +1049,13 @@ def _settle_torch(args: argparse.Namespace) -> torch.dtype:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    return dtype_from_name(args.dtype, torch.device("cpu"))
+    return dtype_from_name(args.dtype, _device(args))
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    import torch
+
+    return torch.device(getattr(args, "device", None) or "cpu")
 
 
 def _print(title: str, rows: Sequence[Row]) -> None:
@@ -1049,7 +1072,8 @@ def _print_heading(title: str, rows: Sequence[Row]) -> None:
     versions = " ".join(f"{name} {number}" for name, number in machine.versions.items())
     flags = " ".join(machine.cpu_flags)
     compute = f"{first.dtype}, {first.threads} threads; " if first.threads is not None else ""
-    print(f"\n{title}: {compute}{machine.cpu} [{flags}], {machine.cores} cores; {versions}")
+    gpu = f"{machine.gpu}; " if machine.gpu else ""
+    print(f"\n{title}: {compute}{gpu}{machine.cpu} [{flags}], {machine.cores} cores; {versions}")
     theirs = {tuple(row.machine.versions.items()): None for row in rows}
     for others in [found for found in theirs if found != tuple(machine.versions.items())]:
         print("  beside it: " + " ".join(f"{name} {number}" for name, number in others))

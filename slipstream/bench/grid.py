@@ -11,7 +11,7 @@ Used by `command`; policy and settings are those of `speculation`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import exp
@@ -25,9 +25,9 @@ from slipstream.bench.record import Row, Spread, median_of
 from slipstream.bench.speculation import (
     PLAIN,
     SpeculationBench,
+    Tokens,
     check_same,
     make_eagle,
-    plans,
     row_of,
 )
 from slipstream.bench.trained import Responses, cut_to, load_trained, make_engine, natural_responses
@@ -55,21 +55,24 @@ TURN = 8
 SETTLED = 3
 """Of these so many are not counted: drafters catch up, and caches hold what was there before."""
 
+RECORDED = 48
+"""Steps of a plan in a row before its turns on a GPU (`engine.graph_shapes.Habits`)."""
+
 BATCH_TOKENS, LONGEST = 1024, 4
 """A batch of few requests makes so many tokens, but no response is more than so many times as long
 as it usually is. Requests that begin together end some steps apart, the more so the deeper drafts
 are: of ten steps that is much, and it says more about smaller batches than about this one."""
 
-_Tokens = list[list[int]]
-_Batches = Sequence[tuple[Responses, _Tokens]]
+_Batches = Sequence[tuple[Responses, Tokens]]
 """With the tokens that plain decoding writes."""
 _Floats = npt.NDArray[np.float64]
 
 
 def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     """For each batch size a row for plain decoding, each plan and the selector: of `LEARNERS` of
-    them the mean, each of which has decoded `LEARNED` steps of that size before."""
-    trained = load_trained(bench.policy)
+    them the mean, each of which has decoded `LEARNED` steps of that size before. Without selectors
+    a row for each plan, over steps without drafts of the same engine."""
+    trained = load_trained(bench.policy, bench.device)
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     rows = []
     for size in bench.batches:
@@ -87,8 +90,12 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             batch = Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
             batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
         fixed = _fixed_plans(bench, size, drafting, turns, batches)
+        if not bench.selectors:
+            rows += [_fixed_row(bench, size, length, plan, plan.over_off) for plan in fixed]
+            say(grid_table(rows))
+            continue
         found = _beside_the_best(bench, size, length, fixed, plain, drafting, turns, batches)
-        say(_summary(found))
+        say(f"{grid_table(found)}\n{_summary(found)}")
         rows += found
     return rows
 
@@ -119,11 +126,16 @@ def grid_table(rows: Sequence[Row]) -> str:
     cases = list(dict.fromkeys(row.case for row in rows))
     names = [name for name in dict.fromkeys(row.contender for row in rows) if name != SELECTOR]
     by_cell = {(row.case, row.contender): row.values for row in rows}
-    heading = "".join(f"{name:>9}" for name in names) + "   whole: best  selector   of the best"
+    heading = "".join(f"{name:>9}" for name in names)
+    if (cases[0], SELECTOR) in by_cell:
+        heading += "   whole: best  selector   of the best"
     lines = [f"  {'over plain':<12}{heading}"]
     for case in cases:
         cells = "".join(f"{by_cell[case, name]['over_plain']:9.2f}" for name in names)
-        mine = by_cell[case, SELECTOR]
+        mine = by_cell.get((case, SELECTOR))
+        if mine is None:
+            lines.append(f"  {case:<12}{cells}")
+            continue
         whole = f"{mine['best_over_plain']:14.2f}{mine['over_plain']:10.2f}"
         share = f"{mine['over_best_fixed']:8.3f} ±{mine['standard_error']:.3f}"
         lines.append(f"  {case:<12}{cells}{whole}{share}")
@@ -153,13 +165,13 @@ class _PlansInTurns:
     """`StrategySelector` by which plans take turns of `TURN` steps, there and back, and which keeps
     what full batches of `size` took."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, plans: Sequence[DraftPlan]) -> None:
         self._size = size
-        self._order = cycle([*plans(), *reversed(plans())])
+        self._order = cycle([*plans, *reversed(plans)])
         self._plan, self._steps = OFF, TURN
         # A list for each turn.
-        self.seconds: dict[DraftPlan, list[list[float]]] = {plan: [] for plan in plans()}
-        self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans()}
+        self.seconds: dict[DraftPlan, list[list[float]]] = {plan: [] for plan in plans}
+        self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans}
         """Tokens of a request, by step."""
 
     def begins(self, requests: int) -> int:
@@ -189,15 +201,17 @@ class _Batch:
 
     seconds: float
     stats: EngineStats
+    same: float
+    """Share of the tokens that plain decoding writes."""
 
     @classmethod
-    def by(cls, engine: Engine, batch: Responses, known: _Tokens) -> _Batch:
-        """Raises EngineError where it does not write the `known` tokens."""
+    def by(cls, bench: SpeculationBench, engine: Engine, batch: Responses, known: Tokens) -> _Batch:
+        """Raises EngineError where it does not write the `known` tokens (`check_same`)."""
         before, start = engine.stats(), perf_counter()
         written = [g.token_ids for g in engine.run(batch.requests)]
         seconds = perf_counter() - start
-        check_same("a draft plan", written, known)
-        return cls(seconds, engine.stats().since(before))
+        same = check_same(bench, "a draft plan", written, known)
+        return cls(seconds, engine.stats().since(before), same)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,20 +228,35 @@ class _Fixed:
         return _name(self.plan)
 
 
+def _warm_up(
+    bench: SpeculationBench,
+    engine: Engine,
+    turns: _Turns,
+    again: Iterator[tuple[Responses, Tokens]],
+) -> None:
+    """On a GPU: what a plan does often is recorded, and in turns with all others no plan does."""
+    for plan in bench.in_grid:
+        turns.whose, steps = PredefinedSelector(plan), 0
+        while steps < RECORDED:
+            steps += _Batch.by(bench, engine, *next(again)).stats.decode_steps
+
+
 def _fixed_plans(
     bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: _Batches
 ) -> list[_Fixed]:
     # Of few requests it takes more steps to know what is accepted. A batch has few full steps where
     # drafts are long.
     wanted = bench.rounds * max(10, 400 // size)
-    found = turns.whose = _PlansInTurns(size)
-    again = cycle(batches)
+    plans, again = bench.in_grid, cycle(batches)
+    if bench.device.type == "cuda":
+        _warm_up(bench, engine, turns, again)
+    found = turns.whose = _PlansInTurns(size, plans)
     while min(map(len, found.made.values())) < wanted:
-        _Batch.by(engine, *next(again))
+        _Batch.by(bench, engine, *next(again))
     whole = min(map(len, found.seconds.values()))
-    took = [[mean(turn or [np.nan]) for turn in found.seconds[p][:whole]] for p in plans()]
+    took = [[mean(turn or [np.nan]) for turn in found.seconds[p][:whole]] for p in plans]
     logs, _ = apart(np.log(took))
-    made = {plan: mean(found.made[plan]) for plan in plans()}
+    made = {plan: mean(found.made[plan]) for plan in plans}
     return [
         _Fixed(
             plan=plan,
@@ -235,8 +264,16 @@ def _fixed_plans(
             over_off=made[plan] / exp(longer - logs[0]),
             accept_length=made[plan],
         )
-        for plan, longer in zip(plans(), logs, strict=True)
+        for plan, longer in zip(plans, logs, strict=True)
     ]
+
+
+def _fixed_row(
+    bench: SpeculationBench, size: int, length: int, plan: _Fixed, over_plain: float
+) -> Row:
+    values = {"over_plain": over_plain, "accept_length": plan.accept_length}
+    case = f"batch {size}"
+    return row_of(bench, case, plan.name, plan.seconds, values, new_tokens=length)
 
 
 def _beside_the_best(
@@ -250,11 +287,11 @@ def _beside_the_best(
     batches: _Batches,
 ) -> list[Row]:
     best = max(fixed, key=lambda f: f.over_off)
-    learners = {f"{SELECTOR} {i}": CostModelSelector(plans()) for i in range(LEARNERS)}
+    learners = {f"{SELECTOR} {i}": CostModelSelector(bench.in_grid) for i in range(LEARNERS)}
     for turns.whose in learners.values():
         again, steps = cycle(batches), 0
         while steps < LEARNED:
-            steps += _Batch.by(drafting, *next(again)).stats.decode_steps
+            steps += _Batch.by(bench, drafting, *next(again)).stats.decode_steps
     strategies: dict[str, StrategySelector] = {
         _name(plan): PredefinedSelector(plan) for plan in dict.fromkeys([OFF, best.plan])
     }
@@ -266,7 +303,8 @@ def _beside_the_best(
         order = names[first:] + names[:first]
         for name in order if number % 2 == 0 else reversed(order):
             turns.whose = strategies.get(name, turns.whose)
-            done[name].append(_Batch.by(plain if name == PLAIN else drafting, *batch))
+            engine = plain if name == PLAIN else drafting
+            done[name].append(_Batch.by(bench, engine, *batch))
     logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
     longer = dict(zip(names, logs, strict=True))
     learned = mean(longer[name] for name in learners)
@@ -278,15 +316,7 @@ def _beside_the_best(
     mine = [batch for name in learners for batch in done[name]]
     return [
         row(PLAIN, _spread(done[PLAIN]), over_plain=1.0, accept_length=1.0),
-        *(
-            row(
-                plan.name,
-                plan.seconds,
-                over_plain=off_over_plain * plan.over_off,
-                accept_length=plan.accept_length,
-            )
-            for plan in fixed
-        ),
+        *(_fixed_row(bench, size, length, plan, off_over_plain * plan.over_off) for plan in fixed),
         row(
             SELECTOR,
             _spread(mine),
@@ -297,6 +327,7 @@ def _beside_the_best(
             standard_error=error * (1 + 1 / LEARNERS) ** 0.5,
             accept_length=mean(b.stats.accept_length for b in mine),
             on_fraction=mean(b.stats.on_fraction for b in mine),
+            same_tokens=mean(b.same for b in mine),
         ),
     ]
 

@@ -71,10 +71,12 @@ def run_heads(
     for what, named in (("--heads", heads), ("--plan", fixed)):
         if not named or len(set(named)) < len(named):
             raise ConfigError(f"{what} {' '.join(map(str, named))}: name each once")
-    trained = load_trained(bench.policy)
+    trained = load_trained(bench.policy, bench.device)
     config = trained.decoder.config
     theirs = {
-        str(folder): replace(trained, head=load_draft_head(head_folder(folder), config))
+        str(folder): replace(
+            trained, head=load_draft_head(head_folder(folder), config).to(bench.device)
+        )
         for folder in heads
     }
     took = {str(folder): training_of(folder) for folder in heads}
@@ -163,7 +165,7 @@ def _in_turns(
     rows = []
     for joined, (name, how) in keys.items():
         wall = times[joined].wall
-        check_same(joined, calls[joined].tokens, plain.tokens)
+        same = check_same(bench, joined, calls[joined].tokens, plain.tokens)
         values: dict[str, float | Spread] = {
             "tokens_per_second": Spread.of([tokens / seconds for seconds in wall]),
             "over_plain": ratio(times[f"{PLAIN} "].wall, wall),
@@ -171,6 +173,7 @@ def _in_turns(
                 [stats.accept_length for stats in calls[joined].stats[-bench.rounds :]]
             ),
         }
+        values["same_tokens"] = same
         training = took.get(name)
         if training is not None:
             values |= {"training_steps": training.steps, "training_seconds": training.seconds}

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from slipstream.bench.shapes import matmul_parameters
 from slipstream.models.config import ModelConfig
 
-_SIDE = 1536
+CPU = torch.device("cpu")
+
+_SIDE = {"cpu": 1536, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,26 +36,34 @@ class MachineRates:
     itemsize: int
 
 
-def measure_rates(dtype: torch.dtype, config: ModelConfig) -> MachineRates:
+def measure_rates(
+    dtype: torch.dtype, config: ModelConfig, device: torch.device = CPU
+) -> MachineRates:
     """Takes less than a second."""
-    a, b = torch.randn(2, _SIDE, _SIDE).unbind()
+    side = _SIDE[device.type]
+    a, b = torch.randn(2, side, side, device=device).unbind()
     c, d = a.to(dtype), b.to(dtype)
-    long = torch.ones(dtype.itemsize * sum(matmul_parameters(config)) // 4)
+    long = torch.ones(dtype.itemsize * sum(matmul_parameters(config)) // 4, device=device)
     return MachineRates(
-        flops=2 * _SIDE**3 / min(_seconds(lambda: a @ b), _seconds(lambda: c @ d)),
+        flops=2 * side**3 / min(_seconds(lambda: a @ b), _seconds(lambda: c @ d)),
         bytes=long.nbytes / _seconds(long.sum),
         itemsize=dtype.itemsize,
     )
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    call()
+def _seconds(call: Callable[[], Tensor]) -> float:
+    _until_done(call())
     found = []
     for _ in range(5):
         started = time.perf_counter()
-        call()
+        _until_done(call())
         found.append(time.perf_counter() - started)
     return median(found)
+
+
+def _until_done(result: Tensor) -> None:
+    if result.is_cuda:
+        torch.cuda.synchronize(result.device)
 
 
 def least_seconds(

@@ -26,9 +26,11 @@ import torch
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.drafters import LyingOracle, RightHead
 from slipstream.bench.record import Machine, Row, Spread, median_of, this_machine
+from slipstream.bench.rollout import same_tokens
 from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
+    CPU,
     LONG_TAIL,
     Responses,
     Trained,
@@ -39,6 +41,7 @@ from slipstream.bench.trained import (
 )
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.inference.engine import Engine
+from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.protocol import BATCH_LIMITS, EngineStats
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
@@ -77,11 +80,15 @@ FLOORS = {"whole": 1.7, "tail": 1.8}
 class SpeculationBench:
     """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
     responses of `new_tokens` or more in the grid, at least two different batches and
-    `least_responses` of each size. Raises ConfigError for impossible values."""
+    `least_responses` of each size, by `plans` (none: those of `plans()`) and without drafts, and by
+    `selectors` or not. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    plans: tuple[DraftPlan, ...] = ()
+    selectors: bool = True
     rounds: int = 5
     batch: int = 64
     spread: float = 16.0
@@ -92,6 +99,13 @@ class SpeculationBench:
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda: PyTorch finds no GPU here; give --device cpu")
+        if OFF in self.plans or len(set(self.plans)) < len(self.plans):
+            raise ConfigError(
+                f"--plan {' '.join(map(str, self.plans))}: name each once; no drafts are measured "
+                "anyway"
+            )
         if self.spread < LONG_TAIL:
             raise ConfigError(
                 f"--spread {self.spread:g}: a tail is long from {LONG_TAIL:g} times the median"
@@ -101,11 +115,18 @@ class SpeculationBench:
         if unknown:
             raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(known)}")
         wrong = [name for name in self.peers if name in SPECULATING]
+        if self.peers and self.device.type != "cpu":
+            raise ConfigError(f"--peer {self.peers[0]} decodes on the CPU; leave out --device")
         if wrong and self.temperature > 0:
             raise ConfigError(
                 f"{wrong[0]} is measured greedily only, for above temperature 0 its tokens are "
                 "wrong on a CPU; give --greedy"
             )
+
+    @property
+    def in_grid(self) -> list[DraftPlan]:
+        """Of the grid: OFF first."""
+        return [OFF, *self.plans] if self.plans else plans()
 
 
 def chains() -> list[DraftPlan]:
@@ -116,6 +137,9 @@ def chains() -> list[DraftPlan]:
 def plans() -> list[DraftPlan]:
     """Of the grid: chains, then trees."""
     return [*chains(), *map(DraftPlan.parse, TREES)]
+
+
+Tokens = Sequence[Sequence[int]]
 
 
 class Generator:
@@ -161,7 +185,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with
     chains of a head, with its trees too, with history, with both, with drafts that always are
     right, in the head's time and in none, and peers."""
-    trained = load_trained(bench.policy)
+    trained = load_trained(bench.policy, bench.device)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     chosen = long_tailed(natural, bench.batch, bench.spread)
@@ -193,7 +217,8 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         engine = make_engine(trained, bench.dtype, proposer=proposer, selector=selector)
         generators[name] = Generator(engine, [chosen.requests], prepare)
     calls: dict[str, Callable[[], object]] = dict(generators)
-    calls["machine"] = lambda: rates.append(measure_rates(bench.dtype, trained.decoder.config))
+    config = trained.decoder.config
+    calls["machine"] = lambda: rates.append(measure_rates(bench.dtype, config, bench.device))
     with ExitStack() as stack:
         cpu_clocks: dict[str, Callable[[], float]] = {}
         machines: dict[str, Machine] = {}
@@ -215,7 +240,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
         # Two rounds to warm up: the selector measures in them.
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
     for name, generator in generators.items():
-        check_same(name, generator.tokens, generators[PLAIN].tokens)
+        check_same(bench, name, generator.tokens, generators[PLAIN].tokens)
     least = {
         name: _least(trained, rates[-bench.rounds :], chosen, drafts)
         for name, drafts in ((PLAIN, 0), (ORACLE, max(DEPTHS)))
@@ -223,7 +248,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     return [
         replace(
             _rollout_row(bench, name, times, generators, chosen, least.get(name, {})),
-            machine=machines.get(name, this_machine()),
+            machine=machines.get(name, _machine_of(bench)),
         )
         for name in (*generators, *bench.peers)
     ]
@@ -292,6 +317,7 @@ def _rollout_row(
         values["tail_speculative_over_plain"] = ratio(rates, plain.tail_rates(bench.rounds))
         values["accept_length"] = mine.accept_length(bench.rounds)
         values["on_fraction"] = mine.on_fraction(bench.rounds)
+        values["same_tokens"] = same_tokens(mine.tokens, plain.tokens)
     else:
         best = min(
             generators.keys() - {AGAIN, UNTRAINED, RIGHT_HEAD, ORACLE},
@@ -318,21 +344,32 @@ def _median(row: Row, name: str) -> float:
 
 
 def make_eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
-    """With the policy's head."""
-    return EagleProposer(trained.head, dtype=dtype, free_cache=False)
+    """With the policy's head, as rollouts have it."""
+    record = CudaRecorder() if trained.decoder.device.type == "cuda" else None
+    return EagleProposer(trained.head, dtype=dtype, free_cache=False, record=record)
 
 
 def _untrained(trained: Trained) -> Trained:
     """The policy, and a head as it is before training."""
     head = DraftHead(trained.decoder.config)
     head.init_weights(seed=0)
-    return replace(trained, head=head)
+    return replace(trained, head=head.to(trained.decoder.device))
 
 
-def check_same(name: str, written: object, plain: object) -> None:
-    """Raises EngineError where a contender wrote other tokens than plain decoding."""
-    if written != plain:
+def check_same(bench: SpeculationBench, name: str, written: Tokens, plain: Tokens) -> float:
+    """The share of tokens that are those of plain decoding: all of them on a CPU; on a GPU, whose
+    libraries round otherwise for other numbers of rows, responses part now and then.
+
+    Raises EngineError where a contender wrote other tokens on a CPU.
+    """
+    if bench.device.type == "cpu" and written != plain:
         raise EngineError(f"{name} wrote other tokens than plain decoding: a bug in the engine")
+    return same_tokens(written, plain)
+
+
+def _machine_of(bench: SpeculationBench) -> Machine:
+    cuda = bench.device.type == "cuda"
+    return this_machine(gpu=torch.cuda.get_device_name(bench.device) if cuda else "")
 
 
 def row_of(
@@ -354,7 +391,7 @@ def row_of(
         dtype=str(bench.dtype).removeprefix("torch.") if peer is None else peer.dtype,
         threads=torch.get_num_threads() if peer is None else peer.given_threads,
         seconds=seconds,
-        machine=this_machine(),
+        machine=_machine_of(bench),
         values=dict(values),
         settings={"policy": str(bench.policy), "temperature": bench.temperature, **settings},
     )

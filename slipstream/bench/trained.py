@@ -29,6 +29,8 @@ from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 CANDIDATES = 2048
 """Responses that a workload is chosen from."""
 
+CPU = torch.device("cpu")
+
 LONG_TAIL = 8.0
 """Longest response over the median: from here on a tail is called long."""
 
@@ -43,7 +45,7 @@ class Trained:
     max_model_len: int
 
 
-def load_trained(run: Path) -> Trained:
+def load_trained(run: Path, device: torch.device = CPU) -> Trained:
     """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one.
 
     Raises ConfigError where it is none, CheckpointError where its files cannot be used.
@@ -55,13 +57,13 @@ def load_trained(run: Path) -> Trained:
         )
     config: Config = load_config(file=run / CONFIG_FILE, notify=lambda _: None)
     policy = policy_folder(run)
-    decoder = load_checkpoint(policy)
+    decoder = load_checkpoint(policy, device=device)
     tokenizer = build.make_tokenizer(config, policy)
     task = build.make_task(config, tokenizer)
     prompts = build.validation_prompts(config, tokenizer, task, count=CANDIDATES)
     return Trained(
         decoder=decoder,
-        head=load_draft_head(head_folder(run / "draft"), decoder.config),
+        head=load_draft_head(head_folder(run / "draft"), decoder.config).to(device),
         prompts=[tuple(prompt.ids) for prompt in prompts],
         max_model_len=build.max_model_len(config),
     )
@@ -69,8 +71,8 @@ def load_trained(run: Path) -> Trained:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Requests, each of which ends by itself or is cut where `params.max_tokens` says, and the
-    lengths that their responses have."""
+    """Requests, and the lengths that their responses have: of themselves, or, once chosen, because
+    they are told to, for on a GPU other batches round to other tokens."""
 
     requests: Sequence[GenerateRequest]
     lengths: Sequence[int]
@@ -93,7 +95,7 @@ def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) 
 
 
 def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
-    """An engine for the policy, as rollouts on a CPU have it; `more` goes to `Engine`."""
+    """An engine for the policy, as rollouts have it; `more` goes to `Engine`."""
     settings = EngineSettings(
         max_model_len=trained.max_model_len, dtype=dtype, free_cache_engine=False
     )
@@ -119,7 +121,8 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
     # In the order of their prompts, which says nothing of their lengths.
     chosen.sort()
     picked = Responses(
-        [responses.requests[i] for i in chosen], [responses.lengths[i] for i in chosen]
+        [_of_length(responses.requests[i], responses.lengths[i]) for i in chosen],
+        [responses.lengths[i] for i in chosen],
     )
     if max(picked.lengths) < LONG_TAIL * median(picked.lengths):
         raise ConfigError(
@@ -140,5 +143,8 @@ def cut_to(responses: Responses, count: int, length: int) -> Responses:
             f"only {len(fitting)} of {len(responses.requests)} responses have {length} tokens, and "
             f"{count} are needed; lower --new-tokens or --batch"
         )
-    cut = [replace(r, params=replace(r.params, max_tokens=length)) for r in fitting[:count]]
-    return Responses(cut, [length] * count)
+    return Responses([_of_length(r, length) for r in fitting[:count]], [length] * count)
+
+
+def _of_length(request: GenerateRequest, length: int) -> GenerateRequest:
+    return replace(request, params=replace(request.params, max_tokens=length, ignore_eos=True))

@@ -33,7 +33,7 @@ def lanes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def callback(function: Callable[..., None]) -> Any:
-    """Compile a function over one address, now, as C would call it."""
+    """Compile a function over one address, now, as C would call it. Safe in any thread."""
     with _cached():
         signature = types.void(types.CPointer(types.int64))
         return cfunc(signature, cache=_folder() is not None)(function)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import torch
 from llvmlite import binding
@@ -73,13 +75,32 @@ def wait(parts):
         _barrier()
 
 
-def for_team(function: Callable[..., None]) -> int | None:
-    """Compile a function over the address of packed arguments; its own address, or None where
-    there is no team."""
-    if _gomp is None:
-        return None
-    address: int = callback(function).address
-    return address
+class Shared:
+    """A function over the address of packed arguments, for the team. Compiled at its first call:
+    all of them take minutes, and a run needs but some, on a GPU hardly any."""
+
+    __slots__ = ("_compiled", "_function", "_lock")
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        # It holds the code that the address is of.
+        self._compiled: Any = None
+        self._lock = Lock()
+
+    @property
+    def address(self) -> int:
+        """Where its code is."""
+        if self._compiled is None:
+            with self._lock:
+                if self._compiled is None:
+                    self._compiled = callback(self._function)
+        found: int = self._compiled.address
+        return found
+
+
+def for_team(function: Callable[..., None]) -> Shared:
+    """A function that `run` hands to the team."""
+    return Shared(function)
 
 
 @contextmanager
@@ -99,15 +120,13 @@ def by_itself(wanted: bool) -> Iterator[None]:
         _gomp.omp_set_num_threads(before)
 
 
-def run(
-    whole: Callable[..., None], shared: int | None, arguments: tuple[int, ...], work: int
-) -> None:
+def run(whole: Callable[..., None], shared: Shared, arguments: tuple[int, ...], work: int) -> None:
     """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
     else by the calling thread alone; `whole` where there is no team."""
-    if shared is None or _gomp is None:
+    if _gomp is None:
         whole(*arguments, 0, 1)
         return
     # Of one thread, too: `whole` would have to be compiled, or loaded, beside it.
     threads = torch.get_num_threads() if work >= SHARED_FROM else 1
     packed = (ctypes.c_int64 * len(arguments))(*arguments)
-    _gomp.GOMP_parallel(ctypes.c_void_p(shared), packed, threads, 0)
+    _gomp.GOMP_parallel(ctypes.c_void_p(shared.address), packed, threads, 0)

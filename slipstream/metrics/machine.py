@@ -24,9 +24,11 @@ class Machine:
     cores: int
     system: str
     versions: Mapping[str, str]
+    gpu: str = ""
+    """What computed, where that was a GPU."""
 
 
-def this_machine(versions_elsewhere: Mapping[str, str] | None = None) -> Machine:
+def this_machine(versions_elsewhere: Mapping[str, str] | None = None, *, gpu: str = "") -> Machine:
     """Processor, its features, and the versions in use; packages that are missing are left out. A
     peer in an environment of its own brings its `versions_elsewhere`."""
     fields = _cpu_fields()
@@ -44,6 +46,7 @@ def this_machine(versions_elsewhere: Mapping[str, str] | None = None) -> Machine
         cores=cores or 1,
         system=f"{platform.system()} {platform.machine()}",
         versions=versions_elsewhere or versions,
+        gpu=gpu,
     )
 
 

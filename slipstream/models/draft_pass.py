@@ -11,7 +11,6 @@ of the cache, K head width, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from slipstream.kernels.take_in import most_rows
 from slipstream.kernels.tree import WIDTH, tree, tree_numbers
-from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft_model import PackedDraft
@@ -162,30 +160,21 @@ class DraftPass:
         kv: Tensor,
         slots_NC: Tensor,
         num_keys: int,
-        *,
-        positions_NC: Tensor | None = None,
-        paths_NCP: Tensor | None = None,
     ) -> None:
         """`kv` (2, rows, H, S, K) is written to, rows 0 .. N-1; `slots_NC` says where the tokens of
         each column go and that they see the slots up to there; `num_keys` is beyond all of them.
-        On paths through draft trees (`kernels.paths`) they stand at `positions_NC`.
         """
         self._head, self._embedding = head, embedding_VD
-        positions = slots_NC if positions_NC is None else positions_NC
-        positions = positions.clamp(max=head.config.max_position_embeddings - 1)
+        positions = slots_NC.clamp(max=head.config.max_position_embeddings - 1)
         self._positions = positions
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
         if head.together is not None:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
-            places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
-            if positions_NC is not None:
-                places = replace(places, seen_M=positions_NC + 1, paths=paths_NCP)
-            self._places = places
+            self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
-            self._columns = _Columns(
-                head.config, head.eps, kv, slots_NC, positions, num_keys, paths_NCP
-            )
+            unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
+            self._columns = _Columns(head, kv, slots_NC, positions, unseen)
 
     def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
         """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
@@ -201,9 +190,67 @@ class DraftPass:
             out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
         else:
             assert self._columns is not None
-            attention = _ColumnAttention(self._columns, columns)
+            mask = self._columns.mask_NCS[:, columns]
+            attention = _ColumnAttention(self._columns, columns, columns, mask)
             out = head.step(ids_NT, states_NTD, self._embedding, attention)
         return out.view(n, T, -1)
+
+
+class LevelPass:
+    """The levels of draft trees, one after the other, by torch's operations. What they share is
+    computed once: to start an operation takes a GPU longer than it computes.
+
+    F tokens of each sequence are given at a level, A levels are given in all.
+    """
+
+    def __init__(
+        self,
+        head: PackedDraft,
+        embedding_VD: Tensor,
+        kv: Tensor,
+        ends_N: Tensor,
+        num_keys: int,
+        levels: int,
+        topk: int,
+    ) -> None:
+        """`kv` as in `DraftPass`; of each sequence `ends` slots are filled, which all see, and
+        `topk` a level come after them, `num_keys` beyond all."""
+        self._head, self._embedding, self._topk = head, embedding_VD, topk
+        device = kv.device
+        first_N1 = ends_N[:, None]
+        self._slots_NC = first_N1 + torch.arange(levels * topk, device=device)
+        positions_NA = first_N1 + torch.arange(levels, device=device)
+        positions_NA = positions_NA.clamp(max=head.config.max_position_embeddings - 1)
+        unseen_N1S = torch.arange(num_keys, device=device) >= first_N1[:, :, None]
+        self._columns = _Columns(head, kv, self._slots_NC, positions_NA, unseen_N1S)
+        self._mask_NFS = _additive(unseen_N1S, kv.dtype)
+
+    def run(self, level: int, ids_NF: Tensor, states_NFD: Tensor, parents_NF: Tensor) -> Tensor:
+        """Next states (N, F, D) of `ids_NF` at `level`, each from the state before it; it sees
+        what its parent sees, by the number of that in the level before, and itself."""
+        n, T = ids_NF.shape
+        columns = slice(level * self._topk, level * self._topk + T)
+        if level:
+            self._mask_NFS = of_parents(self._mask_NFS, parents_NF)
+        else:
+            self._mask_NFS = self._mask_NFS.expand(-1, T, -1)
+        own_NF1 = self._slots_NC[:, columns, None]
+        self._mask_NFS = self._mask_NFS.scatter(2, own_NF1, 0.0)
+        heads = self._head.config.num_kv_heads
+        mask = self._mask_NFS.repeat_interleave(heads, 0) if heads > 1 else self._mask_NFS
+        attention = _ColumnAttention(self._columns, columns, slice(level, level + 1), mask)
+        out = self._head.step(ids_NF, states_NFD, self._embedding, attention)
+        return out.view(n, T, -1)
+
+
+def of_parents(x_NFX: Tensor, parents_NG: Tensor) -> Tensor:
+    """(N, F, X) -> (N, G, X): of each node what its parent has."""
+    return x_NFX.gather(1, parents_NG[..., None].expand(-1, -1, x_NFX.shape[-1]))
+
+
+def _additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device)
+    return mask.masked_fill_(unseen, float("-inf"))
 
 
 class _Columns:
@@ -211,27 +258,17 @@ class _Columns:
 
     def __init__(
         self,
-        config: ModelConfig,
-        eps: Tensor,
+        head: PackedDraft,
         kv: Tensor,
         slots_NC: Tensor,
         positions_NC: Tensor,
-        num_keys: int,
-        paths_NCP: Tensor | None,
+        unseen_NCS: Tensor,
     ) -> None:
         _, rows, heads, slots, width = kv.shape
-        n = len(slots_NC)
-        self.config, self.eps = config, eps
-        self.cos, self.sin = rope_at(positions_NC, config, kv.dtype)
-        slot_S = torch.arange(num_keys, device=kv.device)
-        if paths_NCP is None:
-            unseen = slot_S > slots_NC[:, :, None]
-        else:
-            # What a path is too short for is slot 0, which all see.
-            unseen = slot_S >= paths_NCP[..., :1]
-            unseen = unseen.scatter(2, paths_NCP[..., 1:], False)
-        mask = torch.zeros(unseen.shape, dtype=kv.dtype, device=kv.device)
-        mask.masked_fill_(unseen, float("-inf"))
+        n, num_keys = len(slots_NC), unseen_NCS.shape[-1]
+        self.config, self.eps = head.config, head.eps
+        self.cos, self.sin = rope_at(positions_NC, head.config, kv.dtype)
+        mask = _additive(unseen_NCS, kv.dtype)
         self.mask_NCS = mask.repeat_interleave(heads, 0) if heads > 1 else mask
         self.lines = kv.view(-1, width)
         first = torch.arange(n * heads, device=kv.device).view(n, 1, heads) * slots
@@ -244,21 +281,25 @@ class _Columns:
 class _ColumnAttention:
     """`Attention` of some columns by torch's operations."""
 
-    def __init__(self, shared: _Columns, columns: slice) -> None:
-        self._shared, self._columns = shared, columns
+    def __init__(
+        self, shared: _Columns, columns: slice, positions: slice, mask_NTS: Tensor
+    ) -> None:
+        """At some of the positions that have been turned to; a mask for each key-value head."""
+        self._shared, self._columns, self._positions = shared, columns, positions
+        self._mask = mask_NTS
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
         s, b = self._shared, self._columns
         Q, H, K = s.config.num_heads, s.config.num_kv_heads, s.config.head_dim
-        cos, sin = s.cos[:, b], s.sin[:, b]
-        n, T = cos.shape[:2]
+        cos, sin = s.cos[:, self._positions], s.sin[:, self._positions]
+        n, T = len(cos), b.stop - b.start
         qk, v = qkv.view(n, T, Q + 2 * H, K).split_with_sizes([Q + H, H], 2)
         if norms is not None:
             qk = rms_norm(qk, norms, s.eps)
         q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
         s.lines.index_copy_(0, s.index[:, :, b].flatten(), torch.cat([k, v]).view(-1, K))
         grouped = q.view(n, T, H, Q // H, K).permute(0, 2, 3, 1, 4).reshape(n * H, -1, K)
-        mask = s.mask_NCS[:, b]
+        mask = self._mask
         if T > 1:
             mask = mask.repeat(1, Q // H, 1)
         scores = torch.baddbmm(mask, grouped, s.keys, alpha=K**-0.5)

@@ -30,6 +30,18 @@ class Candidates:
     gaps_NW: npt.NDArray[np.float64]
     """By how much the scores of the best tokens of the first level are below the first one's."""
 
+    def best_of_each(
+        self, drafts: int, least: float = -np.inf
+    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
+        """The `drafts` best of each request: for where rows are filled up to a matrix, as wide as
+        the widest, and cost the same whether they are used or not. Otherwise as `best`."""
+        for n in range(len(self.scores_NC)):
+            row = slice(n, n + 1)
+            one = Candidates(
+                self.tokens_NC[row], self.parents_NC[row], self.scores_NC[row], self.gaps_NW[row]
+            )
+            yield from one.best(drafts, least)
+
     def best(
         self, drafts: int, least: float = -np.inf
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:

@@ -78,8 +78,9 @@ def test_what_a_rollout_cannot_be_asked_for(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--plan 5_1_6", "--plan names plans that heads are compared by; give --heads, too"),
-        ("--heads a b --plot x.png", "--plot draws plans by batch size; leave out --heads"),
+        ("--plan 5_1_6 5_1_6", "--plan 5_1_6 5_1_6: name each once"),
+        ("--plan 0_0_1", "no drafts are measured anyway"),
+        ("--heads a b --plot x.png", "--plot and --no-selector are of plans by batch size; leave"),
         ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
         ("--heads a a", "--heads a a: name each once"),
     ],

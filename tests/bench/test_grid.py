@@ -14,9 +14,11 @@ import torch
 
 from slipstream.bench import grid, trained
 from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, run_grid
+from slipstream.bench.record import median_of
 from slipstream.bench.speculation import PLAIN, TREES, SpeculationBench, plans
 from slipstream.bench.trained import Responses, Trained
-from slipstream.inference.speculation.plan import OFF
+from slipstream.errors import ConfigError
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import StepRecord
 from slipstream.models.draft_head import DraftHead
 from tests.inference.helpers import shared_decoder
@@ -28,7 +30,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     head.init_weights(1)
     prompts = [(3, 4, 5 + i) for i in range(8)]
     toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(grid, "load_trained", lambda folder: toy)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device: toy)
     monkeypatch.setattr(grid, "LEARNED", 20)
     bench = SpeculationBench(
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
@@ -52,6 +54,33 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     assert natural.lengths == [37] * 8
 
 
+def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    prompts = [(3, 4, 5 + i) for i in range(4)]
+    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device: toy)
+    chain, tree = DraftPlan.parse("3_1_4"), DraftPlan.parse("2_2_4")
+    bench = SpeculationBench(
+        policy=Path("toy"),
+        rounds=1,
+        batches=(2,),
+        new_tokens=30,
+        least_responses=2,
+        plans=(chain, tree),
+        selectors=False,
+    )
+    rows = run_grid(bench, print)
+    assert [row.contender for row in rows] == ["off", "3_1_4", "2_2_4"]
+    lengths = [median_of(row.values["accept_length"]) for row in rows]
+    assert [length > 1 for length in lengths] == [False, True, True]
+    assert rows[0].values["over_plain"] == 1.0
+    assert grid_table(rows).splitlines()[0].split() == ["over", "plain", "off", "3_1_4", "2_2_4"]
+    with pytest.raises(ConfigError, match="3_1_4 3_1_4: name each once"):
+        replace(bench, plans=(chain, chain))
+
+
 def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
     bench, long = SpeculationBench(policy=Path("toy")), Responses([], [613] * 20 + [200] * 30)
     lengths = [grid._length(bench, long, size, 20) for size in (1, 4, 8, 16, 64)]
@@ -61,7 +90,7 @@ def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
 
 
 def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
-    turns = grid._PlansInTurns(2)
+    turns = grid._PlansInTurns(2, plans())
     told = []
     for step in range(2 * len(plans()) * TURN):
         plan = turns.select(2)
@@ -113,7 +142,7 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
     decoder = shared_decoder()
     head = DraftHead(decoder.config)
     toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
-    monkeypatch.setattr(grid, "load_trained", lambda folder: toy)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device: toy)
     make = trained.make_engine
     seeds = iter(range(100))
 

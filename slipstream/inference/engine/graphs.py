@@ -3,8 +3,8 @@
 A step is hundreds of small operations, and to start them takes the CPU longer than a GPU needs to
 compute them in all but the largest models. A recording starts them all at once. It is fixed to
 shapes and addresses, so a step is computed with requests, rows and keys rounded up to a few sizes
-(those beyond are padding that nothing looks at), and recordings end with the memory or the weights
-that they were made for. `graph_shapes` says which there are. Used by `runner`.
+(those beyond are padding that nothing looks at), and recordings end with the memory that they were
+made for; weights are renewed in place. `graph_shapes` says which there are. Used by `runner`.
 
 Shapes: N requests, W rows of each, P the longest path through a draft tree, F width of states.
 """
@@ -60,8 +60,8 @@ class DecodeGraphs:
         return sorted(self._steps)
 
     def clear(self) -> None:
-        """Let go of all recordings, and of the memory that they hold: other weights come, or the
-        store gives its memory back."""
+        """Let go of all recordings, and of the memory that they hold: the store gives its own
+        back."""
         if self._data is None:
             return
         self._data = None
@@ -133,6 +133,8 @@ def _values(step: Verification, size: int) -> list[Tensor]:
     zeros, in rows of the store that nobody holds; rows of padding have slots of their own, and
     those of trees see the first slot."""
     slots = step.slots_BT
-    more = torch.arange(1, 1 + size - slots.shape[1], device=slots.device)
-    values = [step.ids_BT, torch.cat([slots, slots[:, -1:] + more], 1)]
+    if size > slots.shape[1]:
+        more = torch.arange(1, 1 + size - slots.shape[1], device=slots.device)
+        slots = torch.cat([slots, slots[:, -1:] + more], 1)
+    values = [step.ids_BT, slots]
     return values if step.paths is None else [*values, step.positions_BT, step.paths]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,11 +161,16 @@ class KVStore:
         """Copy keys and values within their rows, in the given order: row, slot, and slot to copy
         them to. No slot is read after it was written."""
         layers, _, rows, heads, slots, width = self.data.shape
-        wanted = torch.tensor(moves)
         if not takes_sequences_in_a_row(self._config, self._dtype, self._device):
-            row, source, target = wanted.to(self._device).unbind(1)
-            self.data[:, :, row, :, target] = self.data[:, :, row, :, source]
+            # As lines of one layer's keys or values: two operations, each over all layers.
+            row_M, source_M, target_M = np.array(moves).T
+            first_MH = (row_M[:, None] * heads + np.arange(heads)) * slots
+            index = [(first_MH + slot_M[:, None]).ravel() for slot_M in (source_M, target_M)]
+            source, target = torch.from_numpy(np.stack(index)).to(self._device)
+            lines = self.data.view(2 * layers, rows * heads * slots, width)
+            lines.index_copy_(1, target, lines.index_select(1, source))
             return
+        wanted = torch.tensor(moves)
         move_slots(
             self.data.data_ptr(),
             *(layers, rows, heads, slots, width, self._dtype.itemsize),

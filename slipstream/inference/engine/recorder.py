@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, compute: Callable[[], tuple[Tensor, ...]]) -> Recorded:
         """See `Recorder`."""
@@ -55,7 +57,11 @@ class CudaRecorder:
                 compute()
         torch.cuda.current_stream().wait_stream(aside)
         before = _free_bytes()
+        if not self._graphs:
+            # With its last graph a pool is gone for good.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.add(graph)
         with torch.cuda.graph(graph, pool=self._pool):
             results = compute()
         return Recorded(results, graph.replay, max(0, before - _free_bytes()))
@@ -78,14 +84,21 @@ class Inputs:
         """Buffers of `shapes` for such `values`, which are put there."""
         pairs = zip(shapes, values, strict=True)
         self.buffers = tuple(value.new_empty(shape) for shape, value in pairs)
+        self._last: Sequence[Tensor | None] = [None] * len(values)
         self.fill(values)
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Replace what is there."""
-        for buffer, value in zip(self.buffers, values, strict=True):
-            if buffer.shape != value.shape:
-                buffer.zero_()
+        """Replace what is there. Nobody may write to `values` afterwards: the same tensor is not
+        copied twice in a row."""
+        for buffer, value, last in zip(self.buffers, values, self._last, strict=True):
+            if value is last:
+                continue
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+                continue
+            buffer.zero_()
             buffer[tuple(map(slice, value.shape))] = value
+        self._last = values
 
 
 class RecordedMemory:

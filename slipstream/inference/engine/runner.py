@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.inference.engine.choice_graphs import ChoiceGraphs
 from slipstream.inference.engine.graph_shapes import ROWS, Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
 from slipstream.inference.engine.kv_cache import (
@@ -20,7 +21,7 @@ from slipstream.inference.engine.kv_cache import (
     PrefillView,
     row_places,
 )
-from slipstream.inference.engine.recorder import CudaRecorder
+from slipstream.inference.engine.recorder import CudaRecorder, Recorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
 from slipstream.models.cpu_attention import KeyPlaces
@@ -32,6 +33,7 @@ from slipstream.models.decoder import (
 )
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
+from slipstream.models.renew import renew
 from slipstream.sampling.choose import Choice, SamplingRows, choose
 from slipstream.types import WeightUpdate
 
@@ -56,8 +58,15 @@ class Runner:
         self.device = decoder.device
         self._decoder = decoder
         self._pack()
-        recorded = self.device.type == "cuda" and not eager
-        self.graphs = DecodeGraphs(CudaRecorder(), taps, choices) if recorded else None
+        self.graphs: DecodeGraphs | None = None
+        self.choice_graphs: ChoiceGraphs | None = None
+        if self.device.type == "cuda" and not eager:
+            self.record(CudaRecorder(), choices)
+
+    def record(self, recorder: Recorder, choices: Choices | None = None) -> None:
+        """Have steps recorded from here on."""
+        self.graphs = DecodeGraphs(recorder, self.taps, choices)
+        self.choice_graphs = ChoiceGraphs(recorder, self.config.vocab_size)
 
     def _pack(self) -> None:
         with torch.no_grad():
@@ -81,14 +90,19 @@ class Runner:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the weights by tensors that `check` returned."""
-        self.forget_recordings()
         copy_tensors(self._decoder, tensors)
-        self._pack()
+        if self.graphs is None:
+            self._pack()
+            return
+        with torch.no_grad():
+            renew(self.packed, self._decoder.pack(self.dtype))
 
     def forget_recordings(self) -> None:
-        """The store is about to give its memory back, or the weights to change."""
+        """The store is about to give its memory back, and training needs theirs, too."""
         if self.graphs is not None:
             self.graphs.clear()
+        if self.choice_graphs is not None:
+            self.choice_graphs.clear()
 
     def prefill(
         self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
@@ -162,5 +176,10 @@ class Runner:
         rows: SamplingRows,
     ) -> Choice:
         """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
+        if self.choice_graphs is not None:
+            return self.choice_graphs.choose(self._choose, hidden_ND, positions_N, rows)
+        return self._choose(hidden_ND, positions_N, rows)
+
+    def _choose(self, hidden_ND: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
         logits = self.packed.lm_head(pad_rows(hidden_ND, self.tokens_multiple)).float()
         return choose(logits[: len(positions_N)], positions_N, rows)

@@ -97,20 +97,33 @@ def verification(
         placed = _Placed.of(trees, lengths)
         positions = placed.positions_M.reshape(-1, width)
         paths = placed.paths_MP.reshape(len(trees), width, -1)
+    ids_BT, slots_BT, positions_BT, following, *more = _put(
+        device,
+        np.array(ids + [[0] * width] * padding),
+        slots,
+        positions,
+        positions.reshape(-1)[: width * count] + 1,
+        *(() if paths is None else (paths,)),
+    )
     return Verification(
-        _put(device, np.array(ids + [[0] * width] * padding)),
-        _put(device, slots),
-        _put(device, positions),
-        _put(device, positions.reshape(-1)[: width * count] + 1),
+        ids_BT,
+        slots_BT,
+        positions_BT,
+        following,
         [width * i for i in range(count + 1)],
         max(lengths) + width - 1,
         min(lengths[:count]),
-        paths=None if paths is None else _put(device, paths),
+        paths=more[0] if more else None,
     )
 
 
-def _put(device: torch.device, numbers: Ints) -> Tensor:
-    return torch.from_numpy(numbers).to(device)
+def _put(device: torch.device, *arrays: Ints) -> list[Tensor]:
+    """To another device in one go: each transfer is waited for."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    together = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
+    parts = torch.split(together, [array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def _filled_up(tree: DraftTree, width: int) -> DraftTree:
@@ -149,14 +162,23 @@ def _row_by_row(
     counts = list(map(len, trees))
     placed = _Placed.of(trees, lengths)
     bent = not all(tree.is_chain for tree in trees)
+    ids_1M, slots_1M, positions_1M, following, rows_M, *more = _put(
+        device,
+        np.array([[token for tree in trees for token in tree.tokens]]),
+        placed.slots_M[None],
+        placed.positions_M[None],
+        placed.positions_M + 1,
+        placed.rows_M,
+        *((placed.paths_MP[None],) if bent else ()),
+    )
     return Verification(
-        _put(device, np.array([[token for tree in trees for token in tree.tokens]])),
-        _put(device, placed.slots_M[None]),
-        _put(device, placed.positions_M[None]),
-        _put(device, placed.positions_M + 1),
+        ids_1M,
+        slots_1M,
+        positions_1M,
+        following,
         [0, *accumulate(counts)],
         max(length + count - 1 for length, count in zip(lengths, counts, strict=True)),
         min(lengths),
-        _put(device, placed.rows_M),
-        _put(device, placed.paths_MP[None]) if bent else None,
+        rows_M,
+        more[0] if more else None,
     )

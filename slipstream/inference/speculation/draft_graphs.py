@@ -3,9 +3,9 @@
 
 To draft is several passes of one layer, each of some dozens of small operations, one after another:
 more than anything else it is the CPU starting them that a GPU waits for. What a head takes in
-before it drafts has a width of its own in each step, and is not recorded.
+before is the first of these passes, and filled up to what a plan may bring.
 
-Shapes: N requests, D hidden width.
+Shapes: N requests, D hidden width, W columns of what is taken in, F width of features.
 """
 
 from __future__ import annotations
@@ -35,10 +35,30 @@ class DraftInputs:
     scale: Tensor
 
 
-Drafting = Callable[[DraftBatch, DraftInputs, int], tuple[Tensor, ...]]
-"""From a batch, its inputs, and a number of slots beyond all that are used, drafts: tensors of N
+@dataclass(frozen=True, slots=True)
+class ToTakeIn:
+    """What waits to be taken in before: `numbers` (N, 2 + W) are the slots of each request that are
+    filled, how many tokens come, and these; `features` (N, W, F) those before them. Beyond the
+    tokens that come there is anything. And a scale of scores ()."""
+
+    numbers: Tensor
+    features: Tensor
+    scale: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.features.shape[1]
+
+
+Drafting = Callable[[DraftBatch, ToTakeIn, int], tuple[Tensor, ...]]
+"""From a batch, what waits, and a number of slots beyond all that are used, drafts: tensors of N
 rows. Of the batch it knows positions, keys, temperatures and weights alone, and to be recorded it
 must not wait for the device."""
+
+
+def most_columns(plan: DraftPlan) -> int:
+    """What a head takes in after a step by `plan`: a token after each draft that was right."""
+    return 1 + plan.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +89,7 @@ class DraftGraphs:
         self.replayed = 0
 
     def clear(self) -> None:
-        """Let go of all recordings: the head has other weights, or its cache gives its memory
-        back."""
+        """Let go of all recordings: the head's cache gives its memory back."""
         self._at = ()
         if self._drafts:
             self._drafts.clear()
@@ -82,19 +101,26 @@ class DraftGraphs:
         drafting: Drafting,
         batch: DraftBatch,
         plan: DraftPlan,
-        given: DraftInputs,
+        given: ToTakeIn,
         kv: Tensor,
         num_keys: int,
     ) -> tuple[Tensor, ...]:
         """What `drafting` gives, of a plan, into the cache `kv` (2, rows, H, S, K): by a recording,
-        where there is one. Then all levels are drafted, whatever a draft is worth."""
+        where there is one. Then all levels are drafted, whatever a draft is worth, and the next
+        drafts are written over these. There is room for as many columns as `most_columns` of the
+        plan."""
+        columns = most_columns(plan)
+        if given.width > columns:
+            # Requests that have just begun, or were not drafted for.
+            return drafting(batch, given, num_keys)
         at = tuple(t.data_ptr() for t in (kv, batch.policy.embedding, batch.policy.lm_head.weight))
         at = (*at, *kv.shape)
         if at != self._at:
             self.clear()
             self._at = at
         _, rows, _, slots, _ = kv.shape
-        N, settings = len(given.ends_N), batch.rows
+        N, settings = len(given.numbers), batch.rows
+        num_keys += columns - given.width
         requests = min(bucket_of_requests(N), rows)
         keys = min(_KEYS * bucket(-(-num_keys // _KEYS)), slots)
         law = settings.any_sampled, settings.any_greedy, settings.any_tempered
@@ -112,17 +138,18 @@ class DraftGraphs:
             return drafting(batch, given, num_keys)
         recording.recorded.replay()
         self.replayed += 1
-        return tuple(result[:N].clone() for result in recording.recorded.results)
+        return tuple(result[:N] for result in recording.recorded.results)
 
     def _recorded(
-        self, drafting: Drafting, batch: DraftBatch, given: DraftInputs, shape: _Shape
+        self, drafting: Drafting, batch: DraftBatch, given: ToTakeIn, shape: _Shape
     ) -> _Draft:
         values = _values(batch, given)
+        N, columns = shape.requests, most_columns(shape.plan)
+        wide = [(N, 2 + columns), (N, columns, given.features.shape[2]), ()]
         # Of padding all is zero: it goes to rows that nobody holds.
-        shapes = [(shape.requests, *value.shape[1:]) if value.ndim else () for value in values]
-        inputs = Inputs(shapes, values)
-        ends, hidden, scale, positions, keys, temperature = inputs.buffers
-        unused = torch.zeros_like(ends)
+        inputs = Inputs([*wide, *((N, *value.shape[1:]) for value in values[3:])], values)
+        numbers, features, scale, positions, keys, temperature = inputs.buffers
+        unused = torch.zeros_like(positions)
         settings = replace(
             batch.rows,
             keys_N2=keys,
@@ -133,11 +160,11 @@ class DraftGraphs:
             cuts=False,
         )
         steady = replace(batch, positions_N=positions, rows=settings, worth=0.0)
-        held = DraftInputs(ends, hidden, scale)
+        held = ToTakeIn(numbers, features, scale)
         return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))
 
 
-def _values(batch: DraftBatch, given: DraftInputs) -> list[Tensor]:
+def _values(batch: DraftBatch, given: ToTakeIn) -> list[Tensor]:
     rows = batch.rows
     drawn = [batch.positions_N, rows.keys_N2, rows.temperature_N]
-    return [given.ends_N, given.hidden_ND, given.scale, *drawn]
+    return [given.numbers, given.features, given.scale, *drawn]

@@ -22,7 +22,13 @@ from torch import Tensor
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.recorder import Recorder
-from slipstream.inference.speculation.draft_graphs import DraftGraphs, Drafting, DraftInputs
+from slipstream.inference.speculation.draft_graphs import (
+    DraftGraphs,
+    Drafting,
+    DraftInputs,
+    ToTakeIn,
+    most_columns,
+)
 from slipstream.inference.speculation.levels import chain_by_columns, tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
@@ -34,10 +40,12 @@ from slipstream.inference.speculation.waiting import (
     WaitingFeatures,
 )
 from slipstream.inference.weights import checked_tensors
+from slipstream.kernels.tree import WIDTH
 from slipstream.models.draft_model import DraftModel, PackedDraft
 from slipstream.models.draft_pass import DraftPass, Ints, TreeDrafter
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
+from slipstream.models.renew import renew
 from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 
@@ -85,6 +93,8 @@ class EagleProposer:
         # Of the trees that are being verified.
         self._judged: Candidates | None = None
         self._graphs = None if record is None else DraftGraphs(record)
+        # Of scores: the number, and it on the device.
+        self._scale: tuple[float, Tensor] | None = None
         self._short_of_memory = False
         self._free_cache = free_cache
 
@@ -169,9 +179,11 @@ class EagleProposer:
         what = "draft head update"
         copy_tensors(self._head, checked_tensors(self._head, update, self._dtype, what=what))
         with torch.no_grad():
-            self._packed = self._head.pack(self._dtype)
-        if self._graphs is not None:
-            self._graphs.clear()
+            packed = self._head.pack(self._dtype)
+        if self._graphs is None:
+            self._packed = packed
+        else:
+            renew(self._packed, packed)
         for row in self._rows.values():
             row.cached = 0
 
@@ -189,6 +201,8 @@ class EagleProposer:
         starts_N = np.array([row.cached for row in rows])
         ends_N = starts_N + waiting.counts_N
         width = int(waiting.counts_N.max())
+        if self._graphs is not None:
+            width = max(width, most_columns(plan))
         longest = int(starts_N.max()) + width + max(plan.steps - 1, 1) * plan.topk
         if not self._store.fits(len(rows), longest):
             self._say_short_of_memory(len(rows), longest)
@@ -219,7 +233,10 @@ class EagleProposer:
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
         self._judged = candidates
         # Of laws that are cut, too: what is cut off is seldom among the best.
-        best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
+        if in_one_call:
+            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
+        else:
+            best = candidates.best_of_each(plan.verify_tokens - 1, batch.least)
         return [
             DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
             for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
@@ -266,8 +283,8 @@ class EagleProposer:
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
 
-        def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
-            kv = self._store.data[0]
+        def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+            given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
             return (chain_by_columns(self._packed, kv, batch, given, num_keys, plan.steps),)
 
         (drafts,) = self._recorded(draft, batch, plan, starts_N, waiting)
@@ -278,12 +295,20 @@ class EagleProposer:
     ) -> Candidates:
         """Candidates of trees, by one call for each level."""
 
-        def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
+        def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+            given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
             shape = num_keys, plan.steps, plan.topk
-            return tree_by_levels(self._packed, self._store.data[0], batch, given, *shape)
+            parts = tree_by_levels(self._packed, kv, batch, given, *shape)
+            # All in one: each tensor that is fetched is waited for. Tokens are not rounded.
+            return (torch.cat([part.double() for part in parts], 1),)
 
-        parts = self._recorded(draft, batch, plan, starts_N, waiting)
-        return Candidates(*(part.cpu().numpy() for part in parts))
+        (together,) = self._recorded(draft, batch, plan, starts_N, waiting)
+        numbers = together.cpu().numpy()
+        wide = min(WIDTH, batch.policy.config.vocab_size)
+        tokens, parents, scores = np.split(numbers[:, :-wide], 3, 1)
+        return Candidates(
+            tokens.astype(np.int64), parents.astype(np.int64), scores, numbers[:, -wide:]
+        )
 
     def _recorded(
         self,
@@ -294,33 +319,36 @@ class EagleProposer:
         waiting: Waiting,
     ) -> tuple[Tensor, ...]:
         """What `drafting` gives after what waits; by a recording where there is one."""
-        hidden_ND = self._caught_up(batch, starts_N, waiting)
-        ends_N = starts_N + waiting.counts_N
-        device = hidden_ND.device
-        scale = torch.tensor(self._sureness.scale, dtype=torch.float64, device=device)
-        given = DraftInputs(torch.from_numpy(ends_N).to(device), hidden_ND, scale)
-        num_keys = int(ends_N.max()) + (plan.steps - 1) * plan.topk
+        ids_NW, features_NWF = waiting.padded()
+        device, width = features_NWF.device, ids_NW.shape[1]
+        numbers = np.concatenate([starts_N[:, None], waiting.counts_N[:, None], ids_NW], 1)
+        if self._scale is None or self._scale[0] != self._sureness.scale:
+            scale = self._sureness.scale
+            self._scale = scale, torch.tensor(scale, dtype=torch.float64, device=device)
+        waits = ToTakeIn(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
+        num_keys = int(starts_N.max()) + width + (plan.steps - 1) * plan.topk
         # Laws that are cut take as many tokens as there are.
         if self._graphs is None or batch.rows.cuts:
-            return drafting(batch, given, num_keys)
-        return self._graphs.draft(drafting, batch, plan, given, self._store.data[0], num_keys)
+            return drafting(batch, waits, num_keys)
+        return self._graphs.draft(drafting, batch, plan, waits, self._store.data[0], num_keys)
 
-    def _caught_up(self, batch: DraftBatch, starts_N: Ints, waiting: Waiting) -> Tensor:
-        """The head takes in what waits: the states (N, D) that it predicts next."""
-        ids_NT, features_NTF = waiting.padded()
-        states_NTD = self._packed.taken(features_NTF)
-        width = ids_NT.shape[1]
-        device = batch.positions_N.device
-        slots_NT = torch.from_numpy(starts_N[:, None] + np.arange(width)).to(device)
-        num_keys = int(starts_N.max()) + width
+    def _taken_in(self, batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> DraftInputs:
+        """What drafts begin with, once the head has taken in what waits."""
+        starts_N, counts_N = waits.numbers[:, 0], waits.numbers[:, 1]
+        ids_NW, width = waits.numbers[:, 2:], waits.width
+        states_NWD = self._packed.taken(waits.features)
+        slots_NW = starts_N[:, None] + torch.arange(width, device=starts_N.device)
         hidden: list[Tensor] = []
         for start in range(0, width, _COLUMNS):
             part = slice(start, start + _COLUMNS)
-            run = self._pass(batch, slots_NT[:, part], num_keys)
-            hidden.append(run.run(0, ids_NT[:, part], states_NTD[:, part]))
+            kv = self._store.data[0]
+            run = DraftPass(self._packed, batch.policy.embedding, kv, slots_NW[:, part], num_keys)
+            hidden.append(run.run(0, ids_NW[:, part].contiguous(), states_NWD[:, part]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
-        lasts_N = np.arange(len(starts_N)) * width + waiting.counts_N - 1
-        return all_hidden.flatten(0, 1)[torch.from_numpy(lasts_N).to(device)]
+        # Rows of padding have none.
+        lasts_N11 = (counts_N - 1).clamp(min=0)[:, None, None]
+        last_ND = all_hidden.gather(1, lasts_N11.expand(-1, 1, all_hidden.shape[-1]))[:, 0]
+        return DraftInputs(starts_N + counts_N, last_ND, waits.scale)
 
     def _as_read(self, features: Tensor) -> Tensor:
         """Rows one after another, for they may be read by address."""
@@ -331,10 +359,6 @@ class EagleProposer:
                 f"{wanted[0]} of {wanted[1]}: it taps the layers {list(self.taps)}"
             )
         return features.contiguous()
-
-    def _pass(self, batch: DraftBatch, slots_NC: Tensor, num_keys: int) -> DraftPass:
-        kv = self._store.data[0]
-        return DraftPass(self._packed, batch.policy.embedding, kv, slots_NC, num_keys)
 
     def _say_short_of_memory(self, rows: int, length: int) -> None:
         if not self._short_of_memory:

@@ -58,6 +58,8 @@ class Waiting:
     _sources: Sequence[Tensor]
     _source_T: Ints
     _line_T: Ints
+    _in_order: bool = False
+    """Whether the one source has features (N, W, D), those of a request first."""
 
     def addresses(self) -> Ints:
         """Where each feature lies in memory (T,): a line of numbers one after the other."""
@@ -65,22 +67,27 @@ class Waiting:
         source = self._sources[0]
         return first[self._source_T] + source.shape[-1] * source.element_size() * self._line_T
 
-    def padded(self) -> tuple[Tensor, Tensor]:
-        """Tokens (N, W) and features (N, W, D), those of a request first."""
+    def padded(self) -> tuple[Ints, Tensor]:
+        """Tokens (N, W) and features (N, W, D), those of a request first, anything beyond."""
+        counts_N = self.counts_N
+        if self._in_order:
+            features = self._sources[0]
+            ids = np.zeros(features.shape[:2], np.int64)
+            ids[np.arange(ids.shape[1]) < counts_N[:, None]] = self.tokens_T
+            return ids, features
         lines = [source.flatten(0, -2) for source in self._sources]
         starts = np.cumsum([0, *map(len, lines[:-1])])
         index_T = torch.from_numpy(starts[self._source_T] + self._line_T)
-        counts_N = self.counts_N
         N, W, T = len(counts_N), int(counts_N.max()), len(self.tokens_T)
         first_T = np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         place_T = np.repeat(np.arange(N), counts_N) * W + np.arange(T) - first_T
         device = lines[0].device
         to_T = torch.from_numpy(place_T).to(device)
-        ids = torch.zeros(N * W, dtype=torch.int64, device=device)
-        ids[to_T] = torch.from_numpy(self.tokens_T).to(device)
+        ids = np.zeros(N * W, np.int64)
+        ids[place_T] = self.tokens_T
         features = lines[0].new_zeros(N * W, lines[0].shape[-1])
         features[to_T] = torch.cat(lines)[index_T.to(device)]
-        return ids.view(N, W), features.view(N, W, -1)
+        return ids.reshape(N, W), features.view(N, W, -1)
 
 
 @dataclass(slots=True)
@@ -157,7 +164,12 @@ def _all_of(step: _Step) -> Waiting | None:
     lines = [n * width + i for n, count in enumerate(step.counts) for i in range(count)]
     tokens_T, line_T = np.array(step.tokens), np.array(lines)
     return Waiting(
-        np.array(step.counts), tokens_T, [step.features_NWD], np.zeros_like(line_T), line_T
+        np.array(step.counts),
+        tokens_T,
+        [step.features_NWD],
+        np.zeros_like(line_T),
+        line_T,
+        True,
     )
 
 

@@ -168,7 +168,7 @@ def test_an_idle_engine_holds_no_memory_of_recordings() -> None:
     assert kept() is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_cuda_graphs_write_what_eager_steps_write() -> None:
     decoder = make_decoder().cuda()
     eager = make_engine(decoder, torch.bfloat16, enforce_eager=True)

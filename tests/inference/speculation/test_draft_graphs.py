@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.engine.graph_shapes import OFTEN
-from slipstream.inference.speculation.draft_graphs import DraftGraphs, Drafting, DraftInputs
+from slipstream.inference.speculation.draft_graphs import (
+    DraftGraphs,
+    Drafting,
+    DraftInputs,
+    ToTakeIn,
+    most_columns,
+)
 from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
@@ -32,9 +38,14 @@ def models(seed: int = 0) -> tuple[PackedDecoder, PackedDraftHead]:
 
 
 def drafting(head: PackedDraftHead, kv: Tensor) -> Drafting:
-    """Trees of three levels, two of each followed: four slots in all."""
+    """Trees of three levels, two of each followed: four slots in all. They begin with the last
+    feature that comes."""
 
-    def draft(batch: DraftBatch, given: DraftInputs, num_keys: int) -> tuple[Tensor, ...]:
+    def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+        starts, counts = waits.numbers[:, 0], waits.numbers[:, 1]
+        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, 32)
+        hidden = waits.features.gather(1, last)[:, 0] + waits.numbers[:, 2:3] / 64
+        given = DraftInputs(starts + counts, hidden, waits.scale)
         return tree_by_levels(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
 
     return draft
@@ -60,11 +71,16 @@ def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
     )
 
 
-def inputs(count: int, step: int) -> DraftInputs:
+def inputs(count: int, step: int) -> ToTakeIn:
+    """After a step that brought up to as many tokens as the plan may, or fewer."""
     generator = torch.Generator().manual_seed(step)
-    hidden = torch.randn(count, 32, generator=generator)
-    ends = torch.randint(1, 40, (count,), generator=generator)
-    return DraftInputs(ends, hidden, torch.tensor(1.0 + step, dtype=torch.float64))
+    width = 1 + step % most_columns(PLAN)
+    features = torch.randn(count, width, 32, generator=generator)
+    starts = torch.randint(1, 36, (count, 1), generator=generator)
+    counts = torch.randint(1, width + 1, (count, 1), generator=generator)
+    ids = torch.randint(0, 64, (count, width), generator=generator)
+    scale = torch.tensor(1.0 + step, dtype=torch.float64)
+    return ToTakeIn(torch.cat([starts, counts, ids], 1), features, scale)
 
 
 def cache() -> Tensor:
@@ -76,7 +92,7 @@ def drafted(
 ) -> None:
     """Draft for five requests, and compare with drafts that were not recorded."""
     given, batch = inputs(5, step), batch_of(policy, 5, step)
-    num_keys = int(given.ends_N.max()) + 4
+    num_keys = int(given.numbers[:, 0].max()) + given.width + 4
     expected = drafting(head, kv.clone())(batch, given, num_keys)
     found = graphs.draft(drafting(head, kv), batch, PLAN, given, kv, num_keys)
     tokens, parents, scores, gaps = found

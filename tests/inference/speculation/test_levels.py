@@ -33,12 +33,9 @@ def candidates(parts: tuple[torch.Tensor, ...]) -> Candidates:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3, some tokens"])
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("steps", "topk"), [(1, 3), (4, 2), (3, 5)])
 @torch.no_grad()
-def test_trees_are_those_of_the_compiled_call(
-    steps: int, topk: int, compiled: bool, kind: str
-) -> None:
+def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, kind: str) -> None:
     decoder = make_decoder(num_layers=3)
     config = decoder.config
     head = make_head(kind, config)
@@ -73,7 +70,7 @@ def test_trees_are_those_of_the_compiled_call(
     batch = DraftBatch(
         request_ids=["a", "b", "c"], last=[0] * 3, positions_N=positions, rows=rows, policy=policy
     )
-    plain = packed if compiled else replace(packed, together=None)
+    plain = replace(packed, together=None)
     room = torch.zeros_like(kv)
     run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
     hidden = run.run(0, ids, plain.taken(features))[:, -1]
