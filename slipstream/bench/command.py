@@ -360,6 +360,13 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         "four times as long",
     )
     speculation.add_argument(
+        "--candidates",
+        metavar="N",
+        type=positive,
+        default=2048,
+        help="responses that those measured are chosen from (default: 2048)",
+    )
+    speculation.add_argument(
         "--no-selector",
         dest="selectors",
         action="store_false",
@@ -887,6 +894,7 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
         selectors=args.selectors,
         batches=tuple(args.batch),
         new_tokens=args.new_tokens,
+        candidates=args.candidates,
     )
     if args.heads is not None:
         return _heads(args, bench)

@@ -72,7 +72,7 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     """For each batch size a row for plain decoding, each plan and the selector: of `LEARNERS` of
     them the mean, each of which has decoded `LEARNED` steps of that size before. Without selectors
     a row for each plan, over steps without drafts of the same engine."""
-    trained = load_trained(bench.policy, bench.device)
+    trained = load_trained(bench.policy, bench.device, bench.candidates)
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     rows = []
     for size in bench.batches:

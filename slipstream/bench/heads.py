@@ -71,7 +71,7 @@ def run_heads(
     for what, named in (("--heads", heads), ("--plan", fixed)):
         if not named or len(set(named)) < len(named):
             raise ConfigError(f"{what} {' '.join(map(str, named))}: name each once")
-    trained = load_trained(bench.policy, bench.device)
+    trained = load_trained(bench.policy, bench.device, bench.candidates)
     config = trained.decoder.config
     theirs = {
         str(folder): replace(

@@ -30,6 +30,7 @@ from slipstream.bench.rollout import same_tokens
 from slipstream.bench.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.bench.trained import (
+    CANDIDATES,
     CPU,
     LONG_TAIL,
     Responses,
@@ -78,7 +79,7 @@ FLOORS = {"whole": 1.7, "tail": 1.8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
-    """`batch` responses in the rollout, the longest `spread` times the median; `batches` and
+    """Responses to `candidates` prompts are chosen from: `batch` of them in the rollout, the longest `spread` times the median; `batches` and
     responses of `new_tokens` or more in the grid, at least two different batches and
     `least_responses` of each size, by `plans` (none: those of `plans()`) and without drafts, and by
     `selectors` or not. Raises ConfigError for impossible values."""
@@ -95,10 +96,11 @@ class SpeculationBench:
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     new_tokens: int = 64
     least_responses: int = 24
+    candidates: int = CANDIDATES
     peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses")
+        check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses", "candidates")
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("--device cuda: PyTorch finds no GPU here; give --device cpu")
         if OFF in self.plans or len(set(self.plans)) < len(self.plans):
@@ -185,7 +187,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row
     """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with
     chains of a head, with its trees too, with history, with both, with drafts that always are
     right, in the head's time and in none, and peers."""
-    trained = load_trained(bench.policy, bench.device)
+    trained = load_trained(bench.policy, bench.device, bench.candidates)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     chosen = long_tailed(natural, bench.batch, bench.spread)

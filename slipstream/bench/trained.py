@@ -27,7 +27,7 @@ from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 CANDIDATES = 2048
-"""Responses that a workload is chosen from."""
+"""Responses that a workload is chosen from, unless told otherwise."""
 
 CPU = torch.device("cpu")
 
@@ -45,8 +45,9 @@ class Trained:
     max_model_len: int
 
 
-def load_trained(run: Path, device: torch.device = CPU) -> Trained:
-    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one.
+def load_trained(run: Path, device: torch.device = CPU, prompts: int = CANDIDATES) -> Trained:
+    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one. With so
+    many `prompts`, or as many as there are.
 
     Raises ConfigError where it is none, CheckpointError where its files cannot be used.
     """
@@ -60,7 +61,7 @@ def load_trained(run: Path, device: torch.device = CPU) -> Trained:
     decoder = load_checkpoint(policy, device=device)
     tokenizer = build.make_tokenizer(config, policy)
     task = build.make_task(config, tokenizer)
-    prompts = build.validation_prompts(config, tokenizer, task, count=CANDIDATES)
+    prompts = build.validation_prompts(config, tokenizer, task, count=prompts)
     return Trained(
         decoder=decoder,
         head=load_draft_head(head_folder(run / "draft"), decoder.config).to(device),
