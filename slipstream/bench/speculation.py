@@ -79,10 +79,10 @@ FLOORS = {"whole": 1.7, "tail": 1.8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
-    """Responses to `candidates` prompts are chosen from: `batch` of them in the rollout, the longest `spread` times the median; `batches` and
-    responses of `new_tokens` or more in the grid, at least two different batches and
-    `least_responses` of each size, by `plans` (none: those of `plans()`) and without drafts, and by
-    `selectors` or not. Raises ConfigError for impossible values."""
+    """Of responses to `candidates` prompts `batch` are in the rollout, the longest `spread` times
+    the median; `batches` and responses of `new_tokens` or more in the grid, at least two different
+    batches and `least_responses` of each size, by `plans` (none: those of `plans()`) and without
+    drafts, and by `selectors` or not. Raises ConfigError for impossible values."""
 
     policy: Path
     temperature: float = 1.0

@@ -45,9 +45,9 @@ class Trained:
     max_model_len: int
 
 
-def load_trained(run: Path, device: torch.device = CPU, prompts: int = CANDIDATES) -> Trained:
-    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one. With so
-    many `prompts`, or as many as there are.
+def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
+    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one. With
+    at `most` so many prompts.
 
     Raises ConfigError where it is none, CheckpointError where its files cannot be used.
     """
@@ -61,7 +61,7 @@ def load_trained(run: Path, device: torch.device = CPU, prompts: int = CANDIDATE
     decoder = load_checkpoint(policy, device=device)
     tokenizer = build.make_tokenizer(config, policy)
     task = build.make_task(config, tokenizer)
-    prompts = build.validation_prompts(config, tokenizer, task, count=prompts)
+    prompts = build.validation_prompts(config, tokenizer, task, count=most)
     return Trained(
         decoder=decoder,
         head=load_draft_head(head_folder(run / "draft"), decoder.config).to(device),

@@ -30,7 +30,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     head.init_weights(1)
     prompts = [(3, 4, 5 + i) for i in range(8)]
     toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, prompts: toy)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
     monkeypatch.setattr(grid, "LEARNED", 20)
     bench = SpeculationBench(
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
@@ -60,7 +60,7 @@ def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch
     head.init_weights(1)
     prompts = [(3, 4, 5 + i) for i in range(4)]
     toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, prompts: toy)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
     chain, tree = DraftPlan.parse("3_1_4"), DraftPlan.parse("2_2_4")
     bench = SpeculationBench(
         policy=Path("toy"),
@@ -142,7 +142,7 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
     decoder = shared_decoder()
     head = DraftHead(decoder.config)
     toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, prompts: toy)
+    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
     make = trained.make_engine
     seeds = iter(range(100))
 

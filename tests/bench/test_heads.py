@@ -43,7 +43,7 @@ def test_heads_have_a_row_for_each_plan_and_the_selector(
     )
     prompts = [(3, 4, 5 + i) for i in range(4)]
     toy = Trained(decoder=decoder, head=first, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(heads, "load_trained", lambda folder, device, prompts: toy)
+    monkeypatch.setattr(heads, "load_trained", lambda folder, device, most: toy)
     plans = [DraftPlan.chain(2), DraftPlan.parse("2_2_4")]
     rows = run_heads(bench(), [tmp_path / "first", tmp_path / "third"], print, plans)
     wanted: list[tuple[str, str | None]] = [(PLAIN, None)]

@@ -76,7 +76,7 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
     head.init_weights(1)
     prompts = [(3, 4, 5 + i) for i in range(40)]
     toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=400)
-    monkeypatch.setattr(speculation, "load_trained", lambda folder, device, prompts: toy)
+    monkeypatch.setattr(speculation, "load_trained", lambda folder, device, most: toy)
     engines: list[Engine] = []
 
     def made(*args: object, **settings: object) -> Engine:
