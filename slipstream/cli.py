@@ -377,6 +377,24 @@ def _run_watch(args: argparse.Namespace, _: list[str]) -> int:
     return serve(args.runs, args.port)
 
 
+def _doctor_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print the findings as JSON")
+    command.add_argument(
+        "--folder",
+        metavar="DIR",
+        type=Path,
+        default=Path(),
+        help="where runs are to be (default: the present folder)",
+    )
+    add_debug_flag(command)
+
+
+def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
+    from slipstream.loops.doctor import doctor
+
+    return doctor(args.folder, as_json=args.json)
+
+
 def _run_bench(args: argparse.Namespace, _: list[str]) -> int:
     return bench.run(args)
 
@@ -521,6 +539,17 @@ COMMANDS = (
   slipstream config trainer.resume_mode actor_rollout_ref.rollout""",
         flags=_config_flags,
         run=_run_config,
+    ),
+    Command(
+        name="doctor",
+        summary="say what is here, whether it is fine, and what to do where it is not",
+        usage="slipstream doctor [--json] [--folder DIR]",
+        examples="""\
+  slipstream doctor
+  slipstream doctor --json""",
+        flags=_doctor_flags,
+        run=_run_doctor,
+        takes_settings=False,
     ),
     Command(
         name="bench",

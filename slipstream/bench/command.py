@@ -1027,7 +1027,7 @@ def _say_ab(rows: Sequence[Row]) -> bool:
     if same:
         print("  identical: responses, log-probs, rewards and final weights, bit for bit")
     elif on_gpu:
-        print("  not identical: a GPU rounds otherwise for other numbers of rows")
+        print("  not identical, which a GPU's rounding may do; by how much is not looked at")
     else:
         print("  NOT identical: drafts have changed what was trained, a bug")
     curves = {row.contender: row.settings[ab.ACCEPT_CURVE] for row in rows}

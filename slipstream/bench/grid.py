@@ -43,6 +43,10 @@ from slipstream.inference.speculation.selector import (
 
 SELECTOR = "selector"
 
+OVER_PLAIN, OVER_OFF = "over_plain", "over_off"
+"""What a row's speed is over: an engine that never drafts, or steps without drafts of one that
+does, and keeps features for them."""
+
 LEARNERS = 3
 """Selectors that learn by themselves: one may be lucky in what it sees first."""
 
@@ -91,7 +95,9 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
         fixed = _fixed_plans(bench, size, drafting, turns, batches)
         if not bench.selectors:
-            rows += [_fixed_row(bench, size, length, plan, plan.over_off) for plan in fixed]
+            rows += [
+                _fixed_row(bench, size, length, plan, OVER_OFF, plan.over_off) for plan in fixed
+            ]
             say(grid_table(rows))
             continue
         found = _beside_the_best(bench, size, length, fixed, plain, drafting, turns, batches)
@@ -129,9 +135,10 @@ def grid_table(rows: Sequence[Row]) -> str:
     heading = "".join(f"{name:>9}" for name in names)
     if (cases[0], SELECTOR) in by_cell:
         heading += "   whole: best  selector   of the best"
-    lines = [f"  {'over plain':<12}{heading}"]
+    over = over_of(rows)
+    lines = [f"  {'over plain' if over == OVER_PLAIN else 'over off':<12}{heading}"]
     for case in cases:
-        cells = "".join(f"{by_cell[case, name]['over_plain']:9.2f}" for name in names)
+        cells = "".join(f"{by_cell[case, name][over]:9.2f}" for name in names)
         mine = by_cell.get((case, SELECTOR))
         if mine is None:
             lines.append(f"  {case:<12}{cells}")
@@ -140,6 +147,11 @@ def grid_table(rows: Sequence[Row]) -> str:
         share = f"{mine['over_best_fixed']:8.3f} ±{mine['standard_error']:.3f}"
         lines.append(f"  {case:<12}{cells}{whole}{share}")
     return "\n".join(lines)
+
+
+def over_of(rows: Sequence[Row]) -> str:
+    """Which of `OVER_PLAIN` and `OVER_OFF` the rows of plans have."""
+    return OVER_OFF if any(OVER_OFF in row.values for row in rows) else OVER_PLAIN
 
 
 class _Turns:
@@ -269,9 +281,9 @@ def _fixed_plans(
 
 
 def _fixed_row(
-    bench: SpeculationBench, size: int, length: int, plan: _Fixed, over_plain: float
+    bench: SpeculationBench, size: int, length: int, plan: _Fixed, over: str, times: float
 ) -> Row:
-    values = {"over_plain": over_plain, "accept_length": plan.accept_length}
+    values = {over: times, "accept_length": plan.accept_length}
     case = f"batch {size}"
     return row_of(bench, case, plan.name, plan.seconds, values, new_tokens=length)
 
@@ -316,7 +328,10 @@ def _beside_the_best(
     mine = [batch for name in learners for batch in done[name]]
     return [
         row(PLAIN, _spread(done[PLAIN]), over_plain=1.0, accept_length=1.0),
-        *(_fixed_row(bench, size, length, plan, off_over_plain * plan.over_off) for plan in fixed),
+        *(
+            _fixed_row(bench, size, length, plan, OVER_PLAIN, off_over_plain * plan.over_off)
+            for plan in fixed
+        ),
         row(
             SELECTOR,
             _spread(mine),

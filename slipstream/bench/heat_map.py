@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.bench.grid import SELECTOR
+from slipstream.bench.grid import OVER_OFF, OVER_PLAIN, SELECTOR, over_of
 from slipstream.bench.record import Row, median_of
 from slipstream.bench.speculation import PLAIN
 from slipstream.errors import DataError
 from slipstream.metrics.picture import INK, MUTED
+
+SLOWER = {OVER_PLAIN: "plain decoding", OVER_OFF: "without drafts"}
 
 _FASTEST = 2.0
 """Speed-up, and its inverse, from which on colours no longer change, where none is larger."""
@@ -26,10 +28,11 @@ def plot_grid(rows: Sequence[Row], out: Path) -> Path:
     A cell is a plan at a batch size: decode steps of it against plain decoding. The fastest plan of
     each batch size is framed. Raises DataError for rows that are not of a grid.
     """
+    over = over_of(rows)
     cells = {
-        (row.case, row.contender): median_of(row.values["over_plain"])
+        (row.case, row.contender): median_of(row.values[over])
         for row in rows
-        if row.contender not in (PLAIN, SELECTOR) and "over_plain" in row.values
+        if row.contender not in (PLAIN, SELECTOR) and over in row.values
     }
     if not cells:
         raise DataError("nothing to draw: no row holds a draft plan against plain decoding")
@@ -67,7 +70,7 @@ def plot_grid(rows: Sequence[Row], out: Path) -> Path:
     axes.spines[:].set_visible(False)
     axes.set_xlabel("draft plan: steps_topk_tokens to verify", fontsize=9, color=MUTED)
     axes.set_title(
-        "Decode steps, times as fast as plain decoding", loc="left", fontsize=11,
+        f"Decode steps, times as fast as {SLOWER[over]}", loc="left", fontsize=11,
         fontweight="bold", color=INK,
     )  # fmt: skip
     figure.tight_layout()

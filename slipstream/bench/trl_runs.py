@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -278,11 +279,17 @@ def run_round(
             ran[name] = Ran(folder / name)
             turns.append(_Timed(_TrlRun(process, ran[name], enough), ran[name]))
         say(f"round {number + 1} of {bench.rounds}: {', '.join(ran)} in turns, seed {seed}")
-        take_turns(turns)
+        take_turns(turns, partial(_say_turns, say, bench.steps))
     for name in arms:
         ran[name].steps = _steps_of(ran[name].folder)
         ran[name].weights = read_outcome(ran[name].folder).weights
     return ran, versions
+
+
+def _say_turns(say: Callable[[str], None], steps: int, turns: int) -> None:
+    """Now and then: a round takes many minutes."""
+    if turns % 10 == 0:
+        say(f"  {turns} turns; ours have {min(turns, steps)} of {steps} steps")
 
 
 def _arms(policy: Path) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ one's. Used by `ab` and `trl`.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import socket
 import subprocess
@@ -87,14 +88,20 @@ class TakesTurns(Protocol):
         ...
 
 
-def take_turns(runs: Sequence[TakesTurns]) -> None:
-    """A step of each, then the next one of each the other way round, until all have ended."""
-    while runs:
+def take_turns(
+    runs: Sequence[TakesTurns], taken: Callable[[int], None] = lambda turns: None
+) -> None:
+    """A step of each, then the next one of each the other way round, until all have ended. `taken`
+    is told how many turns each has had that goes on."""
+    for turns in itertools.count(1):
+        if not runs:
+            return
         left = [run for run in runs if run.take_turn()]
         for run in runs:
             if run not in left:
                 run.end()
         runs = left[::-1]
+        taken(turns)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """How the functions of this folder are compiled, and where the results are kept.
 
-Compiling all of them takes seconds, so machine code is cached on disk. Numba looks only at the file
-in which a function stands to see whether the cached code is of today; these functions are built
-into one another across files, so the cache lies in a folder named after the contents of them all.
+Compiling all of them takes a minute or two, so machine code is cached on disk. Numba looks only at
+the file in which a function stands to see whether the cached code is of today; these functions are
+built into one another across files, so the cache lies in a folder named after the contents of them
+all.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from numba import cfunc, config, njit, types
 
 from slipstream.kernels.processor import has_matrix_unit
+
+_one_at_a_time = RLock()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,12 +40,12 @@ def callback(function: Callable[..., None]) -> Any:
     """Compile a function over one address, now, as C would call it. Safe in any thread."""
     with _cached():
         signature = types.void(types.CPointer(types.int64))
-        return cfunc(signature, cache=_folder() is not None)(function)
+        return cfunc(signature, cache=cache_folder() is not None)(function)
 
 
 def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
     with _cached():
-        kept = _folder() is not None
+        kept = cache_folder() is not None
         options = {"cache": kept, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
         compiled: Callable[..., Any] = njit(**options)(function)
     return compiled
@@ -49,16 +53,17 @@ def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., 
 
 @contextmanager
 def _cached() -> Iterator[None]:
-    # Numba asks for the folder when a function is decorated.
-    before, config.CACHE_DIR = config.CACHE_DIR, _folder() or ""
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before
+    # Numba asks for the folder when a function is decorated. It is one for all threads.
+    with _one_at_a_time:
+        before, config.CACHE_DIR = config.CACHE_DIR, cache_folder() or ""
+        try:
+            yield
+        finally:
+            config.CACHE_DIR = before
 
 
 @cache
-def _folder() -> str | None:
+def cache_folder() -> str | None:
     """Where code is kept: NUMBA_CACHE_DIR, else beside this file, else in the home folder; None,
     with a warning, where none can be written."""
     digest = hashlib.sha256()
@@ -76,7 +81,7 @@ def _folder() -> str | None:
         if os.access(parent / name, os.W_OK):
             return str(parent / name)
     warnings.warn(
-        "compiled kernels cannot be kept, so that every start compiles them for some ten seconds: "
+        "compiled kernels cannot be kept, so that every start compiles them for a minute or two: "
         "set NUMBA_CACHE_DIR to a folder that can be written",
         stacklevel=2,
     )

@@ -77,7 +77,7 @@ def wait(parts):
 
 class Shared:
     """A function over the address of packed arguments, for the team. Compiled at its first call:
-    all of them take minutes, and a run needs but some, on a GPU hardly any."""
+    all of them take a minute or two, and a run needs but some, on a GPU hardly any."""
 
     __slots__ = ("_compiled", "_function", "_lock")
 

@@ -75,7 +75,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             backend.close()
             return huggingface_folder(resume)
     forget_after(run.validation_folder, done if resume is not None else None, prefix="sft_")
-    logger = run.logger("sft", total, done if resume is not None else None)
+    with run.span("setup"):
+        logger = run.logger("sft", total, done if resume is not None else None)
     engine: InferenceEngine | None = None
 
     async def after_step(step: int, metrics: dict[str, float]) -> bool:
@@ -214,10 +215,11 @@ class _RLPhase:
             run.progress.note(f"RL has all of its {self._total} steps")
             return True
         resumed_at = done if self._resume is not None else None
-        forget_after(self._rollout_folder, resumed_at)
-        forget_after(self._rollout_folder / TOKENS_FOLDER, resumed_at)
-        forget_after(run.validation_folder, resumed_at)
-        self._logger = logger = run.logger("rl", self._total, resumed_at)
+        with run.span("setup"):
+            forget_after(self._rollout_folder, resumed_at)
+            forget_after(self._rollout_folder / TOKENS_FOLDER, resumed_at)
+            forget_after(run.validation_folder, resumed_at)
+            self._logger = logger = run.logger("rl", self._total, resumed_at)
         receivers: list[WeightReceiver] = [self._engine]
         if self._published is not None:
             receivers.append(self._published)
@@ -226,6 +228,10 @@ class _RLPhase:
                 logger.log(0, await self._validate(0))
             if run.interrupt.requested:
                 return False
+            if self._drafter is not None:
+                # RL would do so; here it is not a part of the first step.
+                with run.span("setup"):
+                    await self._drafter.begin()
             run.progress.status(self._watch.status)
             history = await run_rl_training(
                 self._backend,

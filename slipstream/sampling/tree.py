@@ -107,10 +107,10 @@ class Branches:
 
 
 def best_branches(
-    trees: Sequence[Branches], drafts: int, least: float = -np.inf
+    trees: Sequence[Branches], drafts: int, least: float = -np.inf, *, most: float = np.inf
 ) -> list[list[int]]:
-    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own,
-    none with a score below `least`."""
+    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own, at
+    `most` so many, none with a score below `least`."""
     # In the order of scores and, among equals, of nodes: parents are never after their children.
     order = sorted(
         (-score, node, i)
@@ -119,6 +119,12 @@ def best_branches(
         if node and score >= least
     )
     kept = [[0] for _ in trees]
-    for _, node, i in order[: max(drafts, 0)]:
-        kept[i].append(node)
+    left = max(drafts, 0)
+    for _, node, i in order:
+        if not left:
+            break
+        # What follows a node that there is no room for finds none, either.
+        if len(kept[i]) <= most:
+            kept[i].append(node)
+            left -= 1
     return [sorted(nodes) for nodes in kept]

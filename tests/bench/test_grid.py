@@ -75,8 +75,8 @@ def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch
     assert [row.contender for row in rows] == ["off", "3_1_4", "2_2_4"]
     lengths = [median_of(row.values["accept_length"]) for row in rows]
     assert [length > 1 for length in lengths] == [False, True, True]
-    assert rows[0].values["over_plain"] == 1.0
-    assert grid_table(rows).splitlines()[0].split() == ["over", "plain", "off", "3_1_4", "2_2_4"]
+    assert rows[0].values["over_off"] == 1.0
+    assert grid_table(rows).splitlines()[0].split() == ["over", "off", "off", "3_1_4", "2_2_4"]
     with pytest.raises(ConfigError, match="3_1_4 3_1_4: name each once"):
         replace(bench, plans=(chain, chain))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.bench import turns
-from slipstream.bench.turns import run_in_turns
+from slipstream.bench.turns import run_in_turns, take_turns
 from slipstream.errors import EngineError
 
 RUN = """import sys
@@ -46,6 +46,28 @@ def letters(monkeypatch: pytest.MonkeyPatch, file: Path, code: str = RUN, **step
 
 def test_each_takes_a_step_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert letters(monkeypatch, tmp_path / "steps", a=3, b=5, c=3) == "abccbaabcbb"
+
+
+class Steps:
+    """Of which there are so many."""
+
+    def __init__(self, count: int) -> None:
+        self.left, self.ended = count, 0
+
+    def take_turn(self) -> bool:
+        self.left -= 1
+        return self.left > 0
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_turns_are_counted_until_none_goes_on() -> None:
+    told: list[int] = []
+    runs = [Steps(2), Steps(4)]
+    take_turns(runs, told.append)
+    assert told == [1, 2, 3, 4]
+    assert [run.ended for run in runs] == [1, 1]
 
 
 def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

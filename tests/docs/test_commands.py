@@ -4,6 +4,7 @@ parsers and, where it has settings, loaded and validated as a run would."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -46,6 +47,7 @@ PARSED = {
     "quickstart": "trains for minutes",
     "watch": "serves until Ctrl-C",
     "bench": "measures for minutes",
+    "doctor": "looks at all of this machine: tests/loops/test_doctor.py has it do so",
 }
 """Commands that are only parsed, and why; `ON_TINY` says which of them run nevertheless."""
 
@@ -95,7 +97,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "dump.jsonl").write_text(json.dumps(DUMP) + "\n")
     raw = folder / "downloads"
     for name, row in {
-        "gsm8k": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
+        "gsm8k/main": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
         "MATH": {"problem": "Half?", "solution": r"\boxed{\frac{1}{2}}", "level": "Level 1",
                  "type": "Algebra"},
     }.items():  # fmt: skip
@@ -139,7 +141,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
     """Nothing is trained, measured or served; each such call is kept."""
     calls = Stopped()
 
-    def keep(*arguments: Any) -> int:
+    def keep(*arguments: Any, **more: Any) -> int:
         calls.append(arguments)
         return 0
 
@@ -151,6 +153,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
         "slipstream.loops.draft_phase.main",
         "slipstream.report.watch.serve",
         "slipstream.bench.command.run",
+        "slipstream.loops.doctor.doctor",
     ):
         monkeypatch.setattr(name, keep)
     return calls
@@ -258,3 +261,27 @@ def test_targets_of_make_exist_and_run_commands_that_parse(
     text = done.stdout.replace("\\\n", " ")
     for line in re.findall(r"^\S*/(slipstream .*)$", text, flags=re.MULTILINE):
         assert call(line.split()) == 0, line
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
+def test_scripts_of_examples_run_commands_that_are_validated(
+    here: Path, stopped: Stopped, script: Path, tmp_path: Path
+) -> None:
+    program, told = tmp_path / "slipstream", tmp_path / "told"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >"{told}"\n')
+    program.chmod(0o755)
+    # A flag or a setting of the user's comes last.
+    more = "--rounds=3" if script.name == "bench_sd.sh" else "trainer.seed=3"
+    own = ("RUN", "MODEL", "TRAIN", "VAL", "OUT")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run([script, more], env=environment, check=True)
+    words = told.read_text().split("\0")[:-1]
+    assert words[-1] == more
+    assert call(["slipstream", *words]) == 0
+    (arguments,) = stopped
+    if script.name == "bench_sd.sh":
+        assert arguments[0].rounds == 3
+    else:
+        assert arguments[0].trainer.seed == 3
+        assert arguments[0].speculative.eagle.spec_algorithm == "EAGLE3"

@@ -11,7 +11,7 @@ from slipstream.kernels import compiling
 
 
 def folder() -> Path | None:
-    found = compiling._folder.__wrapped__()
+    found = compiling.cache_folder.__wrapped__()
     return None if found is None else Path(found)
 
 

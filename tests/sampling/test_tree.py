@@ -84,3 +84,5 @@ def test_a_path_is_merged_by_its_tokens() -> None:
     other.add([7], [-0.35])
     assert best_branches([tree, other], 3) == [[0, 1, 4], [0, 1]]
     assert best_branches([tree, other], 0) == [[0], [0]]
+    # What one has no room for goes to the others.
+    assert best_branches([tree, other], 3, most=1) == [[0, 1], [0, 1]]

@@ -233,7 +233,7 @@ class EagleProposer:
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
         self._judged = candidates
         # Of laws that are cut, too: what is cut off is seldom among the best.
-        if in_one_call:
+        if not batch.as_matrix:
             best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
         else:
             best = candidates.best_of_each(plan.verify_tokens - 1, batch.least)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.models.decoder import PackedDecoder
+from slipstream.models.decoder import PackedDecoder, takes_sequences_in_a_row
 from slipstream.sampling.choose import SamplingRows
 from slipstream.types import WeightUpdate
 
@@ -83,6 +83,13 @@ class DraftBatch:
     policy: PackedDecoder
     worth: float = 0.0
     """The chance of being right that a draft of a tree must have to be worth its row."""
+
+    @property
+    def as_matrix(self) -> bool:
+        """Whether all requests have as many rows to verify as the one that has most, filled up."""
+        policy = self.policy
+        device = policy.embedding.device
+        return not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
 
     @property
     def least(self) -> float:

@@ -76,8 +76,7 @@ class UnionProposer:
             self._offers[name] = (tree, past, kind)
             found.append((past, self._curves[kind]))
         if plan.topk > 1:
-            drafts = len(trees) * (plan.verify_tokens - 1)
-            return _merged(trees, found, drafts, batch.least)
+            return _merged(trees, found, plan, batch)
         return [
             DraftTree.chain(tree.tokens[0], past)
             if curve.expected(len(past)) > self._head_curve.expected(len(tree) - 1)
@@ -148,11 +147,11 @@ def _right(tree: DraftTree, truth: Sequence[int]) -> int:
 def _merged(
     trees: Sequence[DraftTree],
     found: Sequence[tuple[list[int], AcceptanceCurve]],
-    drafts: int,
-    least: float,
+    plan: DraftPlan,
+    batch: DraftBatch,
 ) -> list[DraftTree]:
-    """The best `drafts` of what heads and history have drafted for all requests together, none with
-    a score below `least`."""
+    """The best of what heads and history have drafted, as many as `plan` has rows for: for all
+    requests together, or where rows are a matrix for each. None with a score below the least."""
     merged = []
     for tree, (past, curve) in zip(trees, found, strict=True):
         scores = tree.scores
@@ -163,8 +162,14 @@ def _merged(
         chances = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
         both.add(past, list(accumulate(chances)))
         merged.append(both)
+    drafts, least = plan.verify_tokens - 1, batch.least
+    if batch.as_matrix:
+        chosen = [best_branches([both], drafts, least)[0] for both in merged]
+    else:
+        most = plan.most_drafts(len(merged))
+        chosen = best_branches(merged, len(merged) * drafts, least, most=most)
     kept = []
-    for tree, both, nodes in zip(trees, merged, best_branches(merged, drafts, least), strict=True):
+    for tree, both, nodes in zip(trees, merged, chosen, strict=True):
         part = both.part(nodes)
         by_head = sum(0 < node < len(tree) for node in nodes)
         kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:]))

@@ -71,7 +71,8 @@ class Waiting:
         """Tokens (N, W) and features (N, W, D), those of a request first, anything beyond."""
         counts_N = self.counts_N
         if self._in_order:
-            features = self._sources[0]
+            # As wide as what waits, not as what was verified: there is room for no more.
+            features = self._sources[0][:, : int(counts_N.max())].contiguous()
             ids = np.zeros(features.shape[:2], np.int64)
             ids[np.arange(ids.shape[1]) < counts_N[:, None]] = self.tokens_T
             return ids, features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import anyio
 import numpy as np
@@ -19,10 +20,12 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.kernels import team
 from slipstream.models import Decoder
 from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft_pass import DraftPass
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     all_bits,
     drain,
+    make_decoder,
     make_engine,
     make_request,
     mixed_requests,
@@ -452,3 +455,30 @@ def test_recorded_drafts_are_those_of_new_weights() -> None:
     graphs = proposer._graphs
     assert graphs is not None
     assert graphs.replayed > 8
+
+
+@pytest.mark.parametrize(
+    ("plan", "by_kernels"), [("3_1_4", True), ("3_1_4", False), ("3_2_6", False)]
+)
+def test_contexts_may_end_where_the_cache_of_the_head_does(
+    plan: str, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What was verified beyond what was accepted needs no room. Laws that are cut are drafted column
+    # by column, by kernels, too.
+    if not by_kernels:
+        monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+    proposer = EagleProposer(new_head(make_decoder()), dtype=torch.float32)
+    engine = make_engine(make_decoder(), proposer=proposer, plan=DraftPlan.parse(plan))
+    reached: list[int] = []
+    columns = DraftPass.__init__
+
+    def checked(self: DraftPass, *given: Any) -> None:
+        *_, kv, slots, num_keys = given
+        reached.append(kv.shape[3] - int(slots.max()) - 1)
+        assert min(reached[-1], kv.shape[3] - num_keys) >= 0
+        columns(self, *given)
+
+    monkeypatch.setattr(DraftPass, "__init__", checked)
+    engine.run([make_request("a", [3, 4, 5], max_tokens=300, top_p=0.9)])
+    # The last slot of one capacity is nearly reached: levels of a tree are the slack.
+    assert min(reached) < 8

@@ -51,8 +51,10 @@ class Parrot:
 
 
 def batch(name: str, last: int) -> DraftBatch:
-    unused: dict[str, Any] = {"positions_N": None, "rows": None, "policy": None}
-    return DraftBatch(request_ids=[name], last=[last], **unused)
+    with torch.no_grad():
+        policy = shared_decoder().pack(torch.float32)
+    unused: dict[str, Any] = {"positions_N": None, "rows": None}
+    return DraftBatch(request_ids=[name], last=[last], policy=policy, **unused)
 
 
 def proposed(union: UnionProposer, name: str, last: int) -> list[int]:

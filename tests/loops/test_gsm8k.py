@@ -1,0 +1,139 @@
+"""The recipe of docs/getting_started.md: a Qwen2.5 on GSM8K, from folders as the Hub has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from slipstream import cli
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.models import Decoder
+from slipstream.models.hf_io import load_config
+from tests.docs.pages import DOCS, commands
+
+MODEL = "models/Qwen2.5-0.5B-Instruct"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02,
+    "intermediate_size": 128,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+QUESTIONS = [
+    {
+        "question": f"Ann has {n} pears and buys {n + 1} more. How many has she?",
+        "answer": f"She has {n} + {n + 1} = <<{n}+{n + 1}={2 * n + 1}>>{2 * n + 1} pears.\n"
+        f"#### {2 * n + 1}",
+    }
+    for n in range(2, 10)
+]
+
+
+def write_data(folder: Path) -> None:
+    """As the data set's repository lies there: configurations in folders, splits in parts."""
+    for config in ("main", "socratic"):
+        (folder / config).mkdir(parents=True)
+        for split in ("train", "test"):
+            table = pyarrow.Table.from_pylist(QUESTIONS)
+            pyarrow.parquet.write_table(table, folder / config / f"{split}-00000-of-00001.parquet")
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((json.dumps(q) for q in QUESTIONS), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ids = {name: tokenizer.token_to_id(name) for name in SPECIAL}
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "chat_template": CHAT,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 131072,
+    }
+    ends = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
+    files = {
+        "config.json": {**CONFIG, **ends, "vocab_size": 336},
+        "tokenizer_config.json": settings,
+        "generation_config.json": {
+            **ends,
+            "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
+            "pad_token_id": ids["<|endoftext|>"],
+            "do_sample": True,
+            "temperature": 0.7,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    decoder = Decoder(load_config(folder))
+    decoder.init_weights(0)
+    weights = {name: p.detach().to(torch.bfloat16) for name, p in decoder.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_data(Path("downloads/gsm8k"))
+    write_model(Path(MODEL))
+    shown = [
+        list(c.words[1:])
+        for c in commands(DOCS / "getting_started.md")
+        if any("gsm8k" in word for word in c.words)
+    ]
+    prepare, train = shown
+    assert cli.main(prepare) == 0
+    quick = (
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.num_threads=1",
+        "trainer.device=cpu",
+        "data.train_batch_size=2",
+        "data.max_response_length=12",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    )
+    assert cli.main([*train, *quick]) == 0
+    logged = dict(read_jsonl(Path("runs/gsm8k/metrics.jsonl")))
+    assert set(logged) >= {1, 2}
+    assert "val-core/openai/gsm8k/acc/mean@1" in logged[2]
+    (responses,) = Path("runs/gsm8k/rollouts").glob("2.jsonl")
+    rows = [json.loads(line) for line in responses.read_text().splitlines()]
+    assert len(rows) == 4
+    # The question as the model's own template has it.
+    assert all("<|im_start|>user\nAnn has" in row["input"] for row in rows)
+    assert all(row["gts"] in {str(2 * n + 1) for n in range(2, 10)} for row in rows)

@@ -1,0 +1,104 @@
+"""Tables on wide and narrow terminals, in pipes, in ASCII."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from slipstream.metrics.tables import Page, laid_out
+
+ROWS = [("ok", "torch", "2.13.0 (needs >=2.9)"), ("problem", "numba", "not installed at all")]
+
+
+def test_columns_are_as_wide_as_their_cells() -> None:
+    assert list(laid_out(ROWS, 80)) == [
+        "ok       torch  2.13.0 (needs >=2.9)",
+        "problem  numba  not installed at all",
+    ]
+
+
+def test_the_last_column_wraps_beside_the_others() -> None:
+    rows = [("ok", "cores", "two of two, which is all that this machine has to offer")]
+    assert list(laid_out(rows, 40)) == [
+        "ok  cores  two of two, which is all that",
+        "           this machine has to offer",
+    ]
+
+
+def test_where_the_last_column_is_too_narrow_it_goes_under_the_row() -> None:
+    rows = [("a name of some length", "1,234", "and what that is, in many words"), ("x", "5", "")]
+    assert list(laid_out(rows, 40, right=[1])) == [
+        "a name of some length  1,234",
+        "    and what that is, in many words",
+        "x                          5",
+    ]
+
+
+def test_numbers_stand_on_the_right() -> None:
+    assert list(laid_out([("a", "1"), ("b", "1,000")], 80, right=[1])) == ["a      1", "b  1,000"]
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 200])
+def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+    words = [("word " * count, "x" * 9, "other " * count) for count in (1, 5, 20)]
+    lines = list(laid_out(words, width))
+    assert max(map(len, lines)) <= width
+    assert " ".join(" ".join(lines).split()).count("other") == 26
+
+
+def test_no_rows_are_no_lines() -> None:
+    assert list(laid_out([], 80)) == []
+
+
+def page(encoding: str = "utf-8") -> tuple[Page, io.BytesIO]:
+    raw = io.BytesIO()
+    return Page(io.TextIOWrapper(raw, encoding=encoding, write_through=True)), raw
+
+
+def test_a_pipe_gets_no_escape_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown, raw = page()
+    shown.title("versions")
+    shown.table(ROWS, styles={"problem": "bold red"})
+    assert b"\x1b" not in raw.getvalue()
+    assert raw.getvalue().decode().splitlines()[:2] == ["", "versions"]
+    assert shown.width == 80
+
+
+def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for no_colour, expected in (("", True), ("1", False)):
+        monkeypatch.setenv("NO_COLOR", no_colour)
+        raw = io.BytesIO()
+        shown = Page(Terminal(raw, encoding="utf-8", write_through=True))
+        shown.table(ROWS, styles={"problem": "red"})
+        assert (b"\x1b[31m" in raw.getvalue()) == expected
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    shown, raw = page()
+    shown.line("word " * 20)
+    assert shown.width == 40
+    assert max(map(len, raw.getvalue().decode().splitlines())) <= 40
+
+
+def test_what_the_encoding_lacks_is_shown_by_its_number() -> None:
+    shown, raw = page("ascii")
+    shown.raw("runs/Über")
+    assert raw.getvalue() == b"runs/\\xdcber\n"
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    shown = Page(Gone())
+    shown.line("nobody reads this")
+    shown.line("nor this")
