@@ -95,4 +95,4 @@ def _row(finding: Finding) -> tuple[str, str, str]:
 def _verdict(problems: int, notes: int) -> str:
     if problems:
         return f"{problems} problem{'s' if problems > 1 else ''}: runs will not work until solved"
-    return "runs can work here" + (f" ({notes} notes)" if notes > 1 else "")
+    return "runs can work here" + (f" ({notes} note{'s' if notes > 1 else ''})" if notes else "")

@@ -25,7 +25,6 @@ import psutil
 import slipstream
 from slipstream import __version__
 from slipstream.config.hardware import detect_hardware
-from slipstream.config.validate import BUILT_IN_LOGGERS
 from slipstream.metrics.machine import this_machine
 
 Status = Literal["ok", "note", "problem"]
@@ -39,18 +38,16 @@ LITTLE_MEMORY, LITTLE_DISK = 2_000_000_000, 1_000_000_000
 """Bytes below which a run of the quickstart's size may not fit."""
 
 EXTRAS = {
-    "tensorboard": "curves in TensorBoard",
+    "tensorboard": "curves in TensorBoard (trainer.logger=tensorboard)",
     "math-verify": "the scorer of data_source math_verify",
     "reasoning-gym": "data.task=reasoning_gym",
     "datasets": "reading folders that `datasets` saved",
     "peft": "comparing LoRA adapters with peft's",
-    "wandb": "curves in Weights & Biases",
-    "mlflow": "curves in MLflow",
-    "trackio": "curves in Trackio",
+    "wandb": "curves in Weights & Biases (trainer.logger=wandb)",
+    "mlflow-skinny": "curves in MLflow (trainer.logger=mlflow)",
+    "trackio": "curves in Trackio (trainer.logger=trackio)",
 }
 """Packages that some settings need, and what for."""
-
-_LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 PEERS = ("vllm", "sglang")
 PEERS_PYTHON = Path(".venv-vllm/bin/python")
@@ -433,9 +430,6 @@ def extras() -> Iterator[Finding]:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             found = None
-        if name in _LOGGERS:
-            built_in = name in BUILT_IN_LOGGERS
-            use += f" (trainer.logger={name})" if built_in else ", by a logger of your own"
         yield Finding(
             section="optional packages",
             name=name,

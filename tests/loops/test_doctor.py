@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,20 @@ def test_requirements_are_those_of_the_source_tree(tmp_path: Path) -> None:
     # Elsewhere there may be another project's file.
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
     assert "torch" in doctor_checks.requirements(tmp_path).needed
+
+
+def test_optional_packages_are_those_of_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = doctor_checks.requirements().optional
+    assert set(doctor_checks.EXTRAS) <= set(known)
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    found = {f.name: f for f in doctor_checks.extras()}
+    assert {f.status for f in found.values()} == {"note"}
+    assert found["mlflow-skinny"].remedy == f'pip install "{known["mlflow-skinny"]}"'
+    assert found["mlflow-skinny"].value.endswith("(trainer.logger=mlflow)")
 
 
 def test_a_folder_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
