@@ -19,8 +19,6 @@ from torch import Tensor
 from slipstream.bench.shapes import matmul_parameters
 from slipstream.models.config import ModelConfig
 
-CPU = torch.device("cpu")
-
 _SIDE = {"cpu": 1536, "cuda": 8192}
 
 
@@ -36,9 +34,7 @@ class MachineRates:
     itemsize: int
 
 
-def measure_rates(
-    dtype: torch.dtype, config: ModelConfig, device: torch.device = CPU
-) -> MachineRates:
+def measure_rates(dtype: torch.dtype, config: ModelConfig, device: torch.device) -> MachineRates:
     """Takes less than a second."""
     side = _SIDE[device.type]
     a, b = torch.randn(2, side, side, device=device).unbind()

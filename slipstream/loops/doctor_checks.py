@@ -50,8 +50,8 @@ EXTRAS = {
 """Packages that some settings need, and what for."""
 
 PEERS = ("vllm", "sglang")
-PEERS_PYTHON = Path(".venv-vllm/bin/python")
-"""The environment that `make bench-peers` makes."""
+PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
+"""Of the environment that `make bench-peers` makes beside the source."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 

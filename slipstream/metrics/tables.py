@@ -22,31 +22,24 @@ _UNDER = 4
 """Spaces before what goes under its row."""
 
 
-def laid_out(
-    rows: Sequence[Sequence[str]], width: int, *, right: Sequence[int] = ()
-) -> Iterator[str]:
+def laid_out(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     """Rows of equally many cells as lines of at most `width` characters, except for single words
-    that are longer. Columns named in `right` (from 0) are aligned there."""
+    that are longer."""
     if not rows:
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     first = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
     beside = width - first >= min(_LEAST, widths[-1])
     for row in rows:
-        cells = [
-            cell.rjust(size) if place in right else cell.ljust(size)
-            for place, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        head, last = GAP.join(cells[:-1]), row[-1] if len(widths) - 1 not in right else cells[-1]
+        cells = [cell.ljust(size) for cell, size in zip(row, widths, strict=True)]
+        head, last = GAP.join(cells[:-1]), row[-1]
         if beside:
             parts = _wrapped(last, width - first) or [""]
             yield (f"{head}{GAP}{parts[0]}" if head else parts[0]).rstrip()
             yield from (" " * first + part for part in parts[1:])
             continue
-        own = (
-            [head.rstrip()] if len(head.rstrip()) <= width else _wrapped(" ".join(row[:-1]), width)
-        )
-        yield from own
+        own = head.rstrip()
+        yield from [own] if len(own) <= width else _wrapped(" ".join(row[:-1]), width)
         yield from (" " * _UNDER + part for part in _wrapped(last.strip(), width - _UNDER))
 
 
@@ -84,10 +77,9 @@ class Page:
         self,
         rows: Sequence[Sequence[str]],
         *,
-        right: Sequence[int] = (),
         styles: Mapping[str, str] | None = None,
     ) -> None:
         """Rows under one another; `styles` are of lines that begin with a word."""
-        for line in laid_out(rows, self.width, right=right):
+        for line in laid_out(rows, self.width):
             first = line.partition(" ")[0]
             self.raw(line, style=(styles or {}).get(first, ""))

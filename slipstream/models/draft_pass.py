@@ -169,12 +169,14 @@ class DraftPass:
         self._positions = positions
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
+        self._mask_NCS: Tensor | None = None
         if head.together is not None:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
             self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
             unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
-            self._columns = _Columns(head, kv, slots_NC, positions, unseen)
+            self._columns = _Columns(head, kv, slots_NC, positions, num_keys)
+            self._mask_NCS = _of_heads(_additive(unseen, kv.dtype), head)
 
     def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
         """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
@@ -190,7 +192,8 @@ class DraftPass:
             out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
         else:
             assert self._columns is not None
-            mask = self._columns.mask_NCS[:, columns]
+            assert self._mask_NCS is not None
+            mask = self._mask_NCS[:, columns]
             attention = _ColumnAttention(self._columns, columns, columns, mask)
             out = head.step(ids_NT, states_NTD, self._embedding, attention)
         return out.view(n, T, -1)
@@ -222,7 +225,7 @@ class LevelPass:
         positions_NA = first_N1 + torch.arange(levels, device=device)
         positions_NA = positions_NA.clamp(max=head.config.max_position_embeddings - 1)
         unseen_N1S = torch.arange(num_keys, device=device) >= first_N1[:, :, None]
-        self._columns = _Columns(head, kv, self._slots_NC, positions_NA, unseen_N1S)
+        self._columns = _Columns(head, kv, self._slots_NC, positions_NA, num_keys)
         self._mask_NFS = _additive(unseen_N1S, kv.dtype)
 
     def run(self, level: int, ids_NF: Tensor, states_NFD: Tensor, parents_NF: Tensor) -> Tensor:
@@ -236,8 +239,7 @@ class LevelPass:
             self._mask_NFS = self._mask_NFS.expand(-1, T, -1)
         own_NF1 = self._slots_NC[:, columns, None]
         self._mask_NFS = self._mask_NFS.scatter(2, own_NF1, 0.0)
-        heads = self._head.config.num_kv_heads
-        mask = self._mask_NFS.repeat_interleave(heads, 0) if heads > 1 else self._mask_NFS
+        mask = _of_heads(self._mask_NFS, self._head)
         attention = _ColumnAttention(self._columns, columns, slice(level, level + 1), mask)
         out = self._head.step(ids_NF, states_NFD, self._embedding, attention)
         return out.view(n, T, -1)
@@ -253,6 +255,12 @@ def _additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(unseen, float("-inf"))
 
 
+def _of_heads(mask_NTS: Tensor, head: PackedDraft) -> Tensor:
+    """For each key-value head of each sequence: (N * H, T, S)."""
+    heads = head.config.num_kv_heads
+    return mask_NTS.repeat_interleave(heads, 0) if heads > 1 else mask_NTS
+
+
 class _Columns:
     """What the columns of a draft share where torch's operations compute them."""
 
@@ -262,14 +270,12 @@ class _Columns:
         kv: Tensor,
         slots_NC: Tensor,
         positions_NC: Tensor,
-        unseen_NCS: Tensor,
+        num_keys: int,
     ) -> None:
         _, rows, heads, slots, width = kv.shape
-        n, num_keys = len(slots_NC), unseen_NCS.shape[-1]
+        n = len(slots_NC)
         self.config, self.eps = head.config, head.eps
         self.cos, self.sin = rope_at(positions_NC, head.config, kv.dtype)
-        mask = _additive(unseen_NCS, kv.dtype)
-        self.mask_NCS = mask.repeat_interleave(heads, 0) if heads > 1 else mask
         self.lines = kv.view(-1, width)
         first = torch.arange(n * heads, device=kv.device).view(n, 1, heads) * slots
         index = first + slots_NC[:, :, None]

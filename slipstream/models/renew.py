@@ -19,7 +19,7 @@ def renew(old: Any, new: Any) -> None:
         # Where nothing is cast, what is packed are the parameters themselves.
         if old.data_ptr() != new.data_ptr():
             old.copy_(new)
-    elif isinstance(old, list):
+    elif isinstance(old, list | tuple):
         for one, other in zip(old, new, strict=True):
             renew(one, other)
     elif is_dataclass(old):

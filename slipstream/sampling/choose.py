@@ -61,6 +61,24 @@ class SamplingRows:
             cuts=any(cuts),
         )
 
+    @property
+    def kinds(self) -> tuple[bool, bool, bool]:
+        """Which operations choosing takes, where no row truncates."""
+        return self.any_sampled, self.any_greedy, self.any_tempered
+
+    def uncut(self, keys_N2: Tensor, temperature_N: Tensor) -> SamplingRows:
+        """Rows of the same `kinds`, which none truncates, with other keys and temperatures."""
+        unused = torch.zeros(len(keys_N2), dtype=torch.int64, device=keys_N2.device)
+        return replace(
+            self,
+            keys_N2=keys_N2,
+            temperature_N=temperature_N,
+            top_k_N=unused,
+            top_p_N=unused,
+            min_p_N=unused,
+            cuts=False,
+        )
+
     def repeated(self, times: int) -> SamplingRows:
         """Each row `times` times, one after the other."""
         return replace(

@@ -21,6 +21,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+AT_ONCE = 1 << 24
+"""Numbers that a GPU makes together, at most: 128 MB."""
+
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B - (1 << 32)  # the same bits as a signed 32-bit number
 _GOLDEN = 0x9E3779B9 - (1 << 32)

@@ -24,13 +24,20 @@ from slipstream.models.draft_head import DraftHead
 from tests.inference.helpers import shared_decoder
 
 
-def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_toy(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[int, ...]], max_model_len: int = 40
+) -> Trained:
+    """A policy that nobody trained, and a head, in the place of a run's."""
     decoder = shared_decoder()
     head = DraftHead(decoder.config)
     head.init_weights(1)
-    prompts = [(3, 4, 5 + i) for i in range(8)]
-    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
+    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=max_model_len)
     monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
+    return toy
+
+
+def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = with_toy(monkeypatch, [(3, 4, 5 + i) for i in range(8)])
     monkeypatch.setattr(grid, "LEARNED", 20)
     bench = SpeculationBench(
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
@@ -55,12 +62,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
 
 
 def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = shared_decoder()
-    head = DraftHead(decoder.config)
-    head.init_weights(1)
-    prompts = [(3, 4, 5 + i) for i in range(4)]
-    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=40)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
+    with_toy(monkeypatch, [(3, 4, 5 + i) for i in range(4)])
     chain, tree = DraftPlan.parse("3_1_4"), DraftPlan.parse("2_2_4")
     bench = SpeculationBench(
         policy=Path("toy"),
@@ -139,10 +141,7 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
 
 
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = shared_decoder()
-    head = DraftHead(decoder.config)
-    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4, 5)] * 2, max_model_len=20)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
+    with_toy(monkeypatch, [(3, 4, 5)] * 2, 20)
     make = trained.make_engine
     seeds = iter(range(100))
 

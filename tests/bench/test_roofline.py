@@ -51,7 +51,7 @@ def test_rates_are_of_what_was_timed(monkeypatch: pytest.MonkeyPatch, dtype: tor
         return next(seconds)
 
     monkeypatch.setattr(roofline, "_seconds", timed)
-    rates = measure_rates(dtype, CONFIG)
+    rates = measure_rates(dtype, CONFIG, torch.device("cpu"))
     wide, product, total = results
     assert (wide.dtype, product.dtype) == (torch.float32, dtype)
     assert rates.itemsize == dtype.itemsize

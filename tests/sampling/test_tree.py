@@ -86,3 +86,17 @@ def test_a_path_is_merged_by_its_tokens() -> None:
     assert best_branches([tree, other], 0) == [[0], [0]]
     # What one has no room for goes to the others.
     assert best_branches([tree, other], 3, most=1) == [[0, 1], [0, 1]]
+
+
+def test_where_rows_are_a_matrix_each_has_its_own_best() -> None:
+    # By itself the first would have all of them.
+    scores = np.array([[-0.1, -0.2, -0.3], [-5.0, -6.0, -7.0]])
+    candidates = Candidates(
+        tokens_NC=np.array([[1, 2, 3], [4, 5, 6]]),
+        parents_NC=np.full((2, 3), -1),
+        scores_NC=scores,
+        gaps_NW=np.zeros((2, 1)),
+    )
+    assert [tokens for tokens, _, _ in candidates.best(3)] == [[1, 2, 3], []]
+    assert [tokens for tokens, _, _ in candidates.best_of_each(2)] == [[1, 2], [4, 5]]
+    assert [tokens for tokens, _, _ in candidates.best_of_each(2, -5.5)] == [[1, 2], [4]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch import Tensor
 from slipstream.inference.engine.graph_shapes import SEEN, bucket
 from slipstream.inference.engine.recorder import Inputs, Recorded, RecordedMemory, Recorder
 from slipstream.sampling.choose import Choice, SamplingRows
-
-_LARGEST = 1 << 24
-"""Logits of a recording: noise for them takes 128 MB."""
+from slipstream.sampling.noise import AT_ONCE
 
 Choosing = Callable[[Tensor, Tensor, SamplingRows], Choice]
 """From hidden states (M, D), the positions (M,) of what is chosen, and settings, none of which cuts
@@ -29,7 +27,7 @@ the law."""
 @dataclass(frozen=True, slots=True)
 class _Shape:
     rows: int
-    # Whether any row samples, and whether any does not, or at another temperature than 1.
+    # `SamplingRows.kinds`.
     law: tuple[bool, bool, bool]
 
 
@@ -37,7 +35,7 @@ class ChoiceGraphs:
     """The recordings for one policy."""
 
     def __init__(self, record: Recorder, vocab_size: int) -> None:
-        self._record, self._most_rows = record, _LARGEST // vocab_size
+        self._record, self._most_rows = record, AT_ONCE // vocab_size
         self._seen: Counter[_Shape] = Counter()
         self._choices: dict[_Shape, tuple[Inputs, Recorded]] = {}
         self.memory = RecordedMemory("choice graph")
@@ -54,7 +52,7 @@ class ChoiceGraphs:
         """What `choosing` gives; from a recording it lies in the CPU's memory, where it is wanted
         next. `hidden_MD` may have more rows."""
         M = len(positions_M)
-        shape = _Shape(bucket(M), (rows.any_sampled, rows.any_greedy, rows.any_tempered))
+        shape = _Shape(bucket(M), rows.kinds)
         if rows.cuts or shape.rows > self._most_rows:
             return choosing(hidden_MD, positions_M, rows)
         self._seen[shape] += 1
@@ -80,15 +78,7 @@ class ChoiceGraphs:
     ) -> tuple[Inputs, Recorded]:
         inputs = Inputs([(shape.rows, *value.shape[1:]) for value in values], values)
         hidden, positions, keys, temperature = inputs.buffers
-        unused = torch.zeros_like(positions)
-        settings = replace(
-            rows,
-            keys_N2=keys,
-            temperature_N=temperature,
-            top_k_N=unused,
-            top_p_N=unused,
-            min_p_N=unused,
-        )
+        settings = rows.uncut(keys, temperature)
 
         def compute() -> tuple[Tensor, ...]:
             choice = choosing(hidden, positions, settings)

@@ -21,7 +21,7 @@ from slipstream.inference.engine.kv_cache import (
     PrefillView,
     row_places,
 )
-from slipstream.inference.engine.recorder import CudaRecorder, Recorder
+from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_tensors
 from slipstream.models.cpu_attention import KeyPlaces
@@ -61,12 +61,9 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.choice_graphs: ChoiceGraphs | None = None
         if self.device.type == "cuda" and not eager:
-            self.record(CudaRecorder(), choices)
-
-    def record(self, recorder: Recorder, choices: Choices | None = None) -> None:
-        """Have steps recorded from here on."""
-        self.graphs = DecodeGraphs(recorder, self.taps, choices)
-        self.choice_graphs = ChoiceGraphs(recorder, self.config.vocab_size)
+            recorder = CudaRecorder()
+            self.graphs = DecodeGraphs(recorder, taps, choices)
+            self.choice_graphs = ChoiceGraphs(recorder, self.config.vocab_size)
 
     def _pack(self) -> None:
         with torch.no_grad():

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from slipstream.inference.engine.graph_shapes import Habits, bucket, bucket_of_requests
@@ -66,7 +65,7 @@ class _Shape:
     plan: DraftPlan
     requests: int
     keys: int
-    # Whether any request samples, and whether any does not, or at another temperature than 1.
+    # `SamplingRows.kinds`.
     law: tuple[bool, bool, bool]
 
 
@@ -119,12 +118,11 @@ class DraftGraphs:
             self.clear()
             self._at = at
         _, rows, _, slots, _ = kv.shape
-        N, settings = len(given.numbers), batch.rows
+        N = len(given.numbers)
         num_keys += columns - given.width
         requests = min(bucket_of_requests(N), rows)
         keys = min(_KEYS * bucket(-(-num_keys // _KEYS)), slots)
-        law = settings.any_sampled, settings.any_greedy, settings.any_tempered
-        shape = _Shape(plan, requests, keys, law)
+        shape = _Shape(plan, requests, keys, batch.rows.kinds)
         self._habits.came(shape, plan, requests)
         recording = self._drafts.get(shape)
         if recording is not None:
@@ -149,16 +147,7 @@ class DraftGraphs:
         # Of padding all is zero: it goes to rows that nobody holds.
         inputs = Inputs([*wide, *((N, *value.shape[1:]) for value in values[3:])], values)
         numbers, features, scale, positions, keys, temperature = inputs.buffers
-        unused = torch.zeros_like(positions)
-        settings = replace(
-            batch.rows,
-            keys_N2=keys,
-            temperature_N=temperature,
-            top_k_N=unused,
-            top_p_N=unused,
-            min_p_N=unused,
-            cuts=False,
-        )
+        settings = batch.rows.uncut(keys, temperature)
         steady = replace(batch, positions_N=positions, rows=settings, worth=0.0)
         held = ToTakeIn(numbers, features, scale)
         return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))

@@ -18,10 +18,7 @@ from slipstream.kernels.tree import WIDTH
 from slipstream.models.draft_model import PackedDraft
 from slipstream.models.draft_pass import DraftPass, LevelPass, of_parents
 from slipstream.sampling.choose import choose
-from slipstream.sampling.noise import gumbel_noise
-
-_AT_ONCE = 1 << 24
-"""Numbers of noise that are made at once: 128 MB."""
+from slipstream.sampling.noise import AT_ONCE, gumbel_noise
 
 
 def chain_by_columns(
@@ -108,7 +105,7 @@ class _Laws:
             self._heat_N11 = heat_N11 if greedy_N11 is None else heat_N11.masked_fill(greedy_N11, 1)
         self._noise_NAV = None
         count = len(batch.positions_N) * steps
-        if rows.any_sampled and count * vocab_size <= _AT_ONCE:
+        if rows.any_sampled and count * vocab_size <= AT_ONCE:
             self._noise_NAV = self._noise(0, steps)
 
     def scores(self, logits_NFV: Tensor, step: int) -> Tensor:

@@ -64,7 +64,7 @@ def test_other_numbers_of_rows_share_a_recording() -> None:
 def test_laws_that_are_cut_and_large_batches_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choice_graphs, "_LARGEST", 8 * VOCAB)
+    monkeypatch.setattr(choice_graphs, "AT_ONCE", 8 * VOCAB)
     graphs = ChoiceGraphs(trace, VOCAB)
     for _ in range(5):
         for count, top_k in ((4, 3), (9, 0)):
