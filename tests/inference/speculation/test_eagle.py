@@ -441,17 +441,25 @@ def test_recorded_drafts_are_what_drafts_are(plan: str) -> None:
 def test_recorded_drafts_are_those_of_new_weights() -> None:
     found = []
     for record in (None, trace):
-        proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32, record=record)
+        proposer = Recorder(
+            new_head(shared_decoder()), dtype=torch.float32, record=record, free_cache=False
+        )
+        proposer.drafted, proposer.waiting = [], {}
         engine = make_engine(
             proposer=proposer, plan=DraftPlan.parse("3_1_4"), free_cache_engine=False
         )
-        engine.run([make_request("a", [3, 4, 5], max_tokens=60)])
-        before = engine.stats()
-        engine.update_drafter(head_update(new_head(shared_decoder(), seed=5)))
-        engine.run([make_request("b", [3, 4, 5], max_tokens=60)])
-        since = engine.stats().since(before)
-        found.append((since.draft_tokens, since.accepted_tokens, since.decode_steps))
+        for name, seed in (("a", 5), ("b", 6), ("a", 5)):
+            # Large enough for drafts to differ.
+            other = new_head(shared_decoder(), seed=seed)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.mul_(8 if parameter.ndim == 2 else 1)
+            engine.update_drafter(head_update(other))
+            engine.run([make_request(name, [3, 4, 5], max_tokens=60)])
+        found.append(proposer.drafted)
     assert found[0] == found[1]
+    by_head = [[tokens for name, _, tokens in found[0] if name == wanted] for wanted in "ab"]
+    assert by_head[0][:5] != by_head[1][:5]
     graphs = proposer._graphs
     assert graphs is not None
     assert graphs.replayed > 8
