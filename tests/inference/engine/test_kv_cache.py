@@ -96,3 +96,17 @@ def test_memory_that_is_kept_holds_what_others_wrote_and_changes_nothing(
         assert kept.stats().kv_bytes >= most
         most = kept.stats().kv_bytes
     assert most > 0
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_slots_are_moved_within_their_rows_by_torch_too() -> None:
+    store = make_store()
+    store.reserve(3, 40)
+    fill(store, 3, 40)
+    before = store.data.clone()
+    moves = [(0, 7, 5), (2, 9, 6), (2, 12, 7)]
+    store.move_slots(moves)
+    for row, source, target in moves:
+        assert torch.equal(store.data[:, :, row, :, target], before[:, :, row, :, source])
+        before[:, :, row, :, target] = store.data[:, :, row, :, target]
+    assert torch.equal(store.data, before)
