@@ -15,7 +15,6 @@ import time
 import anyio
 import torch
 
-from slipstream.bench.memory import resident_bytes
 from slipstream.bench.shapes import SHAPES, make_decoder
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
@@ -25,6 +24,7 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.report import ReportedSelector
 from slipstream.inference.speculation.selector import PredefinedSelector
 from slipstream.inference.speculation.union import UnionProposer
+from slipstream.metrics.resident import resident_bytes
 from slipstream.models.draft_head import DraftHead
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 

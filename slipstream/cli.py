@@ -19,6 +19,7 @@ from slipstream.bench import command as bench
 from slipstream.config.launch import (
     EXIT_CODES,
     add_debug_flag,
+    add_dry_run_flag,
     add_source_flags,
     config_from,
     exit_status,
@@ -52,6 +53,7 @@ class Command:
 
 def _train_flags(command: argparse.ArgumentParser) -> None:
     add_source_flags(command)
+    add_dry_run_flag(command)
 
 
 def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -60,6 +62,10 @@ def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
         print(to_yaml(config), end="")
         return 0
     mode = resolve_mode(config)
+    if args.dry_run:
+        from slipstream.loops.dry_run import dry_run
+
+        return dry_run(config, mode)
     from slipstream.loops.run import train
 
     return train(config, mode)
@@ -403,12 +409,13 @@ COMMANDS = (
     Command(
         name="train",
         summary="train: SFT, RL, or SFT and then RL, whichever the settings ask for",
-        usage=f"slipstream train {_SETTINGS}",
+        usage=f"slipstream train [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream train --recipe tiny
   slipstream train --recipe quickstart trainer.seed=2 actor_rollout_ref.rollout.n=16
   slipstream train data.train_files=train.parquet data.val_files=test.parquet \\
       actor_rollout_ref.model.path=checkpoints/base trainer.test_freq=10
+  slipstream train --recipe quickstart --dry-run
   slipstream train --config-path conf --config-name mine --cfg job""",
         flags=_train_flags,
         run=_run_training,
@@ -416,7 +423,7 @@ COMMANDS = (
     Command(
         name="sft",
         summary="train: supervised fine-tuning only",
-        usage=f"slipstream sft {_SETTINGS}",
+        usage=f"slipstream sft [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream sft --recipe quickstart
   slipstream sft sft.train_files=demonstrations.jsonl sft.total_training_steps=200 \\
@@ -427,7 +434,7 @@ COMMANDS = (
     Command(
         name="rl",
         summary="train: reinforcement learning only",
-        usage=f"slipstream rl {_SETTINGS}",
+        usage=f"slipstream rl [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream rl data.train_files=train.parquet actor_rollout_ref.model.path=checkpoints/sft \\
       custom_reward_function.path=reward.py trainer.total_training_steps=100""",

@@ -1,7 +1,8 @@
 """`python -m slipstream.main_fastrl`: takes the launch lines of FastRL's `main_fastrl`.
 
 Knows only which defaults of FastRL matter and differ; everything else is `config.launch`, and
-training is `loops.run.train`, imported when the settings are known to be good.
+training is `loops.run.train`, and `--dry-run` is `loops.dry_run`, imported when the settings are
+known to be good.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ def _train(config: Config, mode: Mode) -> int:
     return train(config, mode)
 
 
+def _dry_run(config: Config, mode: Mode) -> int:
+    from slipstream.loops.dry_run import dry_run
+
+    return dry_run(config, mode)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launch line (default: the process's); returns the exit code."""
     command_begins()
@@ -39,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         system="FastRL",
         system_defaults=FASTRL_DEFAULTS,
         train=_train,
+        dry_run=_dry_run,
     )
 
 

@@ -14,6 +14,12 @@ computes only between a command and its answer.
     -> {"ok": true, "loss": .., "advantages": [..]}
         in fp32; the gradients of all weights, by name, are then in the file `gradients`
 
+    {"op": "updates", "model": FOLDER, "batches": [FILE, ..], "weights": FILE, "threads": 2,
+     "settings": those of `begin`, without max_steps, prompts_per_step and group_size}
+        batches: as that of `parity`, all of one size: an optimizer step of each, in fp32
+    -> {"ok": true, "grad_norms": [..]}
+        before clipping; all weights, by name, are then in the file `weights`
+
     {"op": "begin", "model": FOLDER, "prompts": FILE, "precision": "float32", "threads": 2,
      "settings": {"prompts_per_step": 4, "group_size": 4, "max_completion_length": 456,
                   "max_steps": 100, "lr": 1.5e-4, "warmup_steps": 5, "betas": [0.9, 0.99],
@@ -94,12 +100,15 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model, padding_side="left")
 
 
-def arguments(output: str, *, dtype: str, bf16: bool, **given: Any) -> Any:
+def arguments(
+    output: str, *, dtype: str, bf16: bool, logging_steps: int = 1_000_000, **given: Any
+) -> Any:
     """GRPOConfig for a CPU: its defaults are for a GPU."""
     from trl import GRPOConfig
 
     return GRPOConfig(
         output_dir=output,
+        logging_steps=logging_steps,
         use_cpu=True,
         bf16=bf16,
         fp16=False,
@@ -108,7 +117,6 @@ def arguments(output: str, *, dtype: str, bf16: bool, **given: Any) -> Any:
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        logging_steps=1_000_000,
         shuffle_dataset=False,
         beta=0.0,
         num_iterations=1,
@@ -119,6 +127,37 @@ def arguments(output: str, *, dtype: str, bf16: bool, **given: Any) -> Any:
         model_init_kwargs={"dtype": dtype},
         **given,
     )
+
+
+def optimizer_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of GRPOConfig: what `settings` of a training are there."""
+    return {
+        "max_completion_length": settings["max_completion_length"],
+        "learning_rate": settings["lr"],
+        "adam_beta1": settings["betas"][0],
+        "adam_beta2": settings["betas"][1],
+        "adam_epsilon": settings["eps"],
+        "weight_decay": settings["weight_decay"],
+        "max_grad_norm": settings["grad_clip"],
+        "loss_type": settings["loss_type"],
+        "epsilon": settings["epsilon"],
+        "scale_rewards": settings["scale_rewards"],
+    }
+
+
+def trainer_class(warmup: int) -> Any:
+    """GRPOTrainer with Slipstream's warm-up, whose first step is not 0."""
+    from torch.optim.lr_scheduler import LambdaLR
+    from trl import GRPOTrainer
+
+    class Trainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup))
+            )
+            return self.lr_scheduler
+
+    return Trainer
 
 
 def parity(
@@ -184,6 +223,66 @@ def parity(
     return {"loss": loss.item(), "advantages": inputs["advantages"].tolist()}
 
 
+def updates(
+    *,
+    model: str,
+    batches: Sequence[str],
+    weights: str,
+    threads: int,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """TRL's weights after an optimizer step of each given batch: its loss, clipping and optimizer
+    with Slipstream's warm-up."""
+    settle(threads)
+    from datasets import Dataset
+    from safetensors.torch import save_file
+
+    given = [json.loads(Path(batch).read_text()) for batch in batches]
+    count, group_size = len(given[0]["rewards"]), given[0]["group_size"]
+    rows = Dataset.from_list([{"prompt": str(i)} for i in range(len(given) * count // group_size)])
+    made: list[dict[str, Any]] = []
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made.append(given[len(made)])
+        return {
+            "prompt_ids": made[-1]["prompt_ids"],
+            "completion_ids": made[-1]["completion_ids"],
+            "logprobs": None,
+        }
+
+    def reward(prompts: list[Any], **more: Any) -> list[float]:
+        return list(made[-1]["rewards"])
+
+    with TemporaryDirectory() as output:
+        args = arguments(
+            output,
+            dtype="float32",
+            bf16=False,
+            logging_steps=1,
+            per_device_train_batch_size=count,
+            num_generations=group_size,
+            max_steps=len(given),
+            **optimizer_arguments(settings),
+        )
+        trainer = trainer_class(settings["warmup_steps"])(
+            model=model,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=rows,
+            processing_class=load_tokenizer(model),
+            rollout_func=rollout,
+        )
+        trainer.train()
+        if len(made) != len(given):
+            raise ValueError(f"TRL took {len(made)} of {len(given)} batches")
+        norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+        found = {
+            name: weight.detach().contiguous() for name, weight in trainer.model.named_parameters()
+        }
+    save_file(found, weights)
+    return {"grad_norms": norms}
+
+
 class Clocks:
     """Seconds of parts of a step, and what its rollout came to."""
 
@@ -226,33 +325,23 @@ def train(
     settle(begin["threads"])
     dtype, bf16 = PRECISIONS[begin["precision"]]
     from datasets import Dataset
-    from torch.optim.lr_scheduler import LambdaLR
     from transformers import TrainerCallback
-    from trl import GRPOTrainer
 
     scorer = load_scorer()
     clocks = Clocks()
     settings = begin["settings"]
-    warmup = settings["warmup_steps"]
+    warmed = trainer_class(settings["warmup_steps"])
 
-    class Trainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]
-        """GRPOTrainer with clocks, and Slipstream's warm-up, whose first step is not 0."""
-
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            self.lr_scheduler = LambdaLR(
-                optimizer or self.optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup))
-            )
-            return self.lr_scheduler
+    class Trainer(warmed):  # type: ignore[misc, valid-type, unused-ignore]
+        """With clocks."""
 
         def _generate(self, prompts: list[Any]) -> Any:
-            made = clocks.timed("generation", lambda: GRPOTrainer._generate(self, prompts))
+            made = clocks.timed("generation", lambda: warmed._generate(self, prompts))
             clocks.lengths += [len(ids) for ids in made[1]]
             return made
 
         def _calculate_rewards(self, *args: Any, **more: Any) -> Any:
-            found = clocks.timed(
-                "reward", lambda: GRPOTrainer._calculate_rewards(self, *args, **more)
-            )
+            found = clocks.timed("reward", lambda: warmed._calculate_rewards(self, *args, **more))
             clocks.rewards += found[:, 0].tolist()
             return found
 
@@ -292,18 +381,9 @@ def train(
             bf16=bf16,
             per_device_train_batch_size=settings["prompts_per_step"] * settings["group_size"],
             num_generations=settings["group_size"],
-            max_completion_length=settings["max_completion_length"],
             max_steps=settings["max_steps"],
-            learning_rate=settings["lr"],
-            adam_beta1=settings["betas"][0],
-            adam_beta2=settings["betas"][1],
-            adam_epsilon=settings["eps"],
-            weight_decay=settings["weight_decay"],
-            max_grad_norm=settings["grad_clip"],
             seed=settings["seed"],
-            loss_type=settings["loss_type"],
-            epsilon=settings["epsilon"],
-            scale_rewards=settings["scale_rewards"],
+            **optimizer_arguments(settings),
         )
         turns = Turns()
         trainer = Trainer(
@@ -357,10 +437,13 @@ def main() -> None:
         try:
             if op == "parity":
                 answer(parity(**command))
+            elif op == "updates":
+                answer(updates(**command))
             elif op == "begin":
                 train(command, commands, answer)
             else:
-                raise ValueError(f"cannot {op!r} now: the commands are parity, begin and quit")
+                known = "parity, updates, begin and quit"
+                raise ValueError(f"cannot {op!r} now: the commands are {known}")
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             answers.write(json.dumps({"ok": False, "error": message}) + "\n")

@@ -22,10 +22,10 @@ from slipstream.algorithms.log_probs import (
     DEFAULT_KEEP_BYTES,
     chunked_token_log_probs,
 )
-from slipstream.bench.memory import forget_peak, peak_rss, resident_bytes
 from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
 from slipstream.errors import ConfigError, check_at_least_one
+from slipstream.metrics.resident import forget_peak, peak_rss, resident_bytes
 
 PLAIN, CHUNKED, KEPT = "plain", "chunked", "kept"
 

@@ -6,18 +6,13 @@ Called by `rollout` and `logprob`.
 from __future__ import annotations
 
 import multiprocessing
-import resource
-import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import torch
 
 from slipstream.bench.contenders import Workload, contender
+from slipstream.metrics.resident import forget_peak, peak_rss
 from slipstream.training.compute_thread import ComputeThread
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def peak_megabytes(
@@ -59,27 +54,3 @@ def _measure(
         ready.generate(workload)
     compute.close()
     return peak_rss() / 1e6
-
-
-def forget_peak() -> None:
-    """`peak_rss` begins anew (Linux; elsewhere it cannot)."""
-    if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")
-
-
-def peak_rss() -> int:
-    """Peak resident bytes of this process."""
-    if _STATUS.exists():
-        return _status("VmHWM")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process now (Linux)."""
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024

@@ -1,7 +1,8 @@
 """TRL's GRPO against ours: the same model, prompts, lengths and settings (`slipstream bench trl`).
 
-First the loss: of one batch both must have the same loss and gradients (`trl_parity`), or nothing
-is timed. Then training, in turns of a step (`turns`), each contender a process of its own:
+First what is computed: of one batch both must have the same loss and gradients, and after several
+optimizer steps on given batches the same weights (`trl_parity`), or nothing is timed. Then
+training, in turns of a step (`turns`), each contender a process of its own:
 
     plain               Slipstream without drafts
     speculation         Slipstream with the draft head as it is, where the policy has one
@@ -9,8 +10,9 @@ is timed. Then training, in turns of a step (`turns`), each contender a process 
 
 A turn's time is taken here, for all alike. Ours end after the steps asked for; TRL goes on until it
 has sampled as many tokens as ours, so that the policies that come out can be compared on held-out
-problems, by one evaluator. Every round is another seed. Drafts change no token: where the policy is
-the same to the last bit it is evaluated once.
+problems, by one evaluator. Every round is another seed; of several, an accuracy's interval is that
+of its mean over seeds. Drafts change no token: where the policy is the same to the last bit it is
+evaluated once.
 """
 
 from __future__ import annotations
@@ -34,12 +36,17 @@ from slipstream.bench.timing import step_ratio
 from slipstream.bench.trl_parity import (
     CASES,
     TOLERANCE,
+    UPDATE_TOLERANCE,
     Differences,
+    UpdateDifferences,
     differences,
     make_batch,
     old_log_probs,
+    our_updates,
     ours,
+    their_updates,
     theirs,
+    update_differences,
 )
 from slipstream.bench.trl_runs import (
     PRECISIONS,
@@ -57,8 +64,11 @@ from slipstream.config.load import CONFIG_FILE
 from slipstream.config.schema import Config
 from slipstream.errors import EngineError
 from slipstream.loops.snapshot import policy_folder
-from slipstream.metrics.batch_metrics import accuracy_interval
+from slipstream.metrics.batch_metrics import accuracy_interval, mean_interval
 from slipstream.models.numerics import dtype_from_name
+
+UPDATES = 4
+"""Optimizer steps of which the weights are compared."""
 
 SPEED_GOAL = 1.5
 """Our step over TRL's that the project promises, TRL in its fastest precision."""
@@ -71,7 +81,7 @@ def run(bench: TrlBench, say: Callable[[str], None]) -> list[Row]:
     config = compose(bench)
     settings = trl_settings(config)
     model = start_of(bench.policy)
-    rows = run_parity(config, model, trl, bench.threads, say)
+    rows = run_parity(config, settings, model, trl, bench.threads, say)
     dtype = str(dtype_from_name(config.actor_rollout_ref.actor.dtype, torch.device("cpu")))
     dtype = dtype.removeprefix("torch.")
     precisions = bench.precisions or PRECISIONS[dtype]
@@ -95,9 +105,17 @@ def run(bench: TrlBench, say: Callable[[str], None]) -> list[Row]:
 
 
 def run_parity(
-    config: Config, model: Path, trl: Sequence[str], threads: int, say: Callable[[str], None]
+    config: Config,
+    settings: Mapping[str, Any],
+    model: Path,
+    trl: Sequence[str],
+    threads: int,
+    say: Callable[[str], None],
 ) -> list[Row]:
-    """A row for each case. Raises EngineError where one is further apart than `TOLERANCE`."""
+    """A row for each case, and one for `UPDATES` optimizer steps with `settings`.
+
+    Raises EngineError where one is further apart than `TOLERANCE` or `UPDATE_TOLERANCE`.
+    """
     task = task_of(config, model)
     batch = make_batch(task, task.tokenizer)
     old = old_log_probs(model, batch)
@@ -111,24 +129,38 @@ def run_parity(
             apart = differences(ours(model, batch, case, given), answer)
             say(f"parity, {case.name}: {said(apart)}")
             check(case.name, apart)
-            rows.append(
-                Row(
-                    benchmark="trl",
-                    case=f"parity: {case.name}",
-                    contender="trl",
-                    dtype="float32",
-                    threads=threads,
-                    seconds=Spread.of([seconds]),
-                    machine=this_machine(),
-                    values={
-                        "loss_difference": apart.loss,
-                        "advantage_difference": apart.advantages,
-                        "gradient_difference": apart.gradient,
-                        "tensor_difference": apart.tensor,
-                    },
-                )
-            )
-    return rows
+            values = {
+                "loss_difference": apart.loss,
+                "advantage_difference": apart.advantages,
+                "gradient_difference": apart.gradient,
+                "tensor_difference": apart.tensor,
+            }
+            rows.append(_parity_row(case.name, values, seconds, threads))
+    steps = [make_batch(task, task.tokenizer, first=100 * step) for step in range(UPDATES)]
+    # Another process: TRL reads the number of threads once, and keeps what it has trained.
+    with PeerProcess("trl, updates", trl) as process:
+        start = time.perf_counter()
+        answered = their_updates(process, model, steps, settings, threads)
+        seconds = time.perf_counter() - start
+    moved = update_differences(model, our_updates(model, steps, settings), answered)
+    norms = ", ".join(f"{norm:.3g}" for norm in answered.grad_norms)
+    say(f"parity, {UPDATES} steps with gradients of norms {norms}: {said_of_updates(moved)}")
+    check_updates(moved)
+    values = {"grad_norm_difference": moved.grad_norm, "update_difference": moved.update}
+    return [*rows, _parity_row(f"{UPDATES} steps", values, seconds, threads)]
+
+
+def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads: int) -> Row:
+    return Row(
+        benchmark="trl",
+        case=f"parity: {name}",
+        contender="trl",
+        dtype="float32",
+        threads=threads,
+        seconds=Spread.of([seconds]),
+        machine=this_machine(),
+        values=values,
+    )
 
 
 def said(apart: Differences) -> str:
@@ -148,6 +180,22 @@ def check(name: str, apart: Differences) -> None:
         )
 
 
+def said_of_updates(apart: UpdateDifferences) -> str:
+    """In words."""
+    return (
+        f"norms {apart.grad_norm:.1e} apart, weights {apart.update:.1e} of the way that they went"
+    )
+
+
+def check_updates(apart: UpdateDifferences) -> None:
+    """Raises EngineError where both do not take the same steps."""
+    if not (apart.update <= UPDATE_TOLERANCE and apart.grad_norm <= UPDATE_TOLERANCE):
+        raise EngineError(
+            f"TRL's optimizer steps are not ours: {said_of_updates(apart)}, where "
+            f"{UPDATE_TOLERANCE:g} is allowed; what is not the same is not timed"
+        )
+
+
 def _evaluate(
     bench: TrlBench, ran: Mapping[str, Ran], folder: Path, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
@@ -160,6 +208,7 @@ def _evaluate(
             continue
         say(f"{name}: {bench.problems} held-out problems")
         scores[name] = evaluate(bench, one.folder, folder / f"{name}.jsonl", say)
+        say(f"{name}: {fmean(scores[name]):.3f} of them right")
         if one.weights:
             by_weights[one.weights] = scores[name]
     return scores
@@ -222,9 +271,10 @@ def _row(
     )
     if scores:
         values["accuracy"] = Spread.of([fmean(of_seed) for of_seed in scores])
-        # A problem's mean over seeds varies no more than one answer of that mean.
-        by_problem = [fmean(of_problem) for of_problem in zip(*scores, strict=True)]
-        mean, low, high = accuracy_interval(by_problem)
+        # Trainings from other seeds differ by more than the problems do by chance.
+        by_seed = [fmean(of_seed) for of_seed in scores]
+        several = len(by_seed) > 1
+        mean, low, high = mean_interval(by_seed) if several else accuracy_interval(scores[0])
         values |= {"accuracy_mean": mean, "accuracy_low": low, "accuracy_high": high}
     precision = name.removeprefix("trl-")
     return Row(

@@ -1,4 +1,5 @@
-"""TRL's GRPO loss against ours: one batch, the same weights, loss and gradients of both in fp32.
+"""TRL's GRPO against ours: loss and gradients of one batch, and weights after several optimizer
+steps, from the same weights and in fp32.
 
 What TRL calls by other names is paired in `CASES`. The batch is made of demonstrations of the
 countdown task, right ones and such that gave up. Used by `trl`, and by tests of what TRL said.
@@ -39,6 +40,10 @@ TRL_EPS = 1e-4
 TOLERANCE = 1e-5
 """Largest of `Differences` allowed: sums of fp32 products in another order, through a dozen layers
 and back."""
+
+UPDATE_TOLERANCE = 1e-2
+"""Of `UpdateDifferences.update`: Adam divides by a gradient's own size, so a weight whose gradient
+is next to nothing moves by what rounding makes of it."""
 
 AGG_MODES = {
     "grpo": LossAggMode.SEQ_MEAN_TOKEN_MEAN,
@@ -127,12 +132,35 @@ class Differences:
         return max(self.loss, self.advantages, self.gradient)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """Of several optimizer steps: the norm of each gradient before clipping, and all weights
+    afterwards, by name."""
+
+    grad_norms: Sequence[float]
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateDifferences:
+    """`grad_norm`: of the step whose gradients are furthest apart, relative. `update`: the distance
+    of the weights of both, relative to the way that they went."""
+
+    grad_norm: float
+    update: float
+
+
 def make_batch(
-    task: CountdownTask, tokenizer: PreTrainedTokenizerBase, *, groups: int = 4, group_size: int = 4
+    task: CountdownTask,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    groups: int = 4,
+    group_size: int = 4,
+    first: int = 0,
 ) -> FixedBatch:
-    """Demonstrations of the task's first training problems, as many variants of each as make a
-    group of which some are right and some are wrong."""
-    found = (_group(task, tokenizer, index, group_size) for index in itertools.count())
+    """Demonstrations of the task's training problems from `first` on, as many variants of each as
+    make a group of which some are right and some are wrong."""
+    found = (_group(task, tokenizer, index, group_size) for index in itertools.count(first))
     telling = (group for group in found if group is not None)
     rows = [row for group in itertools.islice(telling, groups) for row in group]
     draws = random.Random(0)
@@ -177,7 +205,7 @@ def ours(
     model: Path, batch: FixedBatch, case: Case, old: Sequence[Sequence[float]] | None
 ) -> Outcome:
     """Loss and gradients of our trainer. `old`: old log-probs of completions, None: its own."""
-    advantages = _advantages(batch, case)
+    advantages = _advantages(batch, by_std=case.scale_rewards == "group")
     config = PolicyLossConfig(
         clip_ratio=case.epsilon,
         clip_ratio_high=case.epsilon_high,
@@ -226,11 +254,85 @@ def theirs(
         )
 
 
+def our_updates(model: Path, batches: Sequence[FixedBatch], settings: Mapping[str, Any]) -> Updated:
+    """Our trainer's, by a step of each batch, with `settings` as for `trl_runs.trl_settings`."""
+    scaled = settings["loss_type"] == "dr_grpo"
+    loss = policy_loss_fn(
+        loss_agg_mode=AGG_MODES[settings["loss_type"]],
+        config=PolicyLossConfig(
+            clip_ratio=settings["epsilon"],
+            loss_scale_factor=settings["max_completion_length"] if scaled else None,
+        ),
+    )
+    optim = OptimSettings(
+        lr=settings["lr"],
+        betas=(settings["betas"][0], settings["betas"][1]),
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+        warmup_steps=settings["warmup_steps"],
+    )
+    norms = []
+    backend = _backend(model, optim, settings["grad_clip"])
+    try:
+        for batch in batches:
+            advantages = _advantages(batch, by_std=settings["scale_rewards"] == "group")
+            backend.forward_backward(TrainBatch(rows=_rows(batch, advantages, None)), loss).wait()
+            norms.append(backend.optim_step().wait()["actor/grad_norm"])
+        return Updated(grad_norms=norms, weights=backend.get_weights().wait())
+    finally:
+        backend.close()
+
+
+def their_updates(
+    process: PeerProcess,
+    model: Path,
+    batches: Sequence[FixedBatch],
+    settings: Mapping[str, Any],
+    threads: int,
+) -> Updated:
+    """The same of TRL, in the process of `bench/peers/trl_peer.py`."""
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{place}.json" for place in range(len(batches))]
+        for file, batch in zip(files, batches, strict=True):
+            file.write_text(json.dumps(asdict(batch)))
+        weights = Path(folder) / "weights.safetensors"
+        answer = process.ask(
+            "updates",
+            model=str(model.resolve()),
+            batches=[str(file) for file in files],
+            weights=str(weights),
+            threads=threads,
+            settings=dict(settings),
+        )
+        return Updated(grad_norms=answer["grad_norms"], weights=load_file(weights))
+
+
+def update_differences(model: Path, a: Updated, b: Updated) -> UpdateDifferences:
+    """Between what both made of `model`. Raises ValueError where they have other weights, or took
+    other numbers of steps."""
+    _check_names(a.weights, b.weights)
+    start = dict(load_checkpoint(model).named_parameters())
+    way = sum(_square(a.weights[name], start[name].detach()) for name in a.weights)
+    apart = sum(_square(a.weights[name], b.weights[name]) for name in a.weights)
+    norms = zip(a.grad_norms, b.grad_norms, strict=True)
+    return UpdateDifferences(
+        grad_norm=max(abs(x - y) / max(x, y) for x, y in norms), update=(apart / way) ** 0.5
+    )
+
+
+def _square(a: Tensor, b: Tensor) -> float:
+    return float(((a.double() - b.double()) ** 2).sum())
+
+
+def _check_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    if a.keys() != b.keys():
+        odd = ", ".join(sorted(a.keys() ^ b.keys()))
+        raise ValueError(f"these are of different weights: only one side has {odd}")
+
+
 def differences(a: Outcome, b: Outcome) -> Differences:
     """Between two outcomes of one case. Raises ValueError where they have other weights."""
-    if a.gradients.keys() != b.gradients.keys():
-        odd = sorted(a.gradients.keys() ^ b.gradients.keys())
-        raise ValueError(f"gradients of different weights: only one side has {', '.join(odd)}")
+    _check_names(a.gradients, b.gradients)
     pairs = [(a.gradients[name], b.gradients[name]) for name in a.gradients]
     apart = [_apart(x, y) for x, y in pairs]
     size = [_size(x, y) for x, y in pairs]
@@ -251,12 +353,15 @@ def _size(a: Tensor, b: Tensor) -> float:
     return max(float(a.abs().max()), float(b.abs().max()), 1e-30)
 
 
-def _backend(model: Path) -> SingleProcessBackend:
+def _backend(
+    model: Path, optim: OptimSettings | None = None, grad_clip: float | None = None
+) -> SingleProcessBackend:
     decoder = load_checkpoint(model)
-    return SingleProcessBackend(decoder, optim=OptimSettings(lr=0.0), dtype=torch.float32)
+    optim = optim or OptimSettings(lr=0.0)
+    return SingleProcessBackend(decoder, optim=optim, dtype=torch.float32, grad_clip=grad_clip)
 
 
-def _advantages(batch: FixedBatch, case: Case) -> list[float]:
+def _advantages(batch: FixedBatch, *, by_std: bool) -> list[float]:
     """(B,), with TRL's epsilon."""
     groups = [place // batch.group_size for place in range(len(batch.rewards))]
     rewards = torch.tensor(batch.rewards, dtype=torch.float64)[:, None]
@@ -265,7 +370,7 @@ def _advantages(batch: FixedBatch, case: Case) -> list[float]:
         torch.ones_like(rewards),
         groups,
         epsilon=TRL_EPS,
-        norm_adv_by_std_in_grpo=case.scale_rewards == "group",
+        norm_adv_by_std_in_grpo=by_std,
     )
     return [float(value) for value in found[:, 0]]
 

@@ -71,6 +71,15 @@ def add_source_flags(command: argparse.ArgumentParser, *, show_flag: bool = True
     add_debug_flag(command)
 
 
+def add_dry_run_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the settings, what batches they make and how much memory that takes, try one "
+        "tiny step, and leave nothing behind",
+    )
+
+
 def add_debug_flag(command: argparse.ArgumentParser) -> None:
     command.add_argument("--debug", action="store_true", help="show a traceback with an error")
 
@@ -158,6 +167,7 @@ def launch_training(
     system: str,
     system_defaults: Mapping[str, Any],
     train: Callable[[Config, Mode], int],
+    dry_run: Callable[[Config, Mode], int],
 ) -> int:
     """Run the launch line of another system: Hydra's flags, and overrides of its keys.
 
@@ -170,9 +180,10 @@ def launch_training(
         "notice; features that are not here are refused with a remedy.",
         f"example:\n  {prog} data.task=countdown trainer.total_training_steps=10 \\\n"
         "      actor_rollout_ref.model.init.num_layers=2\n",
-        f"{prog} [--config-path DIR --config-name NAME] [--cfg job] [key=value ...]",
+        f"{prog} [--config-path DIR --config-name NAME] [--cfg job] [--dry-run] [key=value ...]",
     )
     add_source_flags(command)
+    add_dry_run_flag(command)
     args, rest = command.parse_known_args(argv)
     overrides = read_overrides(command, rest)
 
@@ -182,7 +193,8 @@ def launch_training(
         if args.cfg:
             print(to_yaml(config), end="")
             return 0
-        return train(config, resolve_mode(config))
+        work = dry_run if args.dry_run else train
+        return work(config, resolve_mode(config))
 
     return exit_status(run, debug=args.debug)
 

@@ -62,6 +62,12 @@ def _cached() -> Iterator[None]:
             config.CACHE_DIR = before
 
 
+def something_is_kept() -> bool:
+    """Whether an earlier process has left compiled code."""
+    folder = cache_folder()
+    return folder is not None and next(Path(folder).rglob("*.nbc"), None) is not None
+
+
 @cache
 def cache_folder() -> str | None:
     """Where code is kept: NUMBA_CACHE_DIR, else beside this file, else in the home folder; None,

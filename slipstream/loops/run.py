@@ -25,6 +25,7 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
+from slipstream.kernels.compiling import something_is_kept
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
@@ -90,6 +91,13 @@ def train(config: Config, mode: Mode, parts: GivenParts | None = None) -> int:
     return 0 if finished else INTERRUPTED
 
 
+def trial(config: Config, mode: Mode) -> bool:
+    """As `train`, without the picture, the page and what is said at the end."""
+    with opened(config) as run:
+        announce(run, mode)
+        return run_async(_train, run, mode)
+
+
 @contextlib.contextmanager
 def opened(
     config: Config, compute: ComputeThread | None = None, *, parts: GivenParts | None = None
@@ -125,6 +133,7 @@ def opened(
                     run = open_run(
                         config, folder, progress, interrupt, compute, stages, parts, timeline
                     )
+                    _tell_of_compiling(run)
                     _settle_threads(run)
                     # A full collection would look through all modules again: a tenth of a second,
                     # in the middle of a rollout.
@@ -171,6 +180,15 @@ def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline
 def device_name(device: torch.device) -> str:
     """`cpu`, or what the GPU is called."""
     return device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
+
+
+def _tell_of_compiling(run: Run) -> None:
+    """Or the first step looks as if it hung."""
+    if build.device_of(run.config).type == "cpu" and not something_is_kept():
+        run.progress.note(
+            "nothing is compiled yet for this processor: kernels are, when first used, which takes "
+            "a minute or two, once"
+        )
 
 
 def _settle_threads(run: Run) -> None:

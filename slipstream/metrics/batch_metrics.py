@@ -22,6 +22,13 @@ MOST_REASONS = 8
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
 
+_T_95 = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
+"""The same of Student's t with 1, 2, ... degrees of freedom."""
+
 
 def summary(prefix: str, values: Iterable[float]) -> dict[str, float]:
     """`prefix/{mean,max,min}` of `values`; nothing of an empty sequence."""
@@ -148,6 +155,18 @@ def accuracy_interval(
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     # At p = 0 and p = 1 a bound is p itself up to rounding.
     return p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half))
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """`(mean, low, high)` of independent `values`, such as the accuracies of several trainings:
+    Student's 95 % interval (1908). Raises DataError for fewer than two."""
+    n = len(values)
+    if n < 2:
+        raise DataError(f"a mean of {n} has no interval; give two values or more")
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    half = (_T_95[n - 2] if n - 2 < len(_T_95) else Z_95) * math.sqrt(variance / n)
+    return mean, mean - half, mean + half
 
 
 def paired_difference(

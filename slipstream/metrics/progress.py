@@ -13,6 +13,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +24,10 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 _WINDOW = 20
-"""Steps whose mean duration the remaining time is estimated from."""
+"""Steps whose median duration the remaining time is estimated from."""
+
+_ALL = 500
+"""Steps over which what comes now and then, a validation say, is spread."""
 
 _LABELS = {
     "reward": "reward",
@@ -80,9 +85,10 @@ class Progress:
         self._name = ""
         self._total = 0
         self._done = 0
+        self._first = True
         self._lines = True
         self._last_line = float("-inf")
-        self._times: deque[float] = deque(maxlen=_WINDOW + 1)
+        self._times: deque[float] = deque(maxlen=_ALL + 1)
         self._entered = False
         self._status: Callable[[], str] | None = None
         self._sample: Text | None = None
@@ -120,7 +126,7 @@ class Progress:
         self._name, self._total, self._done = name, total, done
         self._lines = lines
         self._times.clear()
-        self._times.append(self._clock())
+        self._first = True
         self._last_line = float("-inf")
         if self._bar is not None:
             bar = self._bar
@@ -143,17 +149,23 @@ class Progress:
             bar, task = self._bar, self._task
             self._guard(lambda: bar.update(task, completed=self._done, values=text))
         elif self._bar is None and self._entered and self._lines:
-            edge = self._done >= self._total or len(self._times) == 2
+            edge = self._done >= self._total or self._first
             if edge or now - self._last_line >= self._every:
                 self._last_line = now
                 self._line(f"{self._name} {self._done}/{self._total}  {text}".rstrip())
+        self._first = False
 
     def remaining(self) -> float | None:
-        """Seconds that the rest of the phase will take at the pace of the last steps."""
+        """Seconds that the rest of the phase will take; None after its first step, which loads and
+        compiles things.
+
+        Steps go on as the last ones did. What some take longer than most is spread over all.
+        """
         if len(self._times) < 2:
             return None
-        pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-        return pace * max(0, self._total - self._done)
+        took = [b - a for a, b in pairwise(self._times)]
+        usual, now = median(took), median(took[-_WINDOW:])
+        return (now + max(0.0, fmean(took) - usual)) * max(0, self._total - self._done)
 
     def note(self, text: str) -> None:
         """A line of its own, above the bar."""

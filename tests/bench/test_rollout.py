@@ -10,9 +10,9 @@ import pytest
 
 from slipstream.bench import rollout
 from slipstream.bench.contenders import OURS, Workload, contender
-from slipstream.bench.memory import peak_rss
 from slipstream.bench.record import Row, Spread
 from slipstream.errors import ConfigError, EngineError
+from slipstream.metrics.resident import peak_rss
 from slipstream.training.compute_thread import ComputeThread
 
 TOY = rollout.RolloutBench(

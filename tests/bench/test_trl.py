@@ -183,7 +183,9 @@ def test_the_peer_reads_our_prompts_and_refuses_other_ids(tmp_path: Path) -> Non
 
 def test_the_peer_says_what_it_can_do() -> None:
     with PeerProcess("trl", [sys.executable, str(SCRIPT)]) as process:
-        with pytest.raises(EngineError, match="cannot 'step' now: the commands are parity, begin"):
+        with pytest.raises(
+            EngineError, match="cannot 'step' now: the commands are parity, updates, begin"
+        ):
             process.ask("step")
         # And goes on.
         with pytest.raises(EngineError, match="KeyError: 'threads'"):

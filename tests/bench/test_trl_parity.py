@@ -1,8 +1,9 @@
-"""Our loss and gradients against what TRL answered (`trl_record`)."""
+"""Our loss, gradients and optimizer steps against what TRL answered (`trl_record`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from slipstream.bench.trl_parity import (
     differences,
     make_batch,
     old_log_probs,
+    our_updates,
     ours,
+    update_differences,
 )
 from slipstream.environment.countdown import CountdownTask
-from tests.bench.trl_record import FOLDER, answered, recorded
+from tests.bench.trl_record import FOLDER, UPDATE_SETTINGS, answered, recorded, updated
 
 
 def outcome(case: Case, *, told: Case | None = None) -> Outcome:
@@ -56,6 +59,32 @@ def test_our_own_epsilon_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_parity, "TRL_EPS", 1e-6)
     apart = differences(outcome(CASES[0]), answered(CASES[0]))
     assert apart.advantages == pytest.approx(1e-4 / 0.5774, rel=0.02)
+
+
+def test_optimizer_steps_are_those_of_trl() -> None:
+    batches, trl = updated()
+    # Some are clipped and some are not.
+    assert min(trl.grad_norms) < UPDATE_SETTINGS["grad_clip"] < max(trl.grad_norms)
+    apart = update_differences(FOLDER, our_updates(FOLDER, batches, UPDATE_SETTINGS), trl)
+    assert apart.grad_norm < 1e-4
+    assert apart.update < 1e-3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"grad_clip": 6.0},
+        {"warmup_steps": 0},
+        {"betas": [0.9, 0.999]},
+        {"weight_decay": 0.0},
+        {"lr": 0.0101},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_setting_of_the_optimizer_is_noticed(other: dict[str, Any]) -> None:
+    batches, trl = updated()
+    mine = our_updates(FOLDER, batches, {**UPDATE_SETTINGS, **other})
+    assert update_differences(FOLDER, mine, trl).update > 5e-3
 
 
 def test_what_is_off_policy_is_apart_from_the_model_by_the_shifts() -> None:

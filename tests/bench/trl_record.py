@@ -3,8 +3,10 @@
     python -m tests.bench.trl_record
 
 needs the environment that `make bench-peers` makes. Writes `FOLDER`: the model, the batch with the
-old log-probs of off-policy cases, TRL's loss and advantages of each of `CASES` in answers.json, and
-its gradients in gradients.safetensors as `<case>/<weight>`.
+old log-probs of off-policy cases, TRL's loss and advantages of each of `CASES` in answers.json,
+its gradients in gradients.safetensors as `<case>/<weight>`, the batches of several optimizer steps
+with the norms of their gradients in updates.json, and the weights after them in
+updates.safetensors.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from slipstream.bench.trl_parity import (
     Case,
     FixedBatch,
     Outcome,
+    Updated,
     make_batch,
     old_log_probs,
+    their_updates,
     theirs,
 )
 from slipstream.bench.trl_runs import trl_command
@@ -34,6 +38,21 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
 
 FOLDER = Path(__file__).parent / "data" / "trl"
+
+
+UPDATE_SETTINGS: dict[str, Any] = {
+    "max_completion_length": 144,
+    "lr": 0.01,
+    "warmup_steps": 2,
+    "betas": [0.9, 0.99],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "grad_clip": 1.0,
+    "loss_type": "grpo",
+    "epsilon": 0.2,
+    "scale_rewards": "group",
+}
+"""Of the optimizer steps: some of their gradients are longer than `grad_clip`."""
 
 
 def recorded() -> tuple[FixedBatch, list[list[float]], dict[str, Any]]:
@@ -58,6 +77,17 @@ def answered(case: Case) -> Outcome:
     )
 
 
+def updated() -> tuple[list[FixedBatch], Updated]:
+    """The batches of the optimizer steps, and what TRL made of them."""
+    content = json.loads((FOLDER / "updates.json").read_text())
+    return (
+        [FixedBatch(**batch) for batch in content["batches"]],
+        Updated(
+            grad_norms=content["grad_norms"], weights=load_file(FOLDER / "updates.safetensors")
+        ),
+    )
+
+
 def main() -> None:
     task = CountdownTask(0)
     batch = make_batch(task, task.tokenizer, groups=2, group_size=3)
@@ -69,6 +99,18 @@ def main() -> None:
         for case in CASES:
             given = old if case.off_policy else None
             found[case.name] = theirs(process, FOLDER, batch, case, given, threads=1)
+    steps = [
+        make_batch(task, task.tokenizer, groups=2, group_size=3, first=100 * step)
+        for step in range(4)
+    ]
+    with PeerProcess("trl", trl_command()) as process:
+        moved = their_updates(process, FOLDER, steps, UPDATE_SETTINGS, threads=1)
+    content: dict[str, object] = {
+        "batches": [asdict(batch) for batch in steps],
+        "grad_norms": moved.grad_norms,
+    }
+    (FOLDER / "updates.json").write_text(json.dumps(content) + "\n")
+    save_file(dict(moved.weights), FOLDER / "updates.safetensors")
     content = {
         "batch": asdict(batch),
         "old_log_probs": old,

@@ -263,15 +263,17 @@ def test_targets_of_make_exist_and_run_commands_that_parse(
         assert call(line.split()) == 0, line
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.sh")), ids=lambda p: p.name)
+# grpo_7B.sh starts another program; tests/loops/test_gsm8k.py has it try a step.
+@pytest.mark.parametrize("name", ["bench_sd.sh", "eagle_train.sh"])
 def test_scripts_of_examples_run_commands_that_are_validated(
-    here: Path, stopped: Stopped, script: Path, tmp_path: Path
+    here: Path, stopped: Stopped, name: str, tmp_path: Path
 ) -> None:
+    script = ROOT / "examples" / name
     program, told = tmp_path / "slipstream", tmp_path / "told"
     program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >"{told}"\n')
     program.chmod(0o755)
     # A flag or a setting of the user's comes last.
-    more = "--rounds=3" if script.name == "bench_sd.sh" else "trainer.seed=3"
+    more = "--rounds=3" if name == "bench_sd.sh" else "trainer.seed=3"
     own = ("RUN", "MODEL", "TRAIN", "VAL", "OUT")
     environment = {name: value for name, value in os.environ.items() if name not in own}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
@@ -280,7 +282,7 @@ def test_scripts_of_examples_run_commands_that_are_validated(
     assert words[-1] == more
     assert call(["slipstream", *words]) == 0
     (arguments,) = stopped
-    if script.name == "bench_sd.sh":
+    if name == "bench_sd.sh":
         assert arguments[0].rounds == 3
     else:
         assert arguments[0].trainer.seed == 3

@@ -1,8 +1,12 @@
-"""The recipe of docs/getting_started.md: a Qwen2.5 on GSM8K, from folders as the Hub has them."""
+"""The recipe of docs/getting_started.md, and examples/grpo_7B.sh: a Qwen2.5 on GSM8K, from folders
+as the Hub has them."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -16,7 +20,7 @@ from slipstream import cli
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models import Decoder
 from slipstream.models.hf_io import load_config
-from tests.docs.pages import DOCS, commands
+from tests.docs.pages import DOCS, ROOT, commands
 
 MODEL = "models/Qwen2.5-0.5B-Instruct"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -137,3 +141,39 @@ def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     # The question as the model's own template has it.
     assert all("<|im_start|>user\nAnn has" in row["input"] for row in rows)
     assert all(row["gts"] in {str(2 * n + 1) for n in range(2, 10)} for row in rows)
+
+
+def test_the_script_of_a_large_model_tries_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the GPU, and the head, which is of the large model."""
+    monkeypatch.chdir(tmp_path)
+    write_data(Path("downloads/gsm8k"))
+    write_model(Path(MODEL))
+    assert cli.main(["data", "gsm8k", "downloads/gsm8k/main", "--output", "data"]) == 0
+    done = subprocess.run(
+        [
+            *("bash", ROOT / "examples/grpo_7B.sh", "--dry-run"),
+            *("trainer.n_gpus_per_node=0", "trainer.device=cpu", "trainer.num_threads=1"),
+            *("speculative.spec_strategy=history", "speculative.eagle.spec_model_path=null"),
+            "data.train_batch_size=8",
+        ],
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "MODEL": MODEL,
+            "TRAIN": "data/train.parquet",
+            "VAL": "data/test.parquet",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
+    assert "updates of a step 2 of 4 prompts = 32 samples" in lines
+    assert any(line.startswith("RL 1/1") for line in lines)
+    assert not Path("runs").exists()

@@ -12,6 +12,7 @@ from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import (
     accuracy_interval,
     failures_by_reason,
+    mean_interval,
     paired_difference,
     reason_name,
     rollout_metrics,
@@ -270,3 +271,20 @@ def test_failures_are_counted_by_reason_and_rare_ones_together() -> None:
     letters = [failed(letter * 3) for letter in "abcdefghij"] + [failed("aaa")]
     found = failures_by_reason(letters)
     assert (found["aaa"], found["other"], found.total()) == (2, 2, 11)
+
+
+def test_the_interval_of_a_mean_is_students() -> None:
+    # Fisher, Statistical Methods for Research Workers, section 24: ten patients' hours of sleep.
+    hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
+    mean, low, high = mean_interval(hours)
+    assert mean == pytest.approx(1.58)
+    assert (high - low) / 2 == pytest.approx(2.262 * 0.3890, rel=1e-3)
+    assert mean_interval([0.5, 0.5]) == (0.5, 0.5, 0.5)
+    # Of many the normal distribution's: that of 0 and 1, a hundred times.
+    _, low, high = mean_interval([0.0, 1.0] * 100)
+    assert high - low == pytest.approx(2 * 1.96 * 0.5 / 200**0.5, rel=0.01)
+
+
+def test_one_value_has_no_interval() -> None:
+    with pytest.raises(DataError, match="a mean of 1 has no interval"):
+        mean_interval([0.5])

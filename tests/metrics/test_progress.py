@@ -52,7 +52,7 @@ def test_plain_lines_first_last_and_every_few_seconds() -> None:
         progress.note("saved [global_step_6] with a line that is longer than the console")
     assert stream.getvalue().splitlines() == [
         "RL: 6 steps",
-        "RL 1/6  reward 0.25  length 120  tok/s 3457  30s left",
+        "RL 1/6  reward 0.25  length 120  tok/s 3457",
         "RL 3/6  reward 0.35  length 120  tok/s 3457  18s left",
         "RL 5/6  reward 0.45  length 120  tok/s 3457  6s left",
         "RL 6/6  reward 0.5  length 120  tok/s 3457",
@@ -68,13 +68,41 @@ def test_remaining_time_follows_recent_steps_and_a_resumed_phase() -> None:
         assert progress.remaining() is None
         clock.now += 1000.0
         progress.step()
-        assert progress.remaining() == 29 * 1000.0
+        # The first step compiles.
+        assert progress.remaining() is None
         for _ in range(20):
             clock.now += 300.0
             progress.step()
         assert progress.remaining() == 9 * 300.0
-    assert stream.getvalue().startswith("RL: 130 steps, 100 done\nRL 101/130  8h03m left\n")
+    assert stream.getvalue().startswith(
+        "RL: 130 steps, 100 done\nRL 101/130\nRL 102/130  2h20m left"
+    )
     assert stream.getvalue().endswith("RL 121/130  45m00s left\n")
+
+
+def test_remaining_time_where_steps_become_slower() -> None:
+    clock = Clock()
+    progress, _ = plain(clock)
+    with progress:
+        progress.phase("RL", 200)
+        for seconds in (*[1.0] * 60, *[3.0] * 40):
+            clock.now += seconds
+            progress.step()
+        # And a third of the steps so far took longer than most.
+        assert 3.0 * 100 <= progress.remaining() <= 4.0 * 100  # type: ignore[operator]
+
+
+def test_a_validation_now_and_then_is_spread_over_all_steps() -> None:
+    clock = Clock()
+    progress, _ = plain(clock)
+    with progress:
+        progress.phase("SFT", 500)
+        for step in range(1, 251):
+            clock.now += 0.1 + (15.0 if step % 50 == 0 else 0.0)
+            progress.step()
+            if step >= 150:
+                # 0.4 seconds a step, validations among them.
+                assert progress.remaining() == pytest.approx(0.4 * (500 - step), rel=0.25)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 10, 20, 40, 200])

@@ -10,13 +10,13 @@ import anyio
 import pytest
 import torch
 
-from slipstream.bench.memory import resident_bytes
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import FreedMemory, _group_limits, free_bytes, kv_budget
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.metrics.resident import resident_bytes
 from slipstream.models.draft_head import DraftHead
 from tests.inference.helpers import decode, make_request, random_prompt, shared_decoder
 

@@ -1,0 +1,34 @@
+"""Resident memory of this process. Called by benchmarks and by `loops.dry_run`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+def forget_peak() -> None:
+    """`peak_rss` begins anew (Linux; elsewhere it cannot)."""
+    if _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
+    if _STATUS.exists():
+        return _status("VmHWM")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process now (Linux)."""
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
