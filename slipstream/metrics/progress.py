@@ -7,16 +7,18 @@ it falls silent.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
@@ -55,7 +57,14 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class SteadyConsole(Console):
-    """A console that falls silent when its reader is gone; rich's own ends the process."""
+    """A console that falls silent when its reader is gone, and writes `?` where the encoding lacks
+    a character; rich's own ends the process, or fails."""
+
+    def __init__(self, *, file: IO[str], **more: Any) -> None:
+        if isinstance(file, io.TextIOWrapper) and file.errors == "strict":
+            # Rich writes characters of its own, too: it shortens lines with one that ASCII lacks.
+            file.reconfigure(errors="replace")
+        super().__init__(file=file, **more)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -129,12 +138,14 @@ class Progress:
         self._first = True
         self._last_line = float("-inf")
         if self._bar is not None:
-            bar = self._bar
-            if self._task is not None:
-                bar.stop_task(self._task)
-            self._task = bar.add_task(name, total=total, completed=done, values="")
+            self._guard(partial(self._begin_bar, self._bar, done))
         elif self._entered:
             self._line(f"{name}: {total} steps" + (f", {done} done" if done else ""))
+
+    def _begin_bar(self, bar: RichProgress, done: int) -> None:
+        if self._task is not None:
+            bar.stop_task(self._task)
+        self._task = bar.add_task(self._name, total=self._total, completed=done, values="")
 
     def step(self, **values: float) -> None:
         """One more step is done; `values` (reward, mean_length, tokens_per_second, ...) of it."""

@@ -124,7 +124,8 @@ def read_run(folder: Path, *, name: str | None = None) -> RunData:
     run.state = _state(processes, running=running)
     if not processes:
         notes.append(
-            f"no {EVENTS_FILE}: made by an earlier version, and where time went is unknown"
+            f"no {EVENTS_FILE}: it has not begun, or an earlier version made it, so where time went "
+            "is unknown"
         )
     return run
 

@@ -147,6 +147,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
 
     for name in (
         "slipstream.loops.run.train",
+        "slipstream.loops.dry_run.dry_run",
         "slipstream.loops.run.evaluate",
         "slipstream.loops.run.export",
         "slipstream.loops.quickstart.main",

@@ -43,7 +43,7 @@ def lines(total: int, seconds_per_step: float, *, show: bool = True) -> list[str
 def test_a_short_phase_has_a_line_for_each_step() -> None:
     assert lines(4, 2.0) == [
         "RL: 4 steps",
-        "RL 1/4     reward 0.125   6s left",
+        "RL 1/4     reward 0.125",
         "RL 2/4     reward 0.25    4s left",
         "RL 3/4     reward 0.375   2s left",
         "RL 4/4     reward 0.5",

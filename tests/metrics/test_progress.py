@@ -175,6 +175,23 @@ def test_of_a_long_sample_the_end_is_shown(width: int) -> None:
         assert len(progress._sample) <= max(34, 3 * width)
 
 
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_a_terminal_without_unicode_that_is_too_narrow(width: int) -> None:
+    """What does not fit is shortened, for which ASCII has no character."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    console = SteadyConsole(file=stream, force_terminal=True, width=width, height=20)
+    with Progress(console=console, plain=False) as progress:
+        for phase in ("SFT", "RL"):
+            progress.phase(phase, 3)
+            progress.status(lambda: "16 running, 240 waiting, plan 12_4_48, 123,456 tokens")
+            for _ in range(3):
+                progress.step(reward=1.0, loss=1.25, mean_length=120.4, tokens_per_second=3456.7)
+    shown = raw.getvalue().decode("ascii")
+    assert "3/3" in shown
+    assert "?" in shown
+
+
 def test_a_terminal_without_colours_and_one_without_unicode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,12 +113,19 @@ def test_an_open_page_follows_the_run(show: Show, tmp_path: Path) -> None:
     with served(folder) as port, show(f"http://{HOST}:{port}/") as shown:
         page = shown.page
         page.locator("#chart-lengths .legend button").first.click()
+        page.evaluate("plots.get('lengths').u.setScale('x', { min: 2, max: 3 })")
+        page.locator("details summary", has_text="Configuration").click()
         assert "4 of 4" in page.inner_text("#top")
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(line(5, 130.0, STEP))
         page.wait_for_function("document.getElementById('top').innerText.includes('5 of 4')")
         # What was hidden stays hidden.
         assert page.locator("#chart-lengths .legend button.off").count() == 1
+        # As does what was zoomed to, there and nowhere else, and what was opened.
+        shown_x = "(id) => { const x = plots.get(id).u.scales.x; return [x.min, x.max]; }"
+        assert page.evaluate(shown_x, "lengths") == [2, 3]
+        assert page.evaluate(shown_x, "reward") == [1, 5]
+        assert page.locator("details[open] summary", has_text="Configuration").count() == 1
         assert shown.complaints == []
         assert {url.split("?")[0] for url in shown.requests} == {
             f"http://{HOST}:{port}/",

@@ -9,8 +9,8 @@ const SECTIONS = [
 ];
 const view = { x: "step", smooth: "auto", theme: null };
 try { view.theme = localStorage.getItem("slipstream-theme"); } catch (error) { /* kept for this page */ }
-const plots = new Map(); // by chart id: {u, chart, holder, hidden}
-const kept = new Map(); // hidden lines by chart id, over a redrawing of the page
+const plots = new Map(); // by chart id: {u, chart, holder, hidden, axis}
+const kept = new Map(); // {hidden, zoom} by chart id, over a redrawing of the page
 
 // --- small helpers -------------------------------------------------------------------------------
 function el(tag, attrs = {}, ...children) {
@@ -131,8 +131,14 @@ function seriesOf(chart, hidden) {
   });
   return { axis, data: uPlot.join(tables), series, bands, legend };
 }
+function zoomOf({ u, axis }) {
+  // What is shown of the x axis, where that is less than there is.
+  const xs = u.data[0], { min, max } = u.scales.x;
+  return xs.length && (min > xs[0] || max < xs[xs.length - 1]) ? { axis, min, max } : null;
+}
 function draw(chart, holder) {
-  const old = plots.get(chart.id), hidden = old ? old.hidden : kept.get(chart.id) || new Set();
+  const old = plots.get(chart.id), before = old ? { hidden: old.hidden, zoom: zoomOf(old) } : kept.get(chart.id);
+  const hidden = before ? before.hidden : new Set(), zoom = before ? before.zoom : null;
   const { axis, data, series, bands, legend } = seriesOf(chart, hidden);
   const plot = holder.querySelector(".plot"), keys = holder.querySelector(".legend");
   plot.replaceChildren();
@@ -177,8 +183,9 @@ function draw(chart, holder) {
     } }, mark, entry.name, out);
   }));
   values(null);
+  if (zoom && zoom.axis === axis) u.setScale("x", { min: zoom.min, max: zoom.max });
   if (old) old.u.destroy();
-  plots.set(chart.id, { u, hidden, chart, holder });
+  plots.set(chart.id, { u, hidden, chart, holder, axis });
 }
 function lastOf(values) {
   for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return i;
@@ -205,7 +212,7 @@ function title(run, text) {
 }
 function ledgerCard(run) {
   const ledger = run.ledger;
-  if (!ledger) return el("div", { class: "card wide" }, title(run, "Where the time went"), el("p", { class: "note" }, "Not known: the run was made by an earlier version."));
+  if (!ledger) return el("div", { class: "card wide" }, title(run, "Where the time went"), el("p", { class: "note" }, "Not known: the run has not begun, or an earlier version made it."));
   const parts = Object.entries(ledger.parts).filter(([name]) => name !== "not measured");
   const rest = ledger.parts["not measured"];
   const order = parts.map(([name], i) => [name, color(i), ledger.parts[name]]);
@@ -329,12 +336,12 @@ function samples() {
   const cards = D.runs.flatMap((run) => run.samples.slice().reverse().map((s) => sampleCard(run, s)));
   return cards.length ? [el("p", { class: "note" }, "Tokens with this background ", el("span", { class: "key d" }, "were drafted"), ": the policy, asked for its own choice, took the same."), ...cards] : [];
 }
+const nameOf = (details) => `${details.closest(".card")?.querySelector("h3")?.textContent} / ${details.querySelector("summary").textContent}`;
 function render() {
   const y = scrollY, main = document.getElementById("main"), nav = document.getElementById("nav");
-  for (const { u } of plots.values()) u.destroy();
-  const hidden = new Map([...plots].map(([id, p]) => [id, p.hidden]));
+  for (const [id, p] of plots) { kept.set(id, { hidden: p.hidden, zoom: zoomOf(p) }); p.u.destroy(); }
   plots.clear();
-  for (const [id, set] of hidden) if (set.size) kept.set(id, set); else kept.delete(id);
+  const open = new Set([...document.querySelectorAll("#main details[open]")].map(nameOf));
   renderHead();
   const present = [], bodies = [];
   for (const [id, name] of SECTIONS) {
@@ -355,6 +362,7 @@ function render() {
     select("smooth", "smooth", [["auto", "auto"], ["1", "off"], ["5", "5"], ["15", "15"], ["51", "51"]]),
     el("button", { onclick: setTheme, "aria-label": "light or dark" }, document.documentElement.dataset.theme === "dark" ? "Light" : "Dark"));
   for (const chart of D.charts) if (!flat(chart)) draw(chart, document.getElementById(`chart-${chart.id}`));
+  for (const details of document.querySelectorAll("#main details")) if (open.has(nameOf(details))) details.open = true;
   document.getElementById("foot").textContent = `Slipstream ${D.version}${LIVE ? ", live" : `, ${new Date(1000 * D.made).toLocaleString()}`}. Drag over a chart to zoom, double-click to zoom out, click a name to hide its line.`;
   scrollTo(0, y);
   document.documentElement.dataset.ready = "true";
