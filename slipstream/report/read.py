@@ -124,8 +124,7 @@ def read_run(folder: Path, *, name: str | None = None) -> RunData:
     run.state = _state(processes, running=running)
     if not processes:
         notes.append(
-            f"no {EVENTS_FILE}: it has not begun, or an earlier version made it, so where time went "
-            "is unknown"
+            f"no {EVENTS_FILE}: just begun, or of an earlier version; where time went is unknown"
         )
     return run
 

@@ -144,5 +144,5 @@ def test_without_a_timeline_nothing_is_said(tmp_path: Path) -> None:
     run = read_run(folder)
     assert ledger_of(run) is None
     assert run.notes == [
-        "no events.jsonl: it has not begun, or an earlier version made it, so where time went is unknown"
+        "no events.jsonl: just begun, or of an earlier version; where time went is unknown"
     ]
