@@ -1012,7 +1012,7 @@ def _report_differences(rows: Sequence[Row]) -> int:
 
 def _say_ab(rows: Sequence[Row]) -> bool:
     """Print whether all runs are the same to the last bit, what they ended with, and how drafts
-    fared on the way."""
+    fared on the way. Returns whether they are, or on a GPU as good as."""
     from slipstream.bench import ab
 
     print()
@@ -1023,11 +1023,17 @@ def _say_ab(rows: Sequence[Row]) -> bool:
         )
     summary = ab.summary(rows)
     same = summary["identical"] is True
+    parted = summary[ab.PARTED]
+    assert isinstance(parted, float)
     on_gpu = any(row.settings[ab.DEVICE] == "cuda" for row in rows)
     if same:
         print("  identical: responses, log-probs, rewards and final weights, bit for bit")
     elif on_gpu:
-        print("  not identical, which a GPU's rounding may do; by how much is not looked at")
+        print(
+            f"  not identical, which a GPU's rounding may do: in the first step, whose weights are "
+            f"the same, {parted:.2%} of tokens are the first to differ (at most "
+            f"{ab.MOST_PARTED:.0%} is taken for rounding)"
+        )
     else:
         print("  NOT identical: drafts have changed what was trained, a bug")
     curves = {row.contender: row.settings[ab.ACCEPT_CURVE] for row in rows}
@@ -1046,7 +1052,7 @@ def _say_ab(rows: Sequence[Row]) -> bool:
             f"  rollouts with trees allowed, over those with chains alone: {over:.3f}x; the median "
             f"of steps {by_step:.3f}x ±{error:.3f}"
         )
-    return same or on_gpu
+    return same or (on_gpu and parted <= ab.MOST_PARTED)
 
 
 def _settle_torch(args: argparse.Namespace) -> torch.dtype:

@@ -127,6 +127,8 @@ def tiny_overrides(config: Config, folder: Path) -> list[str]:
     response = min(TINY_TOKENS, config.data.max_response_length)
     return [
         f"trainer.default_local_dir={folder}",
+        "trainer.rollout_data_dir=null",
+        "trainer.validation_data_dir=null",
         "trainer.resume_mode=disable",
         "trainer.resume_from_path=null",
         "trainer.logger=[file]",

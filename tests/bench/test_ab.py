@@ -10,9 +10,12 @@ import pytest
 
 from slipstream.bench import ab
 from slipstream.bench.ab import (
+    ACCEPT_CURVE,
     CHAINS,
     COTRAINED,
+    DEVICE,
     FROZEN,
+    PARTED,
     PLAIN,
     AbBench,
     Outcome,
@@ -20,9 +23,12 @@ from slipstream.bench.ab import (
     command,
     curve,
     identical,
+    parted,
     read_outcome,
     summary,
 )
+from slipstream.bench.command import _say_ab
+from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.bench.turns import SETTINGS
 from slipstream.cli import main
 from slipstream.errors import CheckpointError, ConfigError, EngineError
@@ -51,6 +57,59 @@ def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
     assert list(wide) == [*arms, CHAINS]
     assert wide[CHAINS][: len(arms[COTRAINED])] == arms[COTRAINED]
     assert "speculative.eagle.spec_topk=1" in wide[CHAINS]
+
+
+def outcome_of(first: dict[str, list[int]]) -> Outcome:
+    return Outcome(steps=[], responses="", weights="", first=first)
+
+
+def test_how_often_responses_part() -> None:
+    plain = outcome_of({"a": [1, 2, 3, 4], "b": [5, 6], "c": [7] * 10})
+    assert parted(plain, plain) == 0
+    # One at its third token, after which nothing is compared; one has gone on for longer.
+    other = outcome_of({"a": [1, 2, 9, 9], "b": [5, 6, 7], "c": [7] * 10})
+    assert parted(other, plain) == 2 / (3 + 3 + 10)
+    assert parted(plain, other) == 2 / (3 + 3 + 10)
+    with pytest.raises(EngineError, match="other samples"):
+        parted(outcome_of({"a": [1]}), plain)
+
+
+@pytest.mark.parametrize(
+    ("device", "identical", "share", "good"),
+    [
+        ("cpu", 1.0, 0.0, True),
+        ("cpu", 0.0, 0.001, False),
+        ("cuda", 0.0, 0.001, True),
+        ("cuda", 0.0, 0.2, False),
+    ],
+)
+def test_what_is_good_enough(
+    device: str, identical: float, share: float, good: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "identical": identical,
+        PARTED: share,
+        "rollout_speedup": 1.0,
+        "step_speedup": 1.0,
+    }
+    row = Row(
+        benchmark="train",
+        case="ab speculation",
+        contender=FROZEN,
+        dtype="",
+        threads=None,
+        seconds=Spread.of([1.0]),
+        machine=this_machine(),
+        values=values,
+        settings={
+            "weights_sha256": "w",
+            "responses_sha256": "r",
+            DEVICE: device,
+            ACCEPT_CURVE: "",
+        },
+    )
+    assert _say_ab([row]) is good
+    assert ("NOT identical" in capsys.readouterr().out) is (device == "cpu" and not good)
 
 
 def test_where_trees_are_allowed_chains_run_beside_them(
@@ -108,7 +167,8 @@ def written(folder: Path, *, response: str = "a", weight: bytes = b"w", steps: i
     (folder / "rollouts").mkdir(parents=True)
     lines = []
     for step in range(1, steps + 1):
-        (folder / "rollouts" / f"{step}.jsonl").write_text(response * step)
+        row = {"uid": f"p/{step}", "index": 0, "response_ids": [ord(response)] * step}
+        (folder / "rollouts" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
         data = {"timing_s/step": 2.0 * step, "timing_s/gen": 1.0, "spec/accept_length": 3.0 + step}
         lines.append(json.dumps({"step": step, "data": data}) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines))
@@ -120,6 +180,7 @@ def test_a_run_is_its_seconds_and_what_it_wrote(tmp_path: Path) -> None:
     one = read_outcome(written(tmp_path / "one"))
     assert (one.seconds("step"), one.seconds("gen"), one.seconds("drafter")) == (6.0, 2.0, 0.0)
     assert one.values("spec/accept_length") == [4.0, 5.0]
+    assert one.first == {"p/1/0": [97]}
     assert identical([one, read_outcome(written(tmp_path / "same"))])
     other_text = read_outcome(written(tmp_path / "text", response="b"))
     other_weight = read_outcome(written(tmp_path / "weight", weight=b"v"))
@@ -163,6 +224,7 @@ def test_rows_hold_one_run_against_the_other(
         "rollout_speedup": {FROZEN: 2.0, COTRAINED: 4.0},
         "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
         "accept_length_over_frozen": 0.25,
+        PARTED: 0.0,
     }
     assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2
