@@ -210,8 +210,8 @@ def parted(mine: Outcome, plain: Outcome) -> float:
 def summary(rows: Sequence[Row]) -> dict[str, object]:
     """By name: `identical` for all runs, `PARTED` of the worst, how many times faster than plain
     rollouts and whole steps were, and where there are both heads, how far the one that learned
-    ended above the one that did not, in tokens per verification (0.1: by a tenth); where trees were allowed, how many times
-    faster rollouts with them were than with chains alone."""
+    ended above the one that did not, in tokens per verification (0.1: by a tenth); where trees were
+    allowed, how many times faster rollouts with them were than with chains alone."""
     ours = [row for row in rows if row.contender != PLAIN]
 
     def speedups(name: str) -> dict[str, float]:
