@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GRPO of a 7B model with the settings of FastRL's script of this name, on one GPU of 140 GB: with a
-# LoRA adapter, since the optimizer of all weights would not fit, and shorter responses.
+# GRPO of a 7B model with the settings of FastRL's script of this name, for one large GPU: with a
+# LoRA adapter, since the optimizer of all weights would not fit, and shorter responses. Nobody has
+# run it at this size yet: begin with --dry-run.
 #
 #   MODEL=models/Qwen2.5-7B TRAIN=train.parquet VAL=test.parquet HEAD=runs/eagle examples/grpo_7B.sh
 #   MODEL=... examples/grpo_7B.sh --dry-run              # what it would do, and take
@@ -14,7 +15,7 @@ python -m slipstream.main_fastrl \
     data.val_files="${VAL:-test.parquet}" \
     data.train_batch_size=64 \
     data.max_prompt_length=1024 \
-    data.max_response_length=8192 \
+    data.max_response_length=4096 \
     data.filter_overlong_prompts=True \
     actor_rollout_ref.model.path="${MODEL:-models/Qwen2.5-7B}" \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \

@@ -275,6 +275,7 @@ def _row(
         by_seed = [fmean(of_seed) for of_seed in scores]
         several = len(by_seed) > 1
         mean, low, high = mean_interval(by_seed) if several else accuracy_interval(scores[0])
+        low, high = max(0.0, low), min(1.0, high)
         values |= {"accuracy_mean": mean, "accuracy_low": low, "accuracy_high": high}
     precision = name.removeprefix("trl-")
     return Row(

@@ -309,11 +309,13 @@ def their_updates(
 
 def update_differences(model: Path, a: Updated, b: Updated) -> UpdateDifferences:
     """Between what both made of `model`. Raises ValueError where they have other weights, or took
-    other numbers of steps."""
+    other numbers of steps, or did not move."""
     _check_names(a.weights, b.weights)
     start = dict(load_checkpoint(model).named_parameters())
     way = sum(_square(a.weights[name], start[name].detach()) for name in a.weights)
     apart = sum(_square(a.weights[name], b.weights[name]) for name in a.weights)
+    if not way or not min(*a.grad_norms, *b.grad_norms):
+        raise ValueError("nothing was learned: steps of a learning rate or a gradient of 0")
     norms = zip(a.grad_norms, b.grad_norms, strict=True)
     return UpdateDifferences(
         grad_norm=max(abs(x - y) / max(x, y) for x, y in norms), update=(apart / way) ** 0.5

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.loops.build_algorithm import wants_greedy
+from slipstream.config.val_settings import val_settings
+from slipstream.loops.build_algorithm import critic_budget, critic_updates, wants_greedy
+from slipstream.rollout.manager import with_over_sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +44,14 @@ class RlBatches:
     mini_samples: int
     micro_batch_tokens: int
     micro_batches: int
+    critic_micro_batch_tokens: int
     in_flight: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """`validation`: responses that are decoded at once there; 0: nothing is validated."""
+    """`validation`: responses that are decoded at once there; 0: nothing is validated.
+    `val_per_prompt`: of the source that has most."""
 
     sft: SftBatches | None
     rl: RlBatches | None
@@ -62,13 +66,14 @@ def batches_of(config: Config, mode: Mode, *, rl_steps: int, held_out: int) -> B
     """`rl_steps` of RL, where it has some, and `held_out` prompts to validate on."""
     rollout = config.actor_rollout_ref.rollout
     own = rollout.val_kwargs.n
-    at_once = min(held_out, config.data.val_batch_size or held_out) * own
+    most = max([own, *(val_settings(config, name).n for name in rollout.val_kwargs.by_source)])
+    at_once = min(held_out, config.data.val_batch_size or held_out) * most
     return Batches(
         sft=_sft(config) if "sft" in mode else None,
         rl=_rl(config, rl_steps) if "rl" in mode else None,
         longest=_longest(config),
         held_out=held_out,
-        val_per_prompt=own,
+        val_per_prompt=most,
         validation=min(at_once, rollout.max_num_seqs),
     )
 
@@ -93,12 +98,20 @@ def _rl(config: Config, steps: int) -> RlBatches:
     prompts, n = config.data.train_batch_size, rollout.n
     mini = actor.ppo_mini_batch_size or prompts
     longest = _longest(config)
-    # Sequences of a forward pass: as many as the budget holds, or as are asked for.
-    if actor.use_dynamic_bsz:
-        rows = max(1, actor.ppo_max_token_len_per_gpu // longest)
+    mini_tokens = mini * n * longest
+    # A forward pass takes so many tokens, or sequences.
+    budget = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+    rows = actor.ppo_micro_batch_size_per_gpu
+    if budget is not None:
+        most, passes = min(budget, mini_tokens), math.ceil(mini * n / max(1, budget // longest))
     else:
-        rows = actor.ppo_micro_batch_size_per_gpu or mini * n
-    started = math.ceil(prompts * (1 + rollout.over_sample_rate))
+        rows = rows or mini * n
+        most, passes = min(rows * longest, mini_tokens), math.ceil(mini * n / rows)
+    own = critic_budget(config)
+    critic_rows = config.critic.ppo_micro_batch_size_per_gpu or rows or mini * n
+    critic_tokens = critic_rows * longest if own is None else own
+    critic_mini = critic_updates(config)[1] * n * longest
+    started = with_over_sampling(prompts, rollout.over_sample_rate)
     greedy = 1 if wants_greedy(config) else 0
     return RlBatches(
         steps=steps,
@@ -110,8 +123,9 @@ def _rl(config: Config, steps: int) -> RlBatches:
         updates=actor.ppo_epochs * (prompts // mini),
         mini_prompts=mini,
         mini_samples=mini * n,
-        micro_batch_tokens=min(rows, mini * n) * longest,
-        micro_batches=math.ceil(mini * n / rows),
+        micro_batch_tokens=most,
+        micro_batches=passes,
+        critic_micro_batch_tokens=min(critic_tokens, critic_mini),
         in_flight=min(started * (n + greedy), rollout.max_num_seqs),
     )
 
@@ -141,7 +155,8 @@ def rows_of(batches: Batches) -> Iterator[tuple[str, str]]:
             f"at most {rl.micro_batches:,} of at most {rl.micro_batch_tokens:,} tokens",
         )
     if batches.held_out:
-        each = f" x {batches.val_per_prompt}" if batches.val_per_prompt > 1 else ""
+        several = batches.val_per_prompt > 1
+        each = f" x {batches.val_per_prompt} responses (at most)" if several else ""
         yield (
             "a validation",
             f"{batches.held_out:,} prompts{each}, at most {batches.validation:,} decoded at once",

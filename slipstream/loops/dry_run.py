@@ -1,28 +1,34 @@
 """`--dry-run`: what a run would do, without doing it.
 
 Prints the settings, what they come to in prompts, samples, tokens and micro-batches, and how much
-memory that takes; refuses what the run itself would refuse; and takes one tiny step of everything
-that the run has: its model, data, reward, engine, trainer and checkpoint. Leaves nothing behind.
+memory that takes; refuses what the run itself would refuse; and takes one tiny step with the run's
+model, data, reward, engine, trainer and checkpoint. Leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config, to_yaml
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.loops import build
 from slipstream.loops.batch_table import Batches, batches_of, rows_of
-from slipstream.loops.context import initial_policy, open_run
+from slipstream.loops.context import check_resumable, initial_policy, open_run
+from slipstream.loops.folder import check_same_run
 from slipstream.loops.memory_estimate import MemoryEstimate, estimate_memory
 from slipstream.loops.phases import check_rl
-from slipstream.loops.run import trial
+from slipstream.loops.run import check_validation, trial
 from slipstream.metrics.loggers import check_loggers
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.tables import Page
@@ -36,7 +42,13 @@ TINY_TOKENS = 16
 
 
 def dry_run(config: Config, mode: Mode) -> int:
-    """Returns the exit status: 0, or it raises what the run would."""
+    """Returns the exit status; raises what the run would, and ConfigError where it only
+    validates."""
+    if config.trainer.val_only:
+        raise ConfigError(
+            "--dry-run tries a step of training, and with trainer.val_only=true there is none; set "
+            "trainer.val_only=false"
+        )
     page = Page()
     print(to_yaml(config), end="")
     policy, batches = looked_at(config, mode)
@@ -51,9 +63,12 @@ def dry_run(config: Config, mode: Mode) -> int:
         )
     page.title("one tiny step")
     start = time.perf_counter()
-    _tiny_step(config, mode)
-    page.line(f"done in {time.perf_counter() - start:.1f} s; nothing is left of it")
-    return 0
+    finished = _tiny_step(config, mode)
+    seconds = time.perf_counter() - start
+    page.line(
+        f"{'done in' if finished else 'stopped after'} {seconds:.1f} s; nothing is left of it"
+    )
+    return 0 if finished else INTERRUPTED
 
 
 def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
@@ -62,11 +77,14 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
     build.import_external(config)
     folder = Path(config.trainer.default_local_dir)
     check_loggers(config.trainer.logger, folder)
+    check_same_run(folder, config)
     compute = ComputeThread()
     try:
         progress = Progress(console=SteadyConsole(file=sys.stdout))
         run = open_run(config, folder, progress, GracefulInterrupt(), compute)
         start = initial_policy(config)
+        check_resumable(run, mode.split("+"))
+        check_validation(run)
         policy = build.model_config(config, run.tokenizer, start)
         build.check_budgets(config, policy, mode)
         if "sft" in mode:
@@ -93,6 +111,8 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
     rows.append(("at most, all responses at full length", _size(estimate.total)))
     rows.append((f"free on {device.type} now", _size(free)))
     page.table(rows)
+    if estimate.uncounted:
+        page.line(f"not counted: {', '.join(estimate.uncounted)}")
     if estimate.total - estimate.base > free:
         page.line(
             "that is more than is free: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
@@ -106,53 +126,81 @@ def _size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def _tiny_step(config: Config, mode: Mode) -> None:
-    """A step of each phase in a folder beside the run's, on its disk."""
-    home = Path(config.trainer.default_local_dir).absolute().parent
+def _tiny_step(config: Config, mode: Mode) -> bool:
+    """A step of each phase, on the run's disk. Returns whether it came to its end."""
+    home = Path(config.trainer.default_local_dir).absolute()
     while not home.is_dir():
         home = home.parent
+    if not os.access(home, os.W_OK):
+        raise CheckpointError(
+            f"{home} cannot be written to, so the run could not keep anything there; set another "
+            "trainer.default_local_dir"
+        )
     with TemporaryDirectory(prefix=".dry-run-", dir=home) as folder:
         file = Path(folder) / CONFIG_FILE
         file.write_text(to_yaml(config))
-        tiny = load_config(
-            tiny_overrides(config, Path(folder) / "run"), file=file, notify=lambda _: None
-        )
-        trial(tiny, mode)
+        values = tiny_values(config, Path(folder) / "run")
+        return trial(load_config(file=file, values=values, notify=lambda _: None), mode)
 
 
-def tiny_overrides(config: Config, folder: Path) -> list[str]:
+def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     """What makes one small step of `config` in `folder`, whatever the responses are worth. It has
-    no schedule."""
+    no schedule, and validates nothing but a built-in task: all else of that was checked before."""
+    actor_ref, critic = config.actor_rollout_ref, config.critic
+    prompts = min(TINY_PROMPTS, config.data.train_batch_size)
+    sequences = prompts * actor_ref.rollout.n
     built_in = config.data.task is not None and config.data.val_files is None
-    response = min(TINY_TOKENS, config.data.max_response_length)
-    return [
-        f"trainer.default_local_dir={folder}",
-        "trainer.rollout_data_dir=null",
-        "trainer.validation_data_dir=null",
-        "trainer.resume_mode=disable",
-        "trainer.resume_from_path=null",
-        "trainer.logger=[file]",
-        "trainer.total_training_steps=1",
-        "trainer.critic_warmup=0",
-        "trainer.sync_every=1",
-        "trainer.val_before_train=false",
-        "trainer.val_only=false",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        f"data.train_batch_size={min(TINY_PROMPTS, config.data.train_batch_size)}",
-        f"data.max_response_length={response}",
-        f"data.{'val_size' if built_in else 'val_max_samples'}={TINY_PROMPTS}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=null",
-        "actor_rollout_ref.rollout.max_model_len=null",
-        "critic.ppo_mini_batch_size=null",
-        "algorithm.filter_groups.enable=false",
-        *(
-            f"{key}.optim.{setting}"
-            for key in ("actor_rollout_ref.actor", "critic", "sft", "speculative.train")
-            for setting in ("lr_scheduler_type=constant", "min_lr_ratio=0")
-        ),
-        f"sft.total_training_steps={min(1, config.sft.total_training_steps)}",
-        f"sft.batch_tokens={min(config.sft.batch_tokens, config.sft.max_length)}",
-        "sft.test_freq=-1",
-        "sft.save_freq=-1",
-    ]
+    values: dict[str, Any] = {
+        "trainer.default_local_dir": str(folder),
+        "trainer.rollout_data_dir": None,
+        "trainer.validation_data_dir": None,
+        "trainer.resume_mode": "disable",
+        "trainer.resume_from_path": None,
+        "trainer.logger": ["file"],
+        "trainer.total_training_steps": 1,
+        "trainer.critic_warmup": 0,
+        "trainer.sync_every": 1,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "data.train_batch_size": prompts,
+        "data.max_response_length": min(TINY_TOKENS, config.data.max_response_length),
+        "data.val_files": None,
+        "data.val_max_samples": -1,
+        "data.val_batch_size": None,
+        "actor_rollout_ref.rollout.val_kwargs.by_source": {},
+        "actor_rollout_ref.rollout.max_model_len": None,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": None,
+        "critic.ppo_mini_batch_size": None,
+        "algorithm.filter_groups.enable": False,
+        "algorithm.filter_groups.metric": None,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+        "sft.total_training_steps": min(1, config.sft.total_training_steps),
+        "sft.batch_tokens": min(config.sft.batch_tokens, config.sft.max_length),
+        "sft.test_freq": -1,
+        "sft.save_freq": -1,
+        "speculative.train.training_interval_steps": 1,
+    }
+    if built_in:
+        values["data.val_size"] = TINY_PROMPTS
+    for key, rows in (
+        ("actor_rollout_ref.actor", actor_ref.actor.ppo_micro_batch_size_per_gpu),
+        ("critic", critic.ppo_micro_batch_size_per_gpu),
+    ):
+        if rows is not None:
+            values[f"{key}.ppo_micro_batch_size_per_gpu"] = min(rows, sequences)
+    for key in ("actor_rollout_ref.actor", "critic", "sft", "speculative.train"):
+        values |= {f"{key}.optim.lr_scheduler_type": "constant", f"{key}.optim.min_lr_ratio": 0.0}
+    return _as_tree(values)
+
+
+def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = tree
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return tree

@@ -82,15 +82,8 @@ def claim_folder(
         moved = set_aside(folder)
         if moved is not None:
             notify(f"starting over; the run that was in {folder} is now in {moved}")
-    elif path.exists() and has_checkpoint(folder):
-        differences = diff(_earlier(path), config)
-        if differences:
-            raise CheckpointError(
-                f"{folder} holds a run with other settings:\n  "
-                + "\n  ".join(differences)
-                + "\nset another trainer.default_local_dir, take back the changes, or start over "
-                "with trainer.resume_mode=disable"
-            )
+    else:
+        check_same_run(folder, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, to_yaml(config))
@@ -99,6 +92,21 @@ def claim_folder(
             f"{path} cannot be written ({error}); make room, or set another "
             "trainer.default_local_dir"
         ) from error
+
+
+def check_same_run(folder: Path, config: Config) -> None:
+    """Raises CheckpointError with the differences where a run with other settings has checkpoints
+    in `folder`, from which this one would go on."""
+    path = folder / CONFIG_FILE
+    if config.trainer.resume_mode == "disable" or not (path.exists() and has_checkpoint(folder)):
+        return
+    if differences := diff(_earlier(path), config):
+        raise CheckpointError(
+            f"{folder} holds a run with other settings:\n  "
+            + "\n  ".join(differences)
+            + "\nset another trainer.default_local_dir, take back the changes, or start over "
+            "with trainer.resume_mode=disable"
+        )
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -1,34 +1,51 @@
-"""How much memory a run will take, from its settings and the sizes of its policy.
+"""How much memory a run will take, from its settings and the sizes of its models.
 
 A trainer's share is measured on little ones (`footprint`); weights, keys and values and rows are
 counted. Each phase holds some things from its beginning to its end and others one at a time: it
 takes the sum of the ones and the largest of the others. All responses count as long as they may be,
-so a run whose responses stay short takes less. Called by `dry_run`.
+so a run whose responses stay short takes less. What is left out is said (`Estimate.uncounted`).
+Called by `dry_run`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.inference.engine.kv_cache import KVStore
-from slipstream.inference.engine.memory import FreedMemory
+from slipstream.inference.engine.memory import FreedMemory, free_bytes
 from slipstream.loops import build
 from slipstream.loops.batch_table import Batches
+from slipstream.loops.build_algorithm import takes_full_kl
 from slipstream.loops.build_critic import critic_optim
 from slipstream.loops.build_speculation import head_to_be
-from slipstream.loops.footprint import TrainerBytes, logits_bytes, measure_trainer
+from slipstream.loops.footprint import (
+    MOST_TOKENS,
+    Trainer,
+    TrainerBytes,
+    logits_bytes,
+    measure_trainer,
+)
+from slipstream.loops.snapshot import lora_folder, policy_folder
 from slipstream.metrics.resident import resident_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.numerics import row_multiple
+from slipstream.models.hf_io import load_config
+from slipstream.models.lora import LoraConfig, add_lora
+from slipstream.models.lora_io import read_adapter
+from slipstream.models.numerics import dtype_from_name, row_multiple
+from slipstream.models.policy import policy_config
+from slipstream.models.value_model import ValueModel
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.critic import Critic
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
+from slipstream.types import TrainBatch
 
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
@@ -51,10 +68,12 @@ class PhaseBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the run's device: `base` is the process without a run in it, `phases` by name."""
+    """Bytes on the run's device: `base` is the process without a run in it, `phases` by name.
+    `uncounted` names what the run has and no line counts."""
 
     base: int
     phases: Mapping[str, PhaseBytes]
+    uncounted: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -67,34 +86,58 @@ def estimate_memory(
     """Trains little models, so on the main thread (`metrics.allocations`)."""
     phases: dict[str, PhaseBytes] = {}
     if batches.sft is not None:
-        phases["SFT"] = _sft(config, policy, batches)
-    if "rl" in mode:
+        phases["SFT"] = _sft(config, policy, batches, before_rl="rl" in mode)
+    if batches.rl is not None:
         phases["RL"] = _rl(config, policy, batches)
     # Now: what the little trainers have loaded stays, as it does in a run.
-    return MemoryEstimate(base=_process(build.device_of(config)), phases=phases)
+    return MemoryEstimate(
+        base=_process(build.device_of(config)),
+        phases=phases,
+        uncounted=tuple(_uncounted(config)) if batches.rl is not None else (),
+    )
 
 
 def _process(device: torch.device) -> int:
     """Bytes that this process takes on the run's device; of a GPU, all that is in use there."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return total - free
     FreedMemory().give_back()
     return resident_bytes()
 
 
-def _sft(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
+def _uncounted(config: Config) -> Iterator[str]:
+    train, rollout = config.speculative.train, config.actor_rollout_ref.rollout
+    if config.reward_model.enable:
+        yield "the learned reward model"
+    if takes_full_kl(config):
+        yield "the KL over the whole vocabulary"
+    if train.enable_drafter_training:
+        if train.mode == "opportunistic":
+            yield "the process in which the draft head learns"
+        yield "what the draft head learns from (speculative.train.buffer_bytes at most)"
+    if config.speculative.enable and config.speculative.spec_strategy != "eagle":
+        yield "the history that is drafted from"
+    if build.device_of(config).type == "cuda" and not rollout.enforce_eager:
+        yield "recorded decode steps (CUDA graphs)"
+
+
+def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bool) -> PhaseBytes:
     assert batches.sft is not None
     optim = build.optim_settings(config.sft.optim, config.sft.total_training_steps, key="sft.optim")
-    trainer = _trainer(config, policy, optim, sft=True)
+    trainer = _trainer(config, policy, optim)
     held = {"policy and optimizer": _kept(trainer, policy)}
-    if batches.validation and config.sft.test_freq > 0:
-        held |= _engine(config, policy, batches.validation)
+    # The last step is validated, unless RL begins by it.
+    last = not (before_rl and config.trainer.val_before_train)
+    if batches.validation and (config.sft.test_freq > 0 or last):
+        held |= _engine(config, policy, batches.validation, held)
+    tokens, length = batches.sft.micro_batch_tokens, config.sft.max_length
     return PhaseBytes(
         held=held,
         one_at_a_time={
-            "an optimizer step": _step(config, trainer, policy, batches.sft.micro_batch_tokens),
-            "writing a checkpoint": _checkpoint(trainer, policy),
+            "an optimizer step": _step(config, trainer, policy, tokens, length),
+            "writing a checkpoint": _optimizer_state(trainer, policy),
         },
     )
 
@@ -104,50 +147,137 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     assert rl is not None
     trainer = _trainer(config, policy, build.actor_optim(config, rl.steps))
     held = {"policy and optimizer": _kept(trainer, policy)}
-    actor_ref = config.actor_rollout_ref
-    # Under LoRA the base weights are the reference.
-    own = actor_ref.ref.path is not None or not actor_ref.model.lora_rank
-    if build.wants_reference(config) and own:
-        held["reference"] = 4 * _parameters(policy)
+    if (reference := _reference(config, policy)) is not None:
+        held["reference"] = 4 * _parameters(reference)
     one_at_a_time = {
-        "an optimizer step": _step(config, trainer, policy, rl.micro_batch_tokens),
-        "writing a checkpoint": _checkpoint(trainer, policy),
+        "an optimizer step": _step(config, trainer, policy, rl.micro_batch_tokens, batches.longest),
+        "writing a checkpoint": _optimizer_state(trainer, policy),
     }
     if build.wants_critic(config):
-        of_critic = _trainer(config, policy, critic_optim(config, rl.steps))
-        held["critic and optimizer"] = _kept(of_critic, policy)
-        one_at_a_time["a critic's step"] = _step(config, of_critic, policy, rl.micro_batch_tokens)
-    held |= _engine(config, policy, max(rl.in_flight, batches.validation))
+        model, critic = _critic(config, policy, rl.steps)
+        held["critic and optimizer"] = _kept(critic, model)
+        one_at_a_time["a critic's step"] = critic.step(
+            model.num_layers,
+            model.vocab_size,
+            rl.critic_micro_batch_tokens,
+            batches.longest,
+            logits=0,
+        )
+    if config.trainer.sync_every > 1:
+        held["weights that were published last"] = 4 * _parameters(policy)
+    held |= _engine(config, policy, max(rl.in_flight, batches.validation), held)
     if config.speculative.enable and config.speculative.spec_strategy != "history":
         held["draft head"] = _head(config, policy, rl.in_flight)
-    held["sampled tokens"] = ROW_BYTES * rl.tokens
+    if build.device_of(config).type == "cpu":
+        held["sampled tokens"] = ROW_BYTES * rl.tokens
     return PhaseBytes(held=held, one_at_a_time=one_at_a_time)
 
 
-def _trainer(
-    config: Config, policy: ModelConfig, optim: OptimSettings, *, sft: bool = False
-) -> TrainerBytes:
-    def make(decoder: Decoder, compute: ComputeThread) -> SingleProcessBackend:
-        build.add_adapter(config, decoder, first=True)
-        return build.make_backend(config, decoder, compute, optim=optim, sft=sft)
+def _reference(config: Config, policy: ModelConfig) -> ModelConfig | None:
+    """What is compared with, where that has weights of its own; under LoRA those of the base are
+    there already."""
+    actor_ref = config.actor_rollout_ref
+    if not build.wants_reference(config):
+        return None
+    if actor_ref.ref.path is None:
+        lora = actor_ref.model.lora_rank or actor_ref.model.lora_adapter_path is not None
+        return None if lora else policy
+    found = policy_config(policy_folder(Path(actor_ref.ref.path)), actor_ref.model.implementation)
+    return found if isinstance(found, ModelConfig) else policy
 
-    actor = config.actor_rollout_ref.actor
-    budget = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
-    by_rows = not sft and not actor.use_dynamic_bsz
-    return measure_trainer(
-        policy,
-        make,
-        device=build.device_of(config),
-        max_tokens=None if by_rows else budget,
-        recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+
+def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> TrainerBytes:
+    """Of the policy, whose limits of a forward pass are not those of the run."""
+    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+    recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    lora = _little_adapter(config)
+
+    def make(little: ModelConfig, compute: ComputeThread) -> Trainer:
+        def begin() -> Decoder:
+            decoder = Decoder(little)
+            decoder.init_weights(0)
+            return decoder if lora is None else add_lora(decoder, lora)
+
+        backend = SingleProcessBackend(
+            compute.run(begin),
+            optim=optim,
+            dtype=dtype_from_name(actor.dtype, device),
+            device=device,
+            max_tokens_per_micro_batch=MOST_TOKENS,
+            grad_clip=actor.grad_clip,
+            gradient_checkpointing=recompute,
+            log_prob_chunk=actor.log_prob_chunk_tokens,
+            log_prob_keep_bytes=actor.log_prob_keep_bytes,
+            compute=compute,
+        )
+
+        def step(batch: TrainBatch) -> None:
+            backend.forward_backward(batch).wait()
+            backend.optim_step().wait()
+
+        return step
+
+    return measure_trainer(policy, make, device=device, recomputes=recompute)
+
+
+def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:
+    """The sizes of the critic, and what it takes."""
+    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+    given = config.critic.model
+    model = policy if given.path is None else load_config(policy_folder(Path(given.path)))
+    optim = critic_optim(config, rl_steps)
+
+    def make(little: ModelConfig, compute: ComputeThread) -> Trainer:
+        def begin() -> Critic:
+            critic = ValueModel(little)
+            critic.init_weights(0)
+            return Critic(
+                critic,
+                optim=optim,
+                dtype=dtype_from_name(actor.dtype, device),
+                device=device,
+                max_tokens_per_micro_batch=MOST_TOKENS,
+                grad_clip=config.critic.grad_clip,
+                gradient_checkpointing=given.enable_gradient_checkpointing,
+                compute=compute,
+            )
+
+        made = compute.run(begin)
+        return lambda batch: made.update(batch).wait()
+
+    recompute = given.enable_gradient_checkpointing
+    return model, measure_trainer(model, make, device=device, recomputes=recompute)
+
+
+def _little_adapter(config: Config) -> LoraConfig | None:
+    """The run's adapter for models of any number of layers: those that only some layers have are
+    taken for all."""
+    model = config.actor_rollout_ref.model
+    if model.lora_adapter_path is not None:
+        given, _ = read_adapter(lora_folder(Path(model.lora_adapter_path)))
+    elif model.lora_rank:
+        given = LoraConfig(
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+        )
+    else:
+        return None
+    return replace(
+        given,
+        target_modules=tuple(dict.fromkeys(name.split(".")[-1] for name in given.target_modules)),
+        exclude_modules=tuple(name for name in given.exclude_modules if "." not in name),
     )
 
 
-def _kept(trainer: TrainerBytes, policy: ModelConfig) -> int:
-    return trainer.kept.at(policy.num_layers, policy.vocab_size, 0)
+def _kept(trainer: TrainerBytes, model: ModelConfig) -> int:
+    return trainer.kept.at(model.num_layers, model.vocab_size, 0)
 
 
-def _step(config: Config, trainer: TrainerBytes, policy: ModelConfig, tokens: int) -> int:
+def _step(
+    config: Config, trainer: TrainerBytes, policy: ModelConfig, tokens: int, length: int
+) -> int:
     actor = config.actor_rollout_ref.actor
     logits = logits_bytes(
         policy.vocab_size,
@@ -155,42 +285,53 @@ def _step(config: Config, trainer: TrainerBytes, policy: ModelConfig, tokens: in
         chunk=actor.log_prob_chunk_tokens,
         keep=actor.log_prob_keep_bytes,
     )
-    return trainer.step(policy.num_layers, policy.vocab_size, tokens, logits=logits)
+    return trainer.step(policy.num_layers, policy.vocab_size, tokens, length, logits=logits)
 
 
-def _checkpoint(trainer: TrainerBytes, policy: ModelConfig) -> int:
-    """A copy of the optimizer's state."""
+def _optimizer_state(trainer: TrainerBytes, policy: ModelConfig) -> int:
+    """A copy of it is what is written."""
     return max(0, _kept(trainer, policy) - 4 * _parameters(policy))
 
 
-def _parameters(policy: ModelConfig) -> int:
+def _parameters(model: ModelConfig) -> int:
     with torch.device("meta"):
-        decoder = Decoder(policy)
+        decoder = Decoder(model)
     return sum(parameter.numel() for parameter in decoder.parameters())
 
 
-def _engine(config: Config, policy: ModelConfig, in_flight: int) -> dict[str, int]:
-    """Weights in fp32 and as they are computed with; keys and values of so many responses."""
-    dtype = build.rollout_dtype(config)
-    if config.actor_rollout_ref.rollout.name != "embedded":
-        return {"engine's weights": dtype.itemsize * _parameters(policy)}
-    device, longest = build.device_of(config), build.max_model_len(config)
+def _engine(
+    config: Config, policy: ModelConfig, in_flight: int, held: Mapping[str, int]
+) -> dict[str, int]:
+    """Weights in fp32 and as they are computed with; keys and values of so many responses, of which
+    the store takes its share of what is free beside `held`."""
+    rollout, dtype, device = (
+        config.actor_rollout_ref.rollout,
+        build.rollout_dtype(config),
+        build.device_of(config),
+    )
     store = KVStore(policy, dtype, device, 0, row_multiple=row_multiple(dtype, device))
-    rows = min(in_flight, config.actor_rollout_ref.rollout.max_num_seqs)
-    wanted = round(_COPIED * store.size(rows, longest))
-    return {
-        "engine's weights": (4 + dtype.itemsize) * _parameters(policy),
-        "keys and values": min(wanted, build.kv_bytes(config, policy)),
-    }
+    rows = min(in_flight, rollout.max_num_seqs)
+    size = store.size(rows, build.max_model_len(config))
+    if rollout.name != "embedded":
+        # transformers' caches have no budget.
+        return {
+            "engine's weights": dtype.itemsize * _parameters(policy),
+            "keys and values": round(_COPIED * size),
+        }
+    weights = (4 + dtype.itemsize) * _parameters(policy)
+    budget = rollout.kv_cache_bytes
+    if budget is None:
+        free = free_bytes(device) - sum(held.values()) - weights
+        budget = round(rollout.gpu_memory_utilization * max(0, free))
+    return {"engine's weights": weights, "keys and values": round(_COPIED * min(size, budget))}
 
 
 def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:
-    """Its weights, twice where it learns, with an optimizer, and its keys and values."""
-    head = head_to_be(config, policy)
-    parameters = sum(parameter.numel() for parameter in head.parameters())
-    dtype = build.rollout_dtype(config)
+    """Its weights, with gradients and an optimizer where it learns in this process, and its keys
+    and values."""
+    parameters = sum(parameter.numel() for parameter in head_to_be(config, policy).parameters())
+    dtype, train = build.rollout_dtype(config), config.speculative.train
     each = 4 + dtype.itemsize
-    train = config.speculative.train
     if train.enable_drafter_training and train.mode != "opportunistic":
         each += 16
     layer = KVStore(policy, dtype, build.device_of(config), 0).slot_bytes // policy.num_layers

@@ -254,7 +254,7 @@ async def _train(run: Run, mode: Mode) -> bool:
     start = initial_policy(run.config)
     phases = mode.split("+")
     check_resumable(run, phases)
-    _check_validation(run)
+    check_validation(run)
     if run.config.trainer.val_only:
         await _validate_only(run, start)
         return True
@@ -289,7 +289,7 @@ async def _train(run: Run, mode: Mode) -> bool:
     return not run.interrupt.requested and await rl_phase(run, start)
 
 
-def _check_validation(run: Run) -> None:
+def check_validation(run: Run) -> None:
     """Without prompts nothing is validated: refused where nothing else is to be done, and told
     where it was asked for. Raises ConfigError."""
     trainer = run.config.trainer

@@ -6,6 +6,8 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -25,8 +27,8 @@ def peak_rss() -> int:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process now (Linux)."""
-    return _status("VmRSS")
+    """Resident bytes of this process now."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def _status(field: str) -> int:

@@ -64,6 +64,12 @@ class PromptSupply(Protocol):
     def get_prompts(self, n: int) -> list[Prompt]: ...
 
 
+def with_over_sampling(groups: int, share: float) -> int:
+    """How many groups are started where `groups` are wanted."""
+    # 100 * 1.1 is a little more than 110 in binary, and means 110.
+    return math.ceil(groups * (1 + share) - 1e-9)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """`batch_size` groups of `n` samples a batch.
@@ -158,8 +164,7 @@ class AsyncRolloutManager:
         """
         self.counts = RolloutCounts()
         batch = _Batch(want=self.settings.batch_size, occupancy=Occupancy(self._clock))
-        # 100 * 1.1 is a little more than 110 in binary, and means 110.
-        start = math.ceil(batch.want * (1 + self.settings.over_sampling) - 1e-9)
+        start = with_over_sampling(batch.want, self.settings.over_sampling)
         groups, self._carried = self._carried[:start], self._carried[start:]
         groups += self._new_groups(start - len(groups))
         if not groups:

@@ -42,6 +42,7 @@ def test_one_update_of_the_whole_batch() -> None:
         mini_samples=24,
         micro_batch_tokens=1000,
         micro_batches=3,
+        critic_micro_batch_tokens=1000,
         in_flight=24,
     )
 
@@ -57,8 +58,23 @@ def test_mini_batches_epochs_and_rows() -> None:
     assert (found.micro_batches, found.micro_batch_tokens) == (3, 300)
 
 
+def test_budgets_that_no_number_of_long_sequences_fills() -> None:
+    # Shorter ones are packed until it is full.
+    found = rl(f"{ACTOR}.ppo_max_token_len_per_gpu=1050")
+    assert (found.micro_batch_tokens, found.micro_batches) == (1050, 3)
+    assert rl(f"{ACTOR}.ppo_max_token_len_per_gpu=5000").micro_batch_tokens == 2400
+
+
+def test_a_critics_own_forward_passes() -> None:
+    gae = "algorithm.adv_estimator=gae"
+    assert rl(gae, "critic.ppo_max_token_len_per_gpu=700").critic_micro_batch_tokens == 700
+    own = ("critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=5")
+    assert rl(gae, *own).critic_micro_batch_tokens == 500
+
+
 def test_over_sampling_greedy_baselines_and_the_engines_limit() -> None:
     assert rl(f"{ROLLOUT}.over_sample_rate=0.5").in_flight == 36
+    assert rl("data.train_batch_size=100", f"{ROLLOUT}.over_sample_rate=0.1").started == 110
     assert rl("algorithm.adv_estimator=remax").in_flight == 30
     assert rl(f"{ROLLOUT}.max_num_seqs=10").in_flight == 10
 
@@ -79,6 +95,10 @@ def test_validation_decodes_some_at_once() -> None:
         f"{ROLLOUT}.val_kwargs.{text}" for text in ("n=2", "do_sample=true", "temperature=1")
     ]
     assert table("data.val_batch_size=3", *several, held_out=50).validation == 6
+    # Of the source that has most.
+    one = f"{ROLLOUT}.val_kwargs.by_source={{countdown: {{n: 8}}}}"
+    found = table("data.val_batch_size=3", *several, one, held_out=50)
+    assert (found.validation, found.val_per_prompt) == (24, 8)
 
 
 def test_the_table_in_words() -> None:

@@ -52,7 +52,88 @@ def test_a_step_whatever_the_settings_of_the_run(tmp_path: Path) -> None:
         "trainer.critic_warmup=3",
         "trainer.total_training_steps=100",
         "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=6",
+        "critic.ppo_micro_batch_size_per_gpu=3",
+        "critic.use_dynamic_bsz=false",
         f"{ROLLOUT}.over_sample_rate=0.5",
+    )
+    assert main([*line, "--dry-run"]) == 0
+
+
+def test_what_a_user_keeps_elsewhere_stays_as_it_is(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("rollouts", "validation", "run")]
+    for folder in folders:
+        (folder / "rollouts").mkdir(parents=True)
+        (folder / "5.jsonl").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    line = tiny(
+        folders[2],
+        f"trainer.rollout_data_dir={folders[0]}",
+        f"trainer.validation_data_dir={folders[1]}",
+    )
+    assert main([*line, "--dry-run"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("where", ["a=b,c", "out"])
+def test_the_step_is_taken_where_the_run_will_be(tmp_path: Path, where: str) -> None:
+    folder = tmp_path / where
+    folder.mkdir()
+    # Only the run's own folder can be written to.
+    tmp_path.chmod(0o555)
+    try:
+        assert main([*tiny(folder)[:3], f"trainer.default_local_dir='{folder}'", "--dry-run"]) == 0
+    finally:
+        tmp_path.chmod(0o755)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        (
+            ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"),
+            4,
+            "/nowhere",
+        ),
+        (("trainer.val_only=true",), 2, "--dry-run tries a step of training"),
+    ],
+)
+def test_what_else_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...],
+    status: int,
+    said: str,
+) -> None:
+    assert main([*rl_only(tmp_path / "run", *settings), "--dry-run"]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["sft", *tiny(folder)[1:]]) == 0
+    assert main(["sft", *tiny(folder, "sft.optim.lr=0.5")[1:], "--dry-run"]) == 4
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.loops.dry_run.trial", lambda config, mode: False)
+    assert main([*tiny(tmp_path / "run"), "--dry-run"]) == 130
+    assert "stopped after" in capsys.readouterr().out
+
+
+def test_a_head_that_learns_beside_rl_learns_once(tmp_path: Path) -> None:
+    line = rl_only(
+        tmp_path / "run",
+        "speculative.enable=true",
+        "speculative.train.enable_drafter_training=true",
+        "speculative.train.mode=interval",
+        "speculative.train.training_interval_steps=20",
     )
     assert main([*line, "--dry-run"]) == 0
 
@@ -85,7 +166,13 @@ def test_what_more_takes_more() -> None:
     assert critic.held["critic and optimizer"] == pytest.approx(
         plain.held["policy and optimizer"], rel=0.05
     )
+    # Under LoRA the critic learns all of its weights still.
+    lora = "actor_rollout_ref.model.lora_rank=4"
+    both = estimated("algorithm.adv_estimator=gae", lora)
+    assert both.held["critic and optimizer"] == critic.held["critic and optimizer"]
+    assert both.held["policy and optimizer"] < 0.6 * plain.held["policy and optimizer"]
     reference = estimated(f"{ACTOR}.use_kl_loss=true")
+    assert "reference" not in estimated(f"{ACTOR}.use_kl_loss=true", lora).held
     assert 3 * reference.held["reference"] == pytest.approx(
         plain.held["policy and optimizer"], rel=0.05
     )
@@ -93,6 +180,30 @@ def test_what_more_takes_more() -> None:
     assert longer.held["sampled tokens"] == 4 * plain.held["sampled tokens"]
     step = "an optimizer step"
     assert longer.one_at_a_time[step] > 1.5 * plain.one_at_a_time[step]
+    # Sequences of a forward pass, where they are counted.
+    rows = [
+        estimated(
+            f"{ROLLOUT}.n=8",
+            f"{ACTOR}.use_dynamic_bsz=false",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu={count}",
+        ).one_at_a_time[step]
+        for count in (1, 16)
+    ]
+    assert rows[1] > 1.5 * rows[0]
+
+
+def test_an_adapter_of_some_layers_is_estimated_of_all() -> None:
+    found = estimated(
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.target_modules=[1.self_attn.q_proj]",
+    )
+    assert found.held["policy and optimizer"] > 0
+
+
+def test_what_is_not_counted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = rl_only(tmp_path / "run", "speculative.enable=true", "speculative.spec_strategy=history")
+    assert main([*line, "--dry-run"]) == 0
+    assert "not counted: the history that is drafted from" in capsys.readouterr().out
 
 
 def test_the_total_is_of_the_largest_phase_and_one_thing_at_a_time() -> None:
