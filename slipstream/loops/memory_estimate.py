@@ -50,8 +50,9 @@ from slipstream.types import TrainBatch
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
 
-_COPIED = 1.5
-"""Keys and values while they grow: half as many, and these."""
+_COPIED = {"cuda": 1.5}
+"""By device: keys and values while they grow, half as many and these. A CPU's system gives pages
+only when they are written to, and then the half is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,18 +313,19 @@ def _engine(
     store = KVStore(policy, dtype, device, 0, row_multiple=row_multiple(dtype, device))
     rows = min(in_flight, rollout.max_num_seqs)
     size = store.size(rows, build.max_model_len(config))
+    copied = _COPIED.get(device.type, 1.0)
     if rollout.name != "embedded":
         # transformers' caches have no budget.
         return {
             "engine's weights": dtype.itemsize * _parameters(policy),
-            "keys and values": round(_COPIED * size),
+            "keys and values": round(copied * size),
         }
     weights = (4 + dtype.itemsize) * _parameters(policy)
     budget = rollout.kv_cache_bytes
     if budget is None:
         free = free_bytes(device) - sum(held.values()) - weights
         budget = round(rollout.gpu_memory_utilization * max(0, free))
-    return {"engine's weights": weights, "keys and values": round(_COPIED * min(size, budget))}
+    return {"engine's weights": weights, "keys and values": round(copied * min(size, budget))}
 
 
 def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:
