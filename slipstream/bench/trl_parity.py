@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 """Largest of `Differences` allowed: sums of fp32 products in another order, through a dozen layers
 and back."""
 
-UPDATE_TOLERANCE = 1e-2
+UPDATE_TOLERANCE = 1e-3
 """Of `UpdateDifferences.update`: Adam divides by a gradient's own size, so a weight whose gradient
 is next to nothing moves by what rounding makes of it."""
 

@@ -1,9 +1,12 @@
 """What a trainer of a decoder takes, found by training little ones of the same widths.
 
-The bytes of a step are linear in the numbers of layers, words and tokens, in layers times tokens,
-and where attention keeps its scores in tokens times the length of their sequences; steps of one and
-two layers give the numbers. Logits, whose chunks are not linear in tokens, are reckoned. Called by
-`memory_estimate`; knows nothing of runs.
+Three moments of a step may be its largest: after the forward pass, when all activations are there;
+at the end of the backward pass, when all gradients are; and within the optimizer. What is there at
+each is linear in the numbers of layers, words and tokens, in layers times tokens, and where
+attention keeps its scores in tokens times the length of their sequences; steps of one and two
+layers give the numbers. Which moment is the largest changes with all of them, so the largest of a
+little step would say nothing. Logits, whose chunks are not linear in tokens, are reckoned. Called
+by `memory_estimate`; knows nothing of runs.
 
 Shapes: L layers, V words, T tokens of a micro-batch, S tokens of each of its sequences.
 """
@@ -15,9 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.metrics.allocations import Allocated, AllocationTrace
+from slipstream.metrics.allocations import AllocationTrace
 from slipstream.models.config import ModelConfig
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.losses import LossInputs, LossOutputs, sft_loss
+from slipstream.training.single import SingleProcessBackend
 from slipstream.types import TrainBatch, TrainRow
 
 LENGTH = 64
@@ -32,11 +37,9 @@ WORDS = 64
 MOST_TOKENS = 2 * ROWS * LENGTH
 """Of a little step: a forward pass of a trainer has to take them all."""
 
-Trainer = Callable[[TrainBatch], object]
-"""One optimizer step on a batch, in one forward pass; returns when it is done."""
-
-MakeTrainer = Callable[[ModelConfig, ComputeThread], Trainer]
-"""A trainer of a model of such sizes, made and working on the thread."""
+MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], SingleProcessBackend]
+"""A trainer of a model of such sizes, made and working on the thread, with gradient checkpointing
+or without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,46 +55,53 @@ class Linear:
     score: float = 0.0
     layer_score: float = 0.0
 
-    def at(self, layers: int, words: int, tokens: int, length: int = 0) -> int:
+    def at(self, layers: int, words: int, tokens: int = 0, length: int = 0) -> int:
         """Not below 0."""
         value = self.constant + self.layer * layers + self.word * words
         value += (self.token + self.layer_token * layers) * tokens
         return max(0, round(value + (self.score + self.layer_score * layers) * tokens * length))
 
+    def of_one_layer(self, tokens: int, length: int) -> int:
+        """What `tokens` take of one layer."""
+        return max(0, round((self.layer_token + self.layer_score * length) * tokens))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBytes:
-    """`peak` within a step, from nothing on, without logits; `kept` after it: weights and the
-    optimizer's state."""
+    """What a trainer keeps from step to step (weights, the optimizer's state), and beyond that:
+    `forward`, all that a forward pass leaves; `gradients`; `optimizer`, the most within it, with
+    the gradients; `layer`, of which `of_one_layer` is what one layer leaves where nothing is
+    computed again."""
 
-    peak: Linear
     kept: Linear
-    recomputes: bool = False
-    """Whether layers are computed again in the backward pass: one layer's activations are then
-    there after the logits, and not beside them."""
+    forward: Linear
+    gradients: Linear
+    optimizer: Linear
+    layer: Linear
 
     def step(self, layers: int, words: int, tokens: int, length: int, *, logits: int) -> int:
         """What a step takes at its peak beyond what is kept, with `logits` bytes of those."""
-        peak = self.peak.at(layers, words, tokens, length)
-        one_layer = 0
-        if self.recomputes:
-            one_layer = round((self.peak.token + self.peak.score * length) * tokens)
-        return peak + max(0, logits - one_layer) - self.kept.at(layers, words, 0)
+        one = self.layer.of_one_layer(tokens, length)
+        return max(
+            self.forward.at(layers, words, tokens, length) + max(logits, one),
+            self.gradients.at(layers, words) + one,
+            self.optimizer.at(layers, words),
+        )
 
 
 def measure_trainer(
-    config: ModelConfig,
-    make: MakeTrainer,
-    *,
-    device: torch.device,
-    recomputes: bool = False,
+    config: ModelConfig, make: MakeTrainer, *, device: torch.device, recomputes: bool = False
 ) -> TrainerBytes:
     """Of trainers that `make` makes of models like `config`; `recomputes`: with gradient
     checkpointing."""
 
     def step(
-        layers: int = 1, words: int = WORDS, rows: int = ROWS, length: int = LENGTH
-    ) -> Allocated:
+        layers: int = 1,
+        words: int = WORDS,
+        rows: int = ROWS,
+        length: int = LENGTH,
+        again: bool = recomputes,
+    ) -> Moments:
         little = replace(
             config,
             num_layers=layers,
@@ -104,26 +114,37 @@ def measure_trainer(
             eos_token_id=None,
             pad_token_id=None,
         )
-        return one_step(little, make, device, rows=rows, length=length)
+        return one_step(little, make, device, rows=rows, length=length, recomputes=again)
 
     step()  # what the first step of a process makes is not one trainer's
-    base, deeper, wider = step(), step(layers=2), step(words=2 * WORDS)
-    more, both = step(rows=2 * ROWS), step(layers=2, rows=2 * ROWS)
-    # As many tokens as those of `more`.
-    longer, deep_longer = step(length=2 * LENGTH), step(layers=2, length=2 * LENGTH)
-    tokens = ROWS * LENGTH
-    products = 2 * tokens * LENGTH  # by which T S is larger in the longer ones
 
-    def fit(of: Callable[[Allocated], int]) -> Linear:
-        layer_score = (of(deep_longer) - of(both) - of(longer) + of(more)) / products
-        score = (of(longer) - of(more)) / products - layer_score
+    def six(again: bool) -> list[Moments]:
+        return [
+            step(again=again),
+            step(layers=2, again=again),
+            step(rows=2 * ROWS, again=again),
+            step(layers=2, rows=2 * ROWS, again=again),
+            # As many tokens as in those of more sequences.
+            step(length=2 * LENGTH, again=again),
+            step(layers=2, length=2 * LENGTH, again=again),
+        ]
+
+    steps, wider = six(recomputes), step(words=2 * WORDS)
+    whole = six(False) if recomputes else steps
+
+    def fit(of: Callable[[Moments], int], steps: list[Moments] = steps) -> Linear:
+        base, deeper, more, both, longer, deep_longer = (of(each) for each in steps)
+        tokens = ROWS * LENGTH
+        products = 2 * tokens * LENGTH  # by which T S is larger in the longer ones
+        layer_score = (deep_longer - both - longer + more) / products
+        score = (longer - more) / products - layer_score
         # Of T tokens by themselves and times their length.
-        layer_each = (of(both) - of(deeper) - of(more) + of(base)) / tokens
-        each = (of(more) - of(base)) / tokens - layer_each
-        layer = of(deeper) - of(base) - layer_each * tokens
-        word = (of(wider) - of(base)) / WORDS
+        layer_each = (both - deeper - more + base) / tokens
+        each = (more - base) / tokens - layer_each
+        layer = deeper - base - layer_each * tokens
+        word = (of(wider) - of(steps[0])) / WORDS
         return Linear(
-            constant=of(base) - layer - word * WORDS - (each + layer_each) * tokens,
+            constant=base - layer - word * WORDS - (each + layer_each) * tokens,
             layer=layer,
             word=word,
             token=each - score * LENGTH,
@@ -133,36 +154,73 @@ def measure_trainer(
         )
 
     return TrainerBytes(
-        peak=fit(lambda a: a.peak), kept=fit(lambda a: a.kept), recomputes=recomputes
+        kept=fit(lambda m: m.kept),
+        forward=fit(lambda m: m.forward),
+        gradients=fit(lambda m: m.gradients),
+        optimizer=fit(lambda m: m.optimizer),
+        layer=fit(lambda m: m.forward, whole),
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Of one step, in bytes; all but `kept` beyond what is kept. `peak`: the most of all."""
+
+    kept: int
+    forward: int
+    gradients: int
+    optimizer: int
+    peak: int
+
+
 def one_step(
-    config: ModelConfig, make: MakeTrainer, device: torch.device, *, rows: int, length: int
-) -> Allocated:
+    config: ModelConfig,
+    make: MakeTrainer,
+    device: torch.device,
+    *,
+    rows: int,
+    length: int,
+    recomputes: bool = False,
+) -> Moments:
     """Of the second step: the first one makes the optimizer's state."""
     compute = ComputeThread("footprint")
     trace = AllocationTrace(device)
-    targets = [0.0, *[1.0] * (length - 1)]
     batch = TrainBatch(
         rows=[
             TrainRow(
                 tokens=[(place * length + i) % config.vocab_size for i in range(length)],
-                loss_mask=targets,
-                values=[0.0] * length,
-                returns=targets,
+                loss_mask=[0.0, *[1.0] * (length - 1)],
             )
             for place in range(rows)
         ]
     )
+    usual = sft_loss()
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        outputs = usual(inputs)
+        trace.mark("forward")
+        return outputs
+
     try:
         compute.run(trace.start)
-        step = make(config, compute)
+        backend = make(config, compute, recomputes)
         for _ in range(2):
-            step(batch)
-        return compute.run(trace.stop)
+            compute.run(lambda: trace.mark("kept"))
+            backend.forward_backward(batch, loss).wait()
+            compute.run(lambda: trace.mark("gradients"))
+            backend.optim_step().wait()
+            compute.run(lambda: trace.mark("optimizer"))
+        held, most = compute.run(trace.stop)
     finally:
         compute.close()
+    kept = held["kept"]
+    return Moments(
+        kept=kept,
+        forward=held["forward"] - kept,
+        gradients=held["gradients"] - kept,
+        optimizer=most["optimizer"] - kept,
+        peak=max(most["forward"], most["gradients"], most["optimizer"]) - kept,
+    )
 
 
 def logits_bytes(words: int, tokens: int, *, chunk: int, keep: int) -> int:

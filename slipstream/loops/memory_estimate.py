@@ -26,7 +26,7 @@ from slipstream.loops.build_critic import critic_optim
 from slipstream.loops.build_speculation import head_to_be
 from slipstream.loops.footprint import (
     MOST_TOKENS,
-    Trainer,
+    MakeTrainer,
     TrainerBytes,
     logits_bytes,
     measure_trainer,
@@ -40,12 +40,9 @@ from slipstream.models.lora import LoraConfig, add_lora
 from slipstream.models.lora_io import read_adapter
 from slipstream.models.numerics import dtype_from_name, row_multiple
 from slipstream.models.policy import policy_config
-from slipstream.models.value_model import ValueModel
 from slipstream.training.compute_thread import ComputeThread
-from slipstream.training.critic import Critic
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
-from slipstream.types import TrainBatch
 
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
@@ -188,66 +185,49 @@ def _reference(config: Config, policy: ModelConfig) -> ModelConfig | None:
 
 
 def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> TrainerBytes:
-    """Of the policy, whose limits of a forward pass are not those of the run."""
-    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+    """Of the policy."""
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    lora = _little_adapter(config)
-
-    def make(little: ModelConfig, compute: ComputeThread) -> Trainer:
-        def begin() -> Decoder:
-            decoder = Decoder(little)
-            decoder.init_weights(0)
-            return decoder if lora is None else add_lora(decoder, lora)
-
-        backend = SingleProcessBackend(
-            compute.run(begin),
-            optim=optim,
-            dtype=dtype_from_name(actor.dtype, device),
-            device=device,
-            max_tokens_per_micro_batch=MOST_TOKENS,
-            grad_clip=actor.grad_clip,
-            gradient_checkpointing=recompute,
-            log_prob_chunk=actor.log_prob_chunk_tokens,
-            log_prob_keep_bytes=actor.log_prob_keep_bytes,
-            compute=compute,
-        )
-
-        def step(batch: TrainBatch) -> None:
-            backend.forward_backward(batch).wait()
-            backend.optim_step().wait()
-
-        return step
-
-    return measure_trainer(policy, make, device=device, recomputes=recompute)
+    make = _maker(config, optim, _little_adapter(config))
+    return measure_trainer(policy, make, device=build.device_of(config), recomputes=recompute)
 
 
 def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:
-    """The sizes of the critic, and what it takes."""
-    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+    """The sizes of the critic, and what it takes: as much as a policy of these sizes, but for
+    logits. It has no adapter."""
     given = config.critic.model
     model = policy if given.path is None else load_config(policy_folder(Path(given.path)))
-    optim = critic_optim(config, rl_steps)
+    # There is no LM head.
+    model = replace(model, tie_word_embeddings=True)
+    make = _maker(config, critic_optim(config, rl_steps), None)
+    recompute = given.enable_gradient_checkpointing
+    device = build.device_of(config)
+    return model, measure_trainer(model, make, device=device, recomputes=recompute)
 
-    def make(little: ModelConfig, compute: ComputeThread) -> Trainer:
-        def begin() -> Critic:
-            critic = ValueModel(little)
-            critic.init_weights(0)
-            return Critic(
-                critic,
+
+def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> MakeTrainer:
+    """Of trainers whose limits of a forward pass are not those of the run."""
+    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+
+    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
+        def begin() -> SingleProcessBackend:
+            decoder = Decoder(little)
+            decoder.init_weights(0)
+            return SingleProcessBackend(
+                decoder if lora is None else add_lora(decoder, lora),
                 optim=optim,
                 dtype=dtype_from_name(actor.dtype, device),
                 device=device,
                 max_tokens_per_micro_batch=MOST_TOKENS,
-                grad_clip=config.critic.grad_clip,
-                gradient_checkpointing=given.enable_gradient_checkpointing,
+                grad_clip=actor.grad_clip,
+                gradient_checkpointing=recompute,
+                log_prob_chunk=actor.log_prob_chunk_tokens,
+                log_prob_keep_bytes=actor.log_prob_keep_bytes,
                 compute=compute,
             )
 
-        made = compute.run(begin)
-        return lambda batch: made.update(batch).wait()
+        return compute.run(begin)
 
-    recompute = given.enable_gradient_checkpointing
-    return model, measure_trainer(model, make, device=device, recomputes=recompute)
+    return make
 
 
 def _little_adapter(config: Config) -> LoraConfig | None:
@@ -273,7 +253,7 @@ def _little_adapter(config: Config) -> LoraConfig | None:
 
 
 def _kept(trainer: TrainerBytes, model: ModelConfig) -> int:
-    return trainer.kept.at(model.num_layers, model.vocab_size, 0)
+    return trainer.kept.at(model.num_layers, model.vocab_size)
 
 
 def _step(

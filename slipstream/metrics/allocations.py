@@ -1,16 +1,17 @@
-"""What PyTorch allocates while something is computed. Called by `loops.footprint`."""
+"""What PyTorch has allocated at moments of a computation. Called by `loops.footprint`."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "slipstream: "
 
 
 @cache
@@ -21,24 +22,18 @@ def _first_trace() -> None:
         pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated:
-    """Bytes: the most that there were at one time, and those that were still there at the end."""
-
-    peak: int
-    kept: int
-
-
 class AllocationTrace:
-    """Bytes allocated between `start` and `stop`, less what is freed; what there was before is not
-    among them. On a CPU both are called on the thread that computes, and each operation is
-    traced: it is for work of seconds."""
+    """Bytes allocated since `start`, less those freed, at moments that `mark` names, and the most
+    since the moment before. What there was before is not among them. On a CPU all is called on the
+    thread that computes, and each operation is traced: it is for work of seconds."""
 
     def __init__(self, device: torch.device) -> None:
         """On the main thread: a CPU's first trace has to begin there, or PyTorch complains."""
         self._device = device
         self._before = 0
         self._trace: profile | None = None
+        self._held: dict[str, int] = {}
+        self._most: dict[str, int] = {}
         if device.type != "cuda":
             _first_trace()
 
@@ -51,22 +46,37 @@ class AllocationTrace:
         self._trace = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._trace.start()
 
-    def stop(self) -> Allocated:
-        """What was counted."""
+    def mark(self, moment: str) -> None:
+        """This moment is called so; of several the last one."""
+        if self._trace is not None:
+            with record_function(_MARK + moment):
+                return
+        self._held[moment] = torch.cuda.memory_allocated(self._device) - self._before
+        self._most[moment] = torch.cuda.max_memory_allocated(self._device) - self._before
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> tuple[dict[str, int], dict[str, int]]:
+        """By moment: what was held then, and the most since the one before."""
         if self._trace is None:
-            return Allocated(
-                peak=torch.cuda.max_memory_allocated(self._device) - self._before,
-                kept=torch.cuda.memory_allocated(self._device) - self._before,
-            )
+            return self._held, self._most
         self._trace.stop()
         with TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             self._trace.export_chrome_trace(str(file))
             events = json.loads(file.read_text(errors="replace"))["traceEvents"]
         # An event for each allocation, of fewer than 0 bytes where one is freed.
-        changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
-        held = peak = 0
-        for _, change in sorted(changes, key=lambda each: each[0]):
-            held += change
-            peak = max(peak, held)
-        return Allocated(peak=peak, kept=held)
+        told = [e for e in events if e.get("name") == "[memory]" or _is_mark(e)]
+        held = most = 0
+        for event in sorted(told, key=lambda each: each["ts"]):
+            if _is_mark(event):
+                moment = event["name"].removeprefix(_MARK)
+                self._held[moment], self._most[moment] = held, most
+                most = held
+            else:
+                held += event["args"]["Bytes"]
+                most = max(most, held)
+        return self._held, self._most
+
+
+def _is_mark(event: dict[str, object]) -> bool:
+    return str(event.get("name")).startswith(_MARK) and event.get("ph") == "X"

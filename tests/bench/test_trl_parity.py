@@ -67,7 +67,7 @@ def test_optimizer_steps_are_those_of_trl() -> None:
     assert min(trl.grad_norms) < UPDATE_SETTINGS["grad_clip"] < max(trl.grad_norms)
     apart = update_differences(FOLDER, our_updates(FOLDER, batches, UPDATE_SETTINGS), trl)
     assert apart.grad_norm < 1e-4
-    assert apart.update < 1e-3
+    assert apart.update < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_optimizer_steps_are_those_of_trl() -> None:
 def test_another_setting_of_the_optimizer_is_noticed(other: dict[str, Any]) -> None:
     batches, trl = updated()
     mine = our_updates(FOLDER, batches, {**UPDATE_SETTINGS, **other})
-    assert update_differences(FOLDER, mine, trl).update > 5e-3
+    assert update_differences(FOLDER, mine, trl).update > 1e-3
 
 
 def test_what_is_off_policy_is_apart_from_the_model_by_the_shifts() -> None:
