@@ -30,7 +30,7 @@ _WIDE = (
 _SHORT = (
     *("sft.total_training_steps=2", "sft.test_freq=1"),
     *("sft.optim.lr_scheduler_type=constant", "sft.optim.min_lr_ratio=0"),
-    *("trainer.total_training_steps=2", "trainer.test_freq=1"),
+    *("trainer.total_training_steps=2", "trainer.test_freq=1", "data.val_size=64"),
 )
 _FULL = ("actor_rollout_ref.rollout.ignore_eos=true",)
 

@@ -47,6 +47,10 @@ from slipstream.training.single import SingleProcessBackend
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
 
+_GAPS = 2.0
+"""Resident bytes over allocated ones where a CPU computes activations again: what is freed and
+allocated anew all the time leaves gaps in the C library's heap (`python -m bench.memory`)."""
+
 _COPIED = {"cuda": 1.5}
 """By device: keys and values while they grow, half as many and these. A CPU's system gives pages
 only when they are written to, and then the half is gone."""
@@ -154,13 +158,15 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     if build.wants_critic(config):
         model, critic = _critic(config, policy, rl.steps)
         held["critic and optimizer"] = _kept(critic, model)
-        one_at_a_time["a critic's step"] = critic.step(
+        step = critic.step(
             model.num_layers,
             model.vocab_size,
             rl.critic_micro_batch_tokens,
             batches.longest,
             logits=0,
         )
+        again = config.critic.model.enable_gradient_checkpointing
+        one_at_a_time["a critic's step"] = _resident(config, step, recomputes=again)
     if config.trainer.sync_every > 1:
         held["weights that were published last"] = 4 * _parameters(policy)
     held |= _engine(config, policy, max(rl.in_flight, batches.validation), held)
@@ -266,7 +272,14 @@ def _step(
         chunk=actor.log_prob_chunk_tokens,
         keep=actor.log_prob_keep_bytes,
     )
-    return trainer.step(policy.num_layers, policy.vocab_size, tokens, length, logits=logits)
+    step = trainer.step(policy.num_layers, policy.vocab_size, tokens, length, logits=logits)
+    again = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    return _resident(config, step, recomputes=again)
+
+
+def _resident(config: Config, step: int, *, recomputes: bool) -> int:
+    gaps = recomputes and build.device_of(config).type == "cpu"
+    return round(_GAPS * step) if gaps else step
 
 
 def _optimizer_state(trainer: TrainerBytes, policy: ModelConfig) -> int:
