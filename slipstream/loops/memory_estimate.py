@@ -47,9 +47,10 @@ from slipstream.training.single import SingleProcessBackend
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
 
-_GAPS = 2.0
-"""Resident bytes over allocated ones where a CPU computes activations again: what is freed and
-allocated anew all the time leaves gaps in the C library's heap (`python -m bench.memory`)."""
+_GAPS, _GAPS_AGAIN = 1.2, 2.0
+"""Resident bytes of a step on a CPU over allocated ones: what is freed and allocated anew leaves
+gaps in the C library's heap, most where activations are computed again. Measured, with glibc
+(`python -m bench.memory`)."""
 
 _COPIED = {"cuda": 1.5}
 """By device: keys and values while they grow, half as many and these. A CPU's system gives pages
@@ -278,8 +279,9 @@ def _step(
 
 
 def _resident(config: Config, step: int, *, recomputes: bool) -> int:
-    gaps = recomputes and build.device_of(config).type == "cpu"
-    return round(_GAPS * step) if gaps else step
+    if build.device_of(config).type != "cpu":
+        return step
+    return round((_GAPS_AGAIN if recomputes else _GAPS) * step)
 
 
 def _optimizer_state(trainer: TrainerBytes, policy: ModelConfig) -> int:
