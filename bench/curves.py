@@ -97,14 +97,15 @@ def draw(name: str, lines: Sequence[Mapping[str, float]], out: Path) -> Path:
     return out / f"{name}.png"
 
 
-def show(page: Path, picture: Path) -> bool:
-    """Give `page` a section with `picture`, unless it has it; whether the page was changed."""
+def show(page: Path, picture: Path, how: str) -> bool:
+    """Give `page` a section with `picture`, and `how` it came to be, unless it has it; whether the
+    page was changed."""
     above = "../" * (len(page.relative_to(DOCS).parts) - 1)
     link = f"![held-out accuracy and reward by RL step]({above}{PICTURES}/{picture.name})"
     text = page.read_text(encoding="utf-8")
     if link in text:
         return False
-    page.write_text(f"{text.rstrip()}\n\n## Curve\n\n{link}\n", encoding="utf-8")
+    page.write_text(f"{text.rstrip()}\n\n## Curve\n\n{link}\n\n({how})\n", encoding="utf-8")
     return True
 
 
@@ -131,6 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw_all(args: argparse.Namespace) -> int:
+    how = (
+        f"One run of {args.steps} steps, from the SFT of the quickstart's smaller recipe: `python "
+        f"bench/curves.py --steps {args.steps} --every {args.every}`."
+    )
     with TemporaryDirectory() as scratch:
         policy = args.policy or policy_run(Path(scratch) / "policy", print)
         bench = LearningBench(
@@ -146,7 +151,7 @@ def _draw_all(args: argparse.Namespace) -> int:
             print(draw(name, read_steps(target), args.out))
             if args.out == DOCS / PICTURES:
                 for page in PAGES[name]:
-                    show(DOCS / page, args.out / f"{name}.png")
+                    show(DOCS / page, args.out / f"{name}.png", how)
     return 0
 
 

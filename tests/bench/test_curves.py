@@ -80,8 +80,9 @@ def test_a_picture_is_drawn_and_shown_once(
     page = tmp_path / "advantages" / "grpo.md"
     page.parent.mkdir()
     page.write_text("# `grpo`\n")
-    assert curves.show(page, picture)
-    assert not curves.show(page, picture)
+    assert curves.show(page, picture, "By a command.")
+    assert not curves.show(page, picture, "By another.")
+    assert page.read_text().endswith("/grpo.png)\n\n(By a command.)\n")
     assert page.read_text().count("](../curves/grpo.png)") == 1
     with pytest.raises(DataError, match="grpo: nothing to draw, 0 rewards and 1 validations"):
         curves.draw("grpo", LINES[:1], tmp_path)
