@@ -62,10 +62,10 @@ def _cached() -> Iterator[None]:
             config.CACHE_DIR = before
 
 
-def something_is_kept() -> bool:
-    """Whether an earlier process has left compiled code."""
+def kept_files() -> Iterator[Path]:
+    """The compiled code that earlier processes have left."""
     folder = cache_folder()
-    return folder is not None and next(Path(folder).rglob("*.nbc"), None) is not None
+    return iter(()) if folder is None else Path(folder).rglob("*.nbc")
 
 
 @cache

@@ -442,7 +442,7 @@ def extras() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Where compiled code is kept, and whether there is some."""
-    from slipstream.kernels.compiling import cache_folder
+    from slipstream.kernels.compiling import cache_folder, kept_files
 
     folder = cache_folder()
     if folder is None:
@@ -455,7 +455,7 @@ def kernels() -> Iterator[Finding]:
             facts={"folder": None, "files": 0, "bytes": 0},
         )
         return
-    sizes = [path.stat().st_size for path in Path(folder).rglob("*.nbc")]
+    sizes = [path.stat().st_size for path in kept_files()]
     yield Finding(
         section="kernels",
         name="compiled code",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,8 +26,7 @@ from slipstream.loops.batch_table import Batches, batches_of, rows_of
 from slipstream.loops.context import check_resumable, initial_policy, open_run
 from slipstream.loops.folder import check_same_run
 from slipstream.loops.memory_estimate import MemoryEstimate, estimate_memory
-from slipstream.loops.phases import check_rl
-from slipstream.loops.run import check_validation, trial
+from slipstream.loops.run import check_phases, check_validation, trial
 from slipstream.metrics.loggers import check_loggers
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.tables import Page
@@ -82,17 +80,11 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
     try:
         progress = Progress(console=SteadyConsole(file=sys.stdout))
         run = open_run(config, folder, progress, GracefulInterrupt(), compute)
-        start = initial_policy(config)
         check_resumable(run, mode.split("+"))
         check_validation(run)
-        policy = build.model_config(config, run.tokenizer, start)
-        build.check_budgets(config, policy, mode)
-        if "sft" in mode:
-            build.check_demonstrations(config, policy)
-        steps = 0
-        if "rl" in mode:
-            compute.run(lambda: check_rl(run, start))
-            steps = build.rl_steps(config, run.data)
+        policy = build.model_config(config, run.tokenizer, initial_policy(config))
+        check_phases(run, mode, policy)
+        steps = build.rl_steps(config, run.data) if "rl" in mode else 0
         return policy, batches_of(config, mode, rl_steps=steps, held_out=len(run.held_out))
     finally:
         compute.close()
@@ -144,8 +136,9 @@ def _tiny_step(config: Config, mode: Mode) -> bool:
 
 
 def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
-    """What makes one small step of `config` in `folder`, whatever the responses are worth. It has
-    no schedule, and validates nothing but a built-in task: all else of that was checked before."""
+    """By dotted key: what makes one small step of `config` in `folder`, whatever the responses are
+    worth. It has no schedule, and validates nothing but a built-in task: all else of that was
+    checked before."""
     actor_ref, critic = config.actor_rollout_ref, config.critic
     prompts = min(TINY_PROMPTS, config.data.train_batch_size)
     sequences = prompts * actor_ref.rollout.n
@@ -191,16 +184,4 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
             values[f"{key}.ppo_micro_batch_size_per_gpu"] = min(rows, sequences)
     for key in ("actor_rollout_ref.actor", "critic", "sft", "speculative.train"):
         values |= {f"{key}.optim.lr_scheduler_type": "constant", f"{key}.optim.min_lr_ratio": 0.0}
-    return _as_tree(values)
-
-
-def _as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, name = key.split(".")
-        section = tree
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return tree
+    return values

@@ -35,11 +35,12 @@ from slipstream.loops.snapshot import lora_folder, policy_folder
 from slipstream.metrics.resident import resident_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.foreign import ForeignConfig
 from slipstream.models.hf_io import load_config
 from slipstream.models.lora import LoraConfig, add_lora
 from slipstream.models.lora_io import read_adapter
-from slipstream.models.numerics import dtype_from_name, row_multiple
-from slipstream.models.policy import policy_config
+from slipstream.models.numerics import row_multiple
+from slipstream.models.policy import PolicyConfig, policy_config
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
@@ -114,6 +115,8 @@ def _uncounted(config: Config) -> Iterator[str]:
     train, rollout = config.speculative.train, config.actor_rollout_ref.rollout
     if config.reward_model.enable:
         yield "the learned reward model"
+    if isinstance(_named_reference(config), ForeignConfig):
+        yield "the reference, which transformers computes"
     if takes_full_kl(config):
         yield "the KL over the whole vocabulary"
     if train.enable_drafter_training:
@@ -179,16 +182,24 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
 
 
 def _reference(config: Config, policy: ModelConfig) -> ModelConfig | None:
-    """What is compared with, where that has weights of its own; under LoRA those of the base are
-    there already."""
+    """What is compared with, where that has weights of its own that are counted; under LoRA those
+    of the base are there already."""
     actor_ref = config.actor_rollout_ref
     if not build.wants_reference(config):
         return None
     if actor_ref.ref.path is None:
         lora = actor_ref.model.lora_rank or actor_ref.model.lora_adapter_path is not None
         return None if lora else policy
-    found = policy_config(policy_folder(Path(actor_ref.ref.path)), actor_ref.model.implementation)
-    return found if isinstance(found, ModelConfig) else policy
+    found = _named_reference(config)
+    return found if isinstance(found, ModelConfig) else None
+
+
+def _named_reference(config: Config) -> PolicyConfig | None:
+    """That of `ref.path`, if one is wanted and named."""
+    ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
+    if ref.path is None or not build.wants_reference(config):
+        return None
+    return policy_config(policy_folder(Path(ref.path)), model.implementation)
 
 
 def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> TrainerBytes:
@@ -212,25 +223,20 @@ def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelCo
 
 
 def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> MakeTrainer:
-    """Of trainers whose limits of a forward pass are not those of the run."""
-    actor, device = config.actor_rollout_ref.actor, build.device_of(config)
+    """Of trainers as the run's, whose forward passes take all of a little step."""
+    ref = config.actor_rollout_ref
+    actor = replace(ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=MOST_TOKENS)
 
     def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
+        model = replace(ref.model, enable_gradient_checkpointing=recompute)
+        own = replace(config, actor_rollout_ref=replace(ref, actor=actor, model=model))
+
         def begin() -> SingleProcessBackend:
             decoder = Decoder(little)
             decoder.init_weights(0)
-            return SingleProcessBackend(
-                decoder if lora is None else add_lora(decoder, lora),
-                optim=optim,
-                dtype=dtype_from_name(actor.dtype, device),
-                device=device,
-                max_tokens_per_micro_batch=MOST_TOKENS,
-                grad_clip=actor.grad_clip,
-                gradient_checkpointing=recompute,
-                log_prob_chunk=actor.log_prob_chunk_tokens,
-                log_prob_keep_bytes=actor.log_prob_keep_bytes,
-                compute=compute,
-            )
+            if lora is not None:
+                add_lora(decoder, lora)
+            return build.make_backend(own, decoder, compute, optim=optim)
 
         return compute.run(begin)
 

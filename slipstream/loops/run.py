@@ -25,7 +25,7 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
-from slipstream.kernels.compiling import something_is_kept
+from slipstream.kernels.compiling import kept_files
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
@@ -56,6 +56,7 @@ from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
 from slipstream.models.config import ModelConfig
 from slipstream.models.foreign import ForeignConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
+from slipstream.models.policy import PolicyConfig
 from slipstream.report.page import REPORT_FILE, write_report
 from slipstream.training.compute_thread import ComputeThread
 
@@ -184,7 +185,7 @@ def device_name(device: torch.device) -> str:
 
 def _tell_of_compiling(run: Run) -> None:
     """Or the first step looks as if it hung."""
-    if build.device_of(run.config).type == "cpu" and not something_is_kept():
+    if build.device_of(run.config).type == "cpu" and not any(kept_files()):
         run.progress.note(
             "nothing is compiled yet for this processor: kernels are, when first used, which takes "
             "a minute or two, once"
@@ -264,15 +265,8 @@ async def _train(run: Run, mode: Mode) -> bool:
             f"transformers computes the policy, a {policy.family}, without dropout; log-probs of "
             "rollout and trainer are equal up to rounding"
         )
-    build.check_budgets(run.config, policy, mode)
-    if "sft" in phases:
-        build.check_demonstrations(run.config, policy)
+    check_phases(run, mode, policy)
     rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
-    if "rl" in phases:
-        # Before hours of SFT, not after them.
-        # Not here: large operations of torch would start a second team of threads on this one,
-        # which fights with that of the compute thread for the cores for the rest of the run.
-        run.compute.run(lambda: check_rl(run, start))
     if "sft" not in phases and start is None:
         start = result_of_sft(run)
     if "sft" in phases:
@@ -287,6 +281,17 @@ async def _train(run: Run, mode: Mode) -> bool:
     if "rl" not in phases:
         return True
     return not run.interrupt.requested and await rl_phase(run, start)
+
+
+def check_phases(run: Run, mode: Mode, policy: PolicyConfig) -> None:
+    """Refuse what would keep a phase from beginning: of RL before hours of SFT, not after them."""
+    build.check_budgets(run.config, policy, mode)
+    if "sft" in mode:
+        build.check_demonstrations(run.config, policy)
+    if "rl" in mode:
+        # Not here: large operations of torch would start a second team of threads on this one,
+        # which fights with that of the compute thread for the cores for the rest of the run.
+        run.compute.run(lambda: check_rl(run, initial_policy(run.config)))
 
 
 def check_validation(run: Run) -> None:

@@ -159,7 +159,8 @@ def accuracy_interval(
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """`(mean, low, high)` of independent `values`, such as the accuracies of several trainings:
-    Student's 95 % interval (1908). Raises DataError for fewer than two."""
+    Student's 95 % interval (1908), of more than 31 the normal one. Raises DataError for fewer than
+    two."""
     n = len(values)
     if n < 2:
         raise DataError(f"a mean of {n} has no interval; give two values or more")

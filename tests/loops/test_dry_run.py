@@ -9,8 +9,13 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.load import load_config
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+from slipstream.loops import dry_run
 from slipstream.loops.dry_run import looked_at
 from slipstream.loops.memory_estimate import MemoryEstimate, PhaseBytes, estimate_memory
+from slipstream.loops.run import trial
+from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.config import ModelConfig
 from tests.loops.helpers import ACTOR, ROLLOUT, rl_only, tiny
 
@@ -77,16 +82,33 @@ def test_what_a_user_keeps_elsewhere_stays_as_it_is(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+class Tried:
+    """The real step, and what its folder held at its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._trial = trial
+        monkeypatch.setattr(dry_run, "trial", self)
+
+    def __call__(self, config: Config, mode: Mode) -> bool:
+        finished = self._trial(config, mode)
+        self.folder = Path(config.trainer.default_local_dir)
+        self.metrics = read_jsonl(self.folder / "metrics.jsonl")
+        return finished
+
+
 @pytest.mark.parametrize("where", ["a=b,c", "out"])
-def test_the_step_is_taken_where_the_run_will_be(tmp_path: Path, where: str) -> None:
-    folder = tmp_path / where
+def test_the_step_is_taken_where_the_run_will_be(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its folder, which may be all that can be written to; where there is none, in the nearest
+    one that there is."""
+    tried, folder = Tried(monkeypatch), tmp_path / where
+    line = [*tiny(folder)[:3], f"trainer.default_local_dir='{folder}'", "--dry-run"]
+    assert main(line) == 0
+    assert tried.folder.parents[1] == tmp_path
     folder.mkdir()
-    # Only the run's own folder can be written to.
-    tmp_path.chmod(0o555)
-    try:
-        assert main([*tiny(folder)[:3], f"trainer.default_local_dir='{folder}'", "--dry-run"]) == 0
-    finally:
-        tmp_path.chmod(0o755)
+    assert main(line) == 0
+    assert tried.folder.parents[1] == folder
     assert list(folder.iterdir()) == []
 
 
@@ -127,7 +149,10 @@ def test_ctrl_c_ends_it(
     assert "stopped after" in capsys.readouterr().out
 
 
-def test_a_head_that_learns_beside_rl_learns_once(tmp_path: Path) -> None:
+def test_a_head_that_learns_beside_rl_learns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried(monkeypatch)
     line = rl_only(
         tmp_path / "run",
         "speculative.enable=true",
@@ -136,6 +161,8 @@ def test_a_head_that_learns_beside_rl_learns_once(tmp_path: Path) -> None:
         "speculative.train.training_interval_steps=20",
     )
     assert main([*line, "--dry-run"]) == 0
+    ((_, metrics),) = tried.metrics
+    assert metrics["drafter/updates"] > 0
 
 
 def test_another_command_of_the_same_settings(tmp_path: Path) -> None:
