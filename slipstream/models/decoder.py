@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -88,6 +89,14 @@ class HiddenStates:
         taps = self.taps
         return HiddenStates(self.final.flatten(0, 1), None if taps is None else taps.flatten(0, 1))
 
+    def in_sequences(self, count: int) -> HiddenStates:
+        """`count` sequences (B, T, ...) instead of rows."""
+        taps = self.taps
+        return HiddenStates(
+            self.final.view(count, -1, self.final.shape[-1]),
+            None if taps is None else taps.view(count, -1, taps.shape[-1]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
@@ -136,7 +145,11 @@ class _MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The parameters of one decoder layer, under their Hugging Face names."""
+    """The parameters of one decoder layer, under their Hugging Face names.
+
+    Called as a module it packs its weights and runs: how FSDP2 gathers them just for that
+    (`models.sharded`). Elsewhere layers are packed ahead, all together.
+    """
 
     def __init__(
         self, c: ModelConfig, *, input_norm: bool = True, inputs: int | None = None
@@ -182,6 +195,29 @@ class Layer(nn.Module):
             gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
+
+    def forward(
+        self,
+        c: ModelConfig,
+        dtype: torch.dtype,
+        index: int,
+        x_MD: Tensor,
+        delta_MD: Tensor | None,
+        attention: Attention,
+        eps: Tensor,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`layer_forward`, with weights that are packed for it and not kept: with `recompute` not
+        even for the backward pass."""
+
+        def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+            return layer_forward(self.pack(c, dtype), index, x, delta, attention, eps)
+
+        if recompute:
+            done = checkpoint(run, x_MD, delta_MD, use_reentrant=False)
+            assert isinstance(done, tuple)
+            return done
+        return run(x_MD, delta_MD)
 
 
 class _Trunk(nn.Module):
@@ -240,28 +276,65 @@ class Decoder(nn.Module):
             return self.model.embed_tokens.weight
         return self.lm_head.weight
 
+    @property
+    def layers(self) -> list[Layer]:
+        """From the first to the last."""
+        found: list[Layer] = []
+        modules: Iterator[nn.Module] = iter(self.model.layers)
+        for layer in modules:
+            assert isinstance(layer, Layer)
+            found.append(layer)
+        return found
+
     def pack(self, dtype: torch.dtype) -> PackedDecoder:
         """Weights as the forward pass uses them. Differentiable with respect to the parameters."""
-        layers: Iterator[nn.Module] = iter(self.model.layers)
-        packed = []
-        for layer in layers:
-            assert isinstance(layer, Layer)
-            packed.append(layer.pack(self.config, dtype))
-        rows = activation_dtype(dtype, self.device)
-        norm = self.model.norm.weight.to(rows)
-        eps = torch.full((), self.config.rms_norm_eps, device=self.device)
+        packed = [layer.pack(self.config, dtype) for layer in self.layers]
+        norm, eps = self._norm(dtype)
         together = None
-        if has_kernels(rows, self.device) and suits(self.config, dtype):
+        if has_kernels(norm.dtype, self.device) and suits(self.config, dtype):
             together = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
-            embedding=self.model.embed_tokens.weight.to(rows),
+            embedding=self.model.embed_tokens.weight.to(norm.dtype),
             layers=packed,
             norm=norm,
             eps=eps,
             together=together,
             lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
+
+    def _norm(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The last norm's gains, and the epsilon of all norms."""
+        rows = activation_dtype(dtype, self.device)
+        eps = torch.full((), self.config.rms_norm_eps, device=self.device)
+        return self.model.norm.weight.to(rows), eps
+
+    def forward(
+        self,
+        dtype: torch.dtype,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        lengths: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
+        recompute: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`HiddenStates.final` and `.taps` of whole sequences as rows (B * T, ...), computing in
+        `dtype`; each layer's weights are packed when its turn comes (`Layer`). The numbers are
+        those of `PackedDecoder.forward`, to the bit."""
+        norm, eps = self._norm(dtype)
+        check_pass(self.config, dtype, ids_BT, positions_BT, lengths=lengths, taps=taps)
+        states = run_layers(
+            [partial(layer, self.config, dtype) for layer in self.layers],
+            self.model.embed_tokens.weight.to(norm.dtype),
+            norm,
+            eps,
+            ids_BT,
+            start_pass(positions_BT, self.config, dtype, eps, None, lengths),
+            taps=taps,
+            recompute=recompute,
+        )
+        return states.final, states.taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,49 +397,120 @@ class PackedDecoder:
             ValueError: `lengths` that are not those of the rows, or of no use here; places where
                 no kernel goes to them; taps that are no layers, or out of order.
         """
-        if lengths is not None:
-            dtype, device = self.compute_dtype, self.embedding.device
-            possible = takes_sequences_in_a_row(self.config, dtype, device) and kv_cache is None
-            if not possible or ids_BT.shape != (1, sum(lengths)) or min(lengths) < 1:
-                raise ValueError(
-                    f"sequences of {list(lengths)} tokens in a row do not make {ids_BT.shape}, or "
-                    "cannot be computed so here"
-                )
-        if kv_cache is None:
-            limit = self.config.context_limit
-            if int(positions_BT.max()) >= limit.tokens:
-                # Kernels read tables by address.
-                raise IndexError(f"position {int(positions_BT.max())}: {limit.reason}")
-        if taps and not (0 <= taps[0] <= taps[-1] < len(self.layers) and _increasing(taps)):
-            raise ValueError(f"taps {list(taps)} of {len(self.layers)} layers")
-        B, T = ids_BT.shape
+        check_pass(
+            self.config,
+            self.compute_dtype,
+            ids_BT,
+            positions_BT,
+            lengths=lengths,
+            taps=taps,
+            cached=kv_cache is not None,
+        )
+        B = len(ids_BT)
         kernels = has_kernels(self.dtype, ids_BT.device)
         if self.together is not None and kernels and not torch.is_grad_enabled():
             places = _places(kv_cache)
             x = F.embedding(ids_BT.flatten(), self.embedding)
-            final, tapped = self.together(x, positions_BT, places, lengths, taps=taps)
             return HiddenStates(
-                final.view(B, T, -1), None if tapped is None else tapped.view(B, T, -1)
-            )
+                *self.together(x, positions_BT, places, lengths, taps=taps)
+            ).in_sequences(B)
         attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
         )
-        kept: list[Tensor] = []
-        # Rows, not sequences: each product would flatten its input, and few rows make that dear.
-        x = F.embedding(ids_BT.flatten(), self.embedding)
-        delta: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            if index in taps:
-                with torch.no_grad():
-                    kept.append(x.detach() if delta is None else x + delta)
-            given = (layer, index, x, delta, attention, self.eps)
-            if recompute:
-                x, delta = checkpoint(layer_forward, *given, use_reentrant=False)
-            else:
-                x, delta = layer_forward(*given)
-        _, final = add_norm(x, delta, self.norm, self.eps)
-        side_by_side = torch.cat(kept, -1).view(B, T, -1) if taps else None
-        return HiddenStates(final.view(B, T, -1), side_by_side)
+        return run_layers(
+            [partial(_run_packed, layer) for layer in self.layers],
+            self.embedding,
+            self.norm,
+            self.eps,
+            ids_BT,
+            attention,
+            taps=taps,
+            recompute=recompute,
+        ).in_sequences(B)
+
+
+def check_pass(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    ids_BT: Tensor,
+    positions_BT: Tensor,
+    *,
+    lengths: Sequence[int] | None,
+    taps: Sequence[int],
+    cached: bool = False,
+) -> None:
+    """Refuse what `PackedDecoder.forward` says that it refuses."""
+    if lengths is not None:
+        possible = takes_sequences_in_a_row(config, dtype, ids_BT.device) and not cached
+        if not possible or ids_BT.shape != (1, sum(lengths)) or min(lengths) < 1:
+            raise ValueError(
+                f"sequences of {list(lengths)} tokens in a row do not make {ids_BT.shape}, or "
+                "cannot be computed so here"
+            )
+    if not cached:
+        limit = config.context_limit
+        if int(positions_BT.max()) >= limit.tokens:
+            # Kernels read tables by address.
+            raise IndexError(f"position {int(positions_BT.max())}: {limit.reason}")
+    if taps and not (0 <= taps[0] <= taps[-1] < config.num_layers and _increasing(taps)):
+        raise ValueError(f"taps {list(taps)} of {config.num_layers} layers")
+
+
+class RunLayer(Protocol):
+    """One layer over rows, as `layer_forward`."""
+
+    def __call__(
+        self,
+        index: int,
+        x_MD: Tensor,
+        delta_MD: Tensor | None,
+        attention: Attention,
+        eps: Tensor,
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _run_packed(
+    w: PackedLayer,
+    index: int,
+    x_MD: Tensor,
+    delta_MD: Tensor | None,
+    attention: Attention,
+    eps: Tensor,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    given = (w, index, x_MD, delta_MD, attention, eps)
+    if recompute:
+        done = checkpoint(layer_forward, *given, use_reentrant=False)
+        assert isinstance(done, tuple)
+        return done
+    return layer_forward(*given)
+
+
+def run_layers(
+    layers: Sequence[RunLayer],
+    embedding: Tensor,
+    norm: Tensor,
+    eps: Tensor,
+    ids_BT: Tensor,
+    attention: Attention,
+    *,
+    taps: Sequence[int],
+    recompute: bool,
+) -> HiddenStates:
+    """A forward pass layer by layer, as torch's operations, over rows (B * T, ...);
+    differentiable."""
+    kept: list[Tensor] = []
+    # Rows, not sequences: each product would flatten its input, and few rows make that dear.
+    x = F.embedding(ids_BT.flatten(), embedding)
+    delta: Tensor | None = None
+    for index, layer in enumerate(layers):
+        if index in taps:
+            with torch.no_grad():
+                kept.append(x.detach() if delta is None else x + delta)
+        x, delta = layer(index, x, delta, attention, eps, recompute)
+    _, final = add_norm(x, delta, norm, eps)
+    return HiddenStates(final, torch.cat(kept, -1) if taps else None)
 
 
 def _increasing(numbers: Sequence[int]) -> bool:

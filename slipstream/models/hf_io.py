@@ -20,7 +20,8 @@ from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_model import DraftModel
-from slipstream.models.lora import merged_weights
+from slipstream.models.lora import named_weights, value_of
+from slipstream.models.sharded import assign
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -115,7 +116,7 @@ def load_tensors(
 def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors in which `tensor_problems` found none."""
     for name, parameter in module.named_parameters():
-        parameter.copy_(tensors[name])
+        assign(parameter, tensors[name])
 
 
 def tensor_problems(
@@ -195,7 +196,9 @@ def write_model(
 ) -> None:
     """Write `config.json` and the weights of `module`, merged where it has an adapter, over what
     `folder` holds."""
-    write_tensors(folder, config, merged_weights(module), dtype=dtype, max_bytes=max_bytes)
+    # One after the other: merged or gathered, all together might not fit beside the model.
+    tensors = {name: value_of(w).to("cpu", dtype) for name, w in named_weights(module)}
+    write_tensors(folder, config, tensors, dtype=dtype, max_bytes=max_bytes)
 
 
 def write_tensors(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.models.decoder import Decoder
+from slipstream.models.sharded import full
 
 ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
@@ -164,8 +165,9 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | LoraLinear]
 
 @torch.no_grad()
 def value_of(weight: Tensor | LoraLinear) -> Tensor:
-    """The values of one of `named_weights`, without gradients. Not a copy where it is a tensor."""
-    return weight.merged() if isinstance(weight, LoraLinear) else weight.detach()
+    """The values of one of `named_weights`, without gradients. Not a copy where it is a tensor of
+    this process; one that is spread over several is gathered (collective)."""
+    return full(weight.merged() if isinstance(weight, LoraLinear) else weight.detach())
 
 
 def merged_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -184,7 +186,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """A and B of all layers, detached, under the names of their parameters."""
     return {
-        f"{name}.{part}": getattr(layer, part).detach()
+        f"{name}.{part}": full(getattr(layer, part).detach())
         for name, layer in lora_layers(module).items()
         for part in ("lora_A", "lora_B")
     }
@@ -210,5 +212,5 @@ def base_digest(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if name not in trained:
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().numpy().data)
+            digest.update(full(parameter.detach()).cpu().contiguous().numpy().data)
     return digest.hexdigest()

@@ -30,11 +30,12 @@ from slipstream.models.hf_io import (
     save_checkpoint,
 )
 from slipstream.models.lora import LoraLinear, named_weights
+from slipstream.models.sharded import ShardedDecoder, is_sharded
 
 Implementation: TypeAlias = Literal["auto", "slipstream", "transformers"]
 Policy: TypeAlias = Decoder | ForeignModel
 PolicyConfig: TypeAlias = ModelConfig | ForeignConfig
-PackedPolicy: TypeAlias = PackedDecoder | PackedForeign
+PackedPolicy: TypeAlias = PackedDecoder | PackedForeign | ShardedDecoder
 
 
 def policy_config(folder: Path, implementation: Implementation = "auto") -> PolicyConfig:
@@ -95,6 +96,13 @@ def load_weights_from(policy: Policy, folder: Path) -> None:
 def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor | LoraLinear]]:
     """All weights under their Hugging Face names; see `lora.named_weights`."""
     return policy.weights() if isinstance(policy, ForeignModel) else named_weights(policy)
+
+
+def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
+    """The policy as it computes in `dtype`; differentiable with respect to its parameters."""
+    if isinstance(policy, Decoder) and is_sharded(policy):
+        return ShardedDecoder(policy, dtype)
+    return policy.pack(dtype)
 
 
 def needs_padding(policy: Policy, dtype: torch.dtype) -> bool:

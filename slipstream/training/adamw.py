@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from slipstream.models.sharded import full, slice_like
+
 
 class AdamW:
     """Moments and updates of named parameters. Parameters without gradient stay as they are."""
@@ -67,19 +69,22 @@ class AdamW:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of step count and moments by parameter name; empty before the first step."""
         return {
-            name: {key: value.clone() for key, value in state.items()}
+            name: {key: full(value).clone() for key, value in state.items()}
             for name, state in self._state.items()
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Go on from `state_dict()`; names and shapes have to be those of the parameters."""
         self._state = {
-            name: {
-                key: value.to(device=self._parameters[name].device, copy=True)
-                for key, value in entries.items()
-            }
+            name: {key: self._placed(name, value) for key, value in entries.items()}
             for name, entries in state.items()
         }
+
+    def _placed(self, name: str, value: Tensor) -> Tensor:
+        """A copy of one entry, where and as its parameter is; a step count is whole everywhere."""
+        parameter = self._parameters[name]
+        copied = value.to(device=parameter.device, copy=True)
+        return slice_like(copied, parameter) if value.ndim else copied
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         state = self._state.get(name)

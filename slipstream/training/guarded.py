@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
+from slipstream.models.sharded import full
 from slipstream.training.optim import PolicyOptimizer
 from slipstream.training.protocol import StateTree
 
@@ -69,7 +70,7 @@ class GuardedOptimizer:
         }
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
         if self.finite:
-            norm = torch.nn.utils.get_total_norm(gradients)
+            norm = full(torch.nn.utils.get_total_norm(gradients))
             metrics[f"{self._prefix}/grad_norm"] = norm.item()
             self.finite = math.isfinite(norm.item())
         if self.finite:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.models.lora import adapter_tensors, lora_layers
+from slipstream.models.sharded import assign
 from slipstream.training.protocol import TrainFuture
 from slipstream.types import FeatureSink, TrainBatch
 
@@ -103,4 +104,4 @@ def load_adapter_state(module: nn.Module, state: dict[str, Any]) -> None:
     """Go on from an `adapter_state` that `check_adapter_state` has let pass."""
     parameters = dict(module.named_parameters())
     for name, tensor in state["tensors"].items():
-        parameters[name].copy_(tensor)
+        assign(parameters[name], tensor)

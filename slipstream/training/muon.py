@@ -3,7 +3,8 @@
 The update of each matrix is its momentum, orthogonalised by Newton-Schulz iterations (Jordan et al.
 2024, https://kellerjordan.github.io/posts/muon/). Same rule and defaults as `torch.optim.Muon`, but
 matrices of equal shape are iterated as one batch, and in bf16, as torch does, only where that is
-what the run computes in: many CPUs emulate it. Called by `optim`.
+what the run computes in: many CPUs emulate it. Of parameters that are spread over processes each
+keeps and iterates the whole matrices. Called by `optim`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import math
 
 import torch
 from torch import Tensor, nn
+
+from slipstream.models.sharded import full, slice_like
 
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -71,7 +74,8 @@ class BatchedMuon:
                 rows, columns = parameter.shape
                 parameter.mul_(1 - lr * self._weight_decay)
                 scale = math.sqrt(max(1.0, rows / columns))
-                parameter.add_(update.T if rows > columns else update, alpha=-lr * scale)
+                own = slice_like(update.T if rows > columns else update, parameter)
+                parameter.add_(own, alpha=-lr * scale)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Momentum by parameter name, in the parameter's shape; empty before the first step."""
@@ -88,12 +92,12 @@ class BatchedMuon:
             return
         for shape, names in self._stacks.items():
             self._buffers[shape] = torch.stack(
-                [_wide(state[n]["momentum_buffer"].to(self._parameters[n])) for n in names]
+                [_wide(state[n]["momentum_buffer"].to(self._parameters[n].device)) for n in names]
             )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return full(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def _wide(matrix: Tensor) -> Tensor:

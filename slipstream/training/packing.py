@@ -52,7 +52,8 @@ class MicroBatch:
     `mask` (B, T) is what losses see, and `target_slots` (N,) are the flat indices of target tokens
     in it. `head_rows` and `labels` (M,) are the places of the tokens before them, whose hidden
     states predict them, and the target tokens, padded for the row rule; results beyond N are
-    dropped.
+    dropped. A `filler` is computed only because another process computes something at the same
+    time, and counts for nothing.
     """
 
     indices: list[int]
@@ -64,6 +65,7 @@ class MicroBatch:
     head_rows: Tensor
     labels: Tensor
     target_slots: Tensor
+    filler: bool = False
 
     def scatter(self, flat: Tensor) -> Tensor:
         """(N,) values of target tokens to (B, T), zeros elsewhere. Differentiable."""

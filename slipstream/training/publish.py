@@ -58,10 +58,14 @@ class WeightSnapshot:
 
 
 def _copy(bucket: list[_Named]) -> WeightBucket:
-    return [
-        (name, value_of(w) if isinstance(w, LoraLinear) else w.detach().clone())
-        for name, w in bucket
-    ]
+    return [(name, _own(w)) for name, w in bucket]
+
+
+def _own(weight: Tensor | LoraLinear) -> Tensor:
+    """Values that nothing changes: merged and gathered ones are new already."""
+    value = value_of(weight)
+    fresh = isinstance(weight, LoraLinear) or value.data_ptr() != weight.data_ptr()
+    return value if fresh else value.clone()
 
 
 def _split(named: Iterable[_Named], bucket_bytes: int) -> Iterator[list[_Named]]:

@@ -34,6 +34,7 @@ from slipstream.models.policy import (
     Policy,
     load_weights,
     needs_padding,
+    pack,
     policy_weights,
     save_policy,
 )
@@ -85,6 +86,9 @@ class SingleProcessBackend:
     shared with other backends; else the backend makes its own thread. `metrics_prefix` goes before
     `/grad_norm` and `/lr`.
     """
+
+    _may_end_early = True
+    """Whether nobody waits for the rest of a pass whose loss is not finite."""
 
     def __init__(
         self,
@@ -361,6 +365,9 @@ class SingleProcessBackend:
         self._guarded.has_gradients = True
         try:
             for result in self._forward(batch, selected, sink):
+                if result.micro.filler:
+                    (result.log_probs.sum() * 0).backward()  # type: ignore[no-untyped-call]
+                    continue
                 inputs = loss_inputs(batch, result, normalizers)
                 outputs = loss(inputs)
                 metrics.add(outputs.sums, outputs.maxima)
@@ -369,7 +376,8 @@ class SingleProcessBackend:
                     metrics.add(difference.sums, difference.maxima)
                 if not math.isfinite(outputs.loss.item()):
                     self._guarded.finite = False
-                    break
+                    if self._may_end_early:
+                        break
                 if sink is not None:
                     hand_over(
                         sink,
@@ -382,7 +390,15 @@ class SingleProcessBackend:
         except BaseException:
             self._guarded.forget_gradients()
             raise
-        return metrics.values()
+        return self._of_all(metrics).values()
+
+    def _of_all(self, metrics: MetricSums) -> MetricSums:
+        """Those of the whole batch."""
+        return metrics
+
+    def _all_rows(self, batch: TrainBatch, out: list[T]) -> list[T]:
+        """`out`, one entry per row of `batch`, with those of all rows."""
+        return out
 
     def _forward(
         self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
@@ -400,7 +416,7 @@ class SingleProcessBackend:
         for micro in self._micro_batches(batch, selected):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
-                packed = self.decoder.pack(self._dtype)
+                packed = pack(self.decoder, self._dtype)
             yield forward(
                 packed,
                 micro,
@@ -431,15 +447,15 @@ class SingleProcessBackend:
         (reference,) = self._reference
         with torch.no_grad():
             if reference is not None:
-                return reference.pack(self._dtype)
+                return pack(reference, self._dtype)
             with base_weights_only(self.decoder):
-                return self.decoder.pack(self._dtype)
+                return pack(self.decoder, self._dtype)
 
     def _compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> list[list[float]]:
         self._check(batch)
         full_kl = FullKL(reference=self._packed_reference(), direction=direction)
         with torch.no_grad():
-            packed = self.decoder.pack(self._dtype)
+            packed = pack(self.decoder, self._dtype)
             return self._by_tokens(
                 batch,
                 lambda micro: whole_kl(
@@ -455,7 +471,7 @@ class SingleProcessBackend:
         self._check(batch)
         out: list[list[array[int]]] = [[array("i") for _ in row.tokens] for row in batch.rows]
         with torch.no_grad():
-            packed = self.decoder.pack(self._dtype)
+            packed = pack(self.decoder, self._dtype)
             for micro in self._micro_batches(batch, set()):
                 kept = kept_of_sampler(
                     packed,
@@ -467,12 +483,12 @@ class SingleProcessBackend:
                 width = micro.mask.shape[1]
                 for slot, ids in zip(micro.target_slots.tolist(), kept, strict=True):
                     out[micro.indices[slot // width]][slot % width] = ids
-        return out
+        return self._all_rows(batch, out)
 
     def _compute_sum_pi_squared(self, batch: TrainBatch) -> list[list[float]]:
         self._check(batch)
         with torch.no_grad():
-            packed = self.decoder.pack(self._dtype)
+            packed = pack(self.decoder, self._dtype)
             return self._by_tokens(
                 batch,
                 lambda micro: sum_pi_squared(
@@ -488,7 +504,7 @@ class SingleProcessBackend:
         for micro in self._micro_batches(batch, set()):
             for index, values in zip(micro.indices, compute(micro).tolist(), strict=True):
                 out[index] = values[: len(out[index])]
-        return out
+        return self._all_rows(batch, out)
 
     def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> list[list[float]]:
         self._check(batch)
@@ -499,7 +515,7 @@ class SingleProcessBackend:
                 spread = result.micro.scatter(result.log_probs).tolist()
                 for index, values in zip(result.micro.indices, spread, strict=True):
                     out[index] = values[: len(out[index])]
-                if sink is not None:
+                if sink is not None and not result.micro.filler:
                     hand_over(
                         sink,
                         batch,
@@ -507,7 +523,7 @@ class SingleProcessBackend:
                         selected=selected,
                         optimizer_step=self._guarded.optimizer_steps,
                     )
-        return out
+        return self._all_rows(batch, out)
 
     def _optim_step(self) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots)

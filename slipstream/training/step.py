@@ -92,6 +92,12 @@ class FullKL:
     direction: KLDirection
 
 
+def wanted_rows(batch: TrainBatch, also: Iterable[int] = ()) -> dict[int, int]:
+    """The rows with target tokens, and the rows `also`: index -> length."""
+    wanted = {i for i, row in enumerate(batch.rows) if any(row.loss_mask[1:])} | set(also)
+    return {i: len(batch.rows[i].tokens) for i in wanted}
+
+
 def micro_batches(
     batch: TrainBatch,
     *,
@@ -103,14 +109,7 @@ def micro_batches(
     padded: bool,
 ) -> Iterator[MicroBatch]:
     """The rows with target tokens, and the rows `also`, in micro-batches."""
-    wanted = {i for i, row in enumerate(batch.rows) if any(row.loss_mask[1:])} | set(also)
-    lengths = {i: len(batch.rows[i].tokens) for i in wanted}
-    for indices in plan_micro_batches(
-        lengths,
-        max_tokens=settings.max_tokens_per_micro_batch,
-        max_rows=settings.max_rows_per_micro_batch,
-        padded=padded,
-    ):
+    for indices in plan_rows(wanted_rows(batch, also), settings, padded=padded):
         yield build_micro_batch(
             batch,
             indices,
@@ -119,6 +118,18 @@ def micro_batches(
             device=device,
             padded=padded,
         )
+
+
+def plan_rows(
+    lengths: Mapping[int, int], settings: ForwardSettings, *, padded: bool
+) -> list[list[int]]:
+    """Rows, given as index -> length, cut as `settings` say."""
+    return plan_micro_batches(
+        lengths,
+        max_tokens=settings.max_tokens_per_micro_batch,
+        max_rows=settings.max_rows_per_micro_batch,
+        padded=padded,
+    )
 
 
 def forward(
@@ -367,6 +378,10 @@ class MetricSums:
         for name, value in maxima.items():
             known = self._maxima.get(name, float("-inf"))
             self._maxima[name] = max(known, float(value))
+
+    def join(self, other: MetricSums) -> None:
+        """Take in those of other micro-batches of the same mini-batch."""
+        self.add(other._sums, other._maxima)
 
     def values(self) -> dict[str, float]:
         return {**self._sums, **self._maxima}

@@ -1,0 +1,128 @@
+"""Training over several processes: parameters, gradients and optimizer state in slices (FSDP2).
+
+Every process has the same batch and computes its share of the rows; log-probs and metrics are those
+of all. Each call is collective: all processes make the same ones in the same order, and a process
+that fails where others do not leaves these waiting (`loops.stages` ends them). Losses are
+normalised by counts of the whole mini-batch, so the update is that of one process but for the order
+of sums. Knows torch's process groups, not who starts processes or tells them what to do
+(`distributed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slipstream.models.decoder import Decoder
+from slipstream.models.policy import needs_padding
+from slipstream.models.sharded import give_up, shard
+from slipstream.training.packing import MicroBatch, build_micro_batch
+from slipstream.training.single import SingleProcessBackend
+from slipstream.training.step import MetricSums, plan_rows, wanted_rows
+from slipstream.types import TrainBatch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The processes that train together: `mesh` for tensors, `objects` (gloo) for the rest."""
+
+    mesh: DeviceMesh
+    objects: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.mesh.size()
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every process, by rank; collective."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.objects)
+        return found
+
+
+def shares(lengths: Mapping[int, int], ranks: int) -> list[list[int]]:
+    """Rows, given as index -> length, for each of `ranks`: the longest first, each to who has the
+    fewest tokens (ties: the lowest rank)."""
+    out: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(lengths, key=lambda i: (-lengths[i], i)):
+        rank = tokens.index(min(tokens))
+        out[rank].append(index)
+        tokens[rank] += lengths[index]
+    return out
+
+
+class ShardedBackend(SingleProcessBackend):
+    """A `TrainingBackend` of which every process has one part."""
+
+    _may_end_early = False
+
+    def __init__(self, decoder: Decoder, ranks: Ranks, **settings: Any) -> None:
+        """`decoder`, which every process has alike, is spread; `settings` as in
+        `SingleProcessBackend`."""
+        self._ranks = ranks
+        device = torch.device(settings.get("device", "cpu"))
+        super().__init__(shard(decoder.to(device), ranks.mesh), **settings)
+
+    def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
+        """Of each process: index -> length."""
+        lengths = wanted_rows(batch)
+        return [{i: lengths[i] for i in share} for share in shares(lengths, self._ranks.size)]
+
+    def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
+        """Those of this process, and fillers up to the number that another one has. Rows `also`
+        without a target token are nobody's."""
+        c = self.decoder.config
+        padded = needs_padding(self.decoder, self._dtype)
+
+        def build(indices: list[int]) -> MicroBatch:
+            return build_micro_batch(
+                batch,
+                indices,
+                pad_id=c.pad_token_id or 0,
+                max_positions=c.context_limit.tokens,
+                device=self.decoder.device,
+                padded=padded,
+            )
+
+        plans = [plan_rows(part, self._settings, padded=padded) for part in self._shares(batch)]
+        own, most = plans[self._ranks.rank], max(map(len, plans))
+        try:
+            for indices in own:
+                yield build(indices)
+            for indices in islice(cycle(own or next(filter(None, plans), [])), most - len(own)):
+                yield replace(build(indices), filler=True)
+        finally:
+            give_up(self.decoder)
+
+    def _of_all(self, metrics: MetricSums) -> MetricSums:
+        joined = MetricSums()
+        finite = True
+        for theirs, well in self._ranks.gather((metrics, self._guarded.finite)):
+            joined.join(theirs)
+            finite = finite and well
+        self._guarded.finite = finite
+        return joined
+
+    def _all_rows(self, batch: TrainBatch, out: list[T]) -> list[T]:
+        own = self._shares(batch)[self._ranks.rank]
+        for theirs in self._ranks.gather({index: out[index] for index in own}):
+            for index, row in theirs.items():
+                out[index] = row
+        return out
