@@ -650,16 +650,43 @@ def _cotraining(config: Config) -> Iterator[str]:
 
 def _place(config: Config, hardware: Hardware) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.nnodes != 1:
-        yield f"trainer.nnodes={trainer.nnodes}: one machine is used; set trainer.nnodes=1"
     has = f"this machine has {hardware.gpus} usable GPU{'' if hardware.gpus == 1 else 's'}"
-    if trainer.n_gpus_per_node > 1:
-        remedy = "trainer.n_gpus_per_node=1" + ("" if hardware.gpus else " trainer.device=cpu")
+    if trainer.n_gpus_per_node > hardware.gpus and trainer.device == "auto":
         yield (
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this version uses one device and "
-            f"{has}; set {remedy}"
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {has}; set "
+            f"trainer.n_gpus_per_node={hardware.gpus}"
         )
-    elif trainer.n_gpus_per_node == 1 and trainer.device == "auto" and hardware.gpus == 0:
-        yield f"trainer.n_gpus_per_node=1: {has}; set trainer.n_gpus_per_node=0"
+    if trainer.nnodes * max(1, trainer.n_gpus_per_node) > 1:
+        for problem, remedy in _beyond_one_process(config):
+            yield (
+                f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node="
+                f"{trainer.n_gpus_per_node}, several processes: {problem}; set {remedy}, or "
+                f"trainer.nnodes=1 trainer.n_gpus_per_node={min(1, trainer.n_gpus_per_node)}"
+            )
     if trainer.device == "cuda" and hardware.gpus == 0:
         yield f"trainer.device=cuda: {has}; set trainer.device=cpu"
+
+
+def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that several processes do not share yet, and what to set instead."""
+    actor_ref, train = config.actor_rollout_ref, config.speculative.train
+    if config.algorithm.adv_estimator == "gae":
+        yield (
+            "algorithm.adv_estimator=gae has a critic, which is not spread over them",
+            "algorithm.adv_estimator=grpo",
+        )
+    if train.enable_drafter_training:
+        yield (
+            "speculative.train.enable_drafter_training=true trains a draft head in one of them",
+            "speculative.train.enable_drafter_training=false",
+        )
+    if actor_ref.rollout.name != "embedded":
+        yield (
+            f"{_ROLLOUT}.name={actor_ref.rollout.name} does not take weights from several",
+            f"{_ROLLOUT}.name=embedded",
+        )
+    if actor_ref.model.implementation == "transformers":
+        yield (
+            "actor_rollout_ref.model.implementation=transformers is not spread over them",
+            "actor_rollout_ref.model.implementation=auto",
+        )

@@ -48,6 +48,8 @@ from slipstream.loops.build_data import (
     validation_prompts,
 )
 from slipstream.loops.build_policy import (
+    POLICY,
+    REFERENCE,
     actor_optim,
     add_adapter,
     check_reference,
@@ -59,7 +61,9 @@ from slipstream.loops.build_policy import (
     max_model_len,
     model_config,
     optim_settings,
+    process_count,
     rollout_too_long,
+    thread_count,
     too_long,
 )
 from slipstream.loops.build_speculation import check_speculation, make_speculation
@@ -83,6 +87,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "POLICY",
+    "REFERENCE",
     "actor_optim",
     "add_adapter",
     "check_budgets",
@@ -111,12 +117,14 @@ __all__ = [
     "max_model_len",
     "model_config",
     "optim_settings",
+    "process_count",
     "rl_config",
     "rl_steps",
     "rollout_dtype",
     "rollout_too_long",
     "sampling_params",
     "set_threads",
+    "thread_count",
     "validation_prompts",
     "wants_critic",
     "wants_ref_log_probs",
@@ -148,9 +156,9 @@ def import_external(config: Config) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Apply `trainer.num_threads`; null: PyTorch's choice, one per core, but no more than this
-    process may use."""
-    given = config.trainer.num_threads
+    """Apply `thread_count`; None: PyTorch's choice, one per core, but no more than this process may
+    use."""
+    given = thread_count(config)
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if given is None else given)
 
 

@@ -5,7 +5,8 @@ Called by the phases, through `build`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -24,6 +25,7 @@ from slipstream.loops.build_algorithm import (
     wants_reference,
 )
 from slipstream.loops.snapshot import lora_folder, policy_folder
+from slipstream.loops.threads_choice import usable_cores
 from slipstream.models.config import ContextLimit, Family, ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.foreign import ForeignConfig, ForeignModel
@@ -42,9 +44,29 @@ from slipstream.training.single import SingleProcessBackend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slipstream.distributed.team import Team
+
 _BY_TRANSFORMERS = (
     "actor_rollout_ref.model.implementation=transformers and actor_rollout_ref.rollout.name=hf"
 )
+
+
+POLICY, REFERENCE = "policy", "reference"
+"""Names of the trainers among the parts of a process (`distributed`)."""
+
+
+def process_count(config: Config) -> int:
+    """How many processes train and generate: one for each GPU, or without GPUs for each node."""
+    return config.trainer.nnodes * max(1, config.trainer.n_gpus_per_node)
+
+
+def thread_count(config: Config) -> int | None:
+    """`trainer.num_threads`, or where several processes share this machine's cores a part of them;
+    None: PyTorch's choice."""
+    trainer = config.trainer
+    if trainer.num_threads is not None or process_count(config) == 1:
+        return trainer.num_threads
+    return max(1, usable_cores() // (trainer.n_gpus_per_node or trainer.nnodes))
 
 
 def device_of(config: Config) -> torch.device:
@@ -283,8 +305,11 @@ def make_backend(
     *,
     optim: OptimSettings,
     sft: bool = False,
+    team: Team | None = None,
+    part: str = POLICY,
 ) -> SingleProcessBackend:
-    """The trainer of one phase; it works on `compute`."""
+    """The trainer of one phase; it works on `compute`, and where there is a team as its `part`
+    together with those of the other processes."""
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
@@ -296,8 +321,14 @@ def make_backend(
         )
     by_rows = not sft and not actor.use_dynamic_bsz
     tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
-    return SingleProcessBackend(
-        decoder,
+    make: Callable[..., SingleProcessBackend] = partial(SingleProcessBackend, decoder)
+    if team is not None:
+        assert isinstance(decoder, Decoder), "checked with the configuration"
+        # Imported here: it takes torch's part for several processes, and one does without.
+        from slipstream.distributed.backend import TeamBackend
+
+        make = partial(TeamBackend, decoder, team, part)
+    return make(
         optim=optim,
         dtype=dtype_from_name(actor.dtype, device),
         device=device,
@@ -350,6 +381,7 @@ def make_reference(
     initial: Path | None,
     compute: ComputeThread,
     backend: SingleProcessBackend,
+    team: Team | None = None,
 ) -> ReferencePolicy | None:
     """The initial policy (or `ref.path`), where a KL term or a teacher is wanted: a frozen copy, or
     under LoRA the base weights of `backend`. Where the KL is over the whole vocabulary, `backend`
@@ -366,7 +398,9 @@ def make_reference(
         decoder = make_policy(config, tokenizer, folder)
         if folder is not None:
             check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
-        reference = make_backend(config, decoder, compute, optim=OptimSettings(lr=0.0))
+        reference = make_backend(
+            config, decoder, compute, optim=OptimSettings(lr=0.0), team=team, part=REFERENCE
+        )
     if takes_full_kl(config):
         backend.use_full_kl(decoder, full_kl_in_loss(config))
     return reference

@@ -40,6 +40,8 @@ from slipstream.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slipstream.distributed.team import Team
+
 CONSOLE = "console"
 GENERATIONS = "val/generations"
 """The table of validations' responses, by VERL's name."""
@@ -63,6 +65,8 @@ class Run:
     val_rewards: RewardManager | None = None
     """What scores validation, where it is not `rewards`."""
     stages: Stages = field(default_factory=Stages)
+    team: Team | None = None
+    """The other processes that train and generate, where there are any."""
     timeline: Timeline | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds by phase, of this process."""
@@ -207,6 +211,7 @@ def open_run(
     stages: Stages | None = None,
     parts: GivenParts | None = None,
     timeline: Timeline | None = None,
+    team: Team | None = None,
 ) -> Run:
     """Tokenizer, task, rewards and held-out prompts of a run; `parts` come before what the
     configuration names."""
@@ -233,6 +238,7 @@ def open_run(
         compute=compute,
         parts=parts,
         timeline=timeline,
+        team=team,
         stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
     )
 

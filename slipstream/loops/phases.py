@@ -19,6 +19,7 @@ from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
 from slipstream.loops.build_critic import check_critic, critic_optim, make_critic
+from slipstream.loops.build_team import Wanted, policy_parts
 from slipstream.loops.console import short
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
@@ -34,7 +35,7 @@ from slipstream.metrics.loggers import TeeLogger
 from slipstream.metrics.timers import Timers
 from slipstream.models.config import ModelConfig
 from slipstream.models.hf_io import load_config
-from slipstream.models.policy import Policy, policy_config
+from slipstream.models.policy import policy_config
 from slipstream.report.read import TOKENS_FOLDER
 from slipstream.training.critic import Critic
 from slipstream.types import Group
@@ -51,23 +52,29 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     resume = run.resume_folder("sft")
     total = sft.total_training_steps
 
-    def make_policy() -> Policy:
-        policy = build.make_policy(config, run.tokenizer, initial)
-        build.add_adapter(config, policy, first=True)
-        return policy
-
+    optim = build.optim_settings(sft.optim, total, key="sft.optim")
+    wanted = Wanted(
+        start=initial,
+        first=True,
+        optim=optim,
+        sft=True,
+        # Alone this process makes it when it comes to validate; all of them make it now.
+        engine=run.team is not None and bool(run.held_out),
+        speculate=False,
+    )
     with run.span("setup"):
-        decoder = run.compute.run(make_policy)
-        optim = build.optim_settings(sft.optim, total, key="sft.optim")
-        backend = run.compute.run(
-            lambda: build.make_backend(config, decoder, run.compute, optim=optim, sft=True)
+        parts = run.compute.run(
+            lambda: policy_parts(
+                config, run.tokenizer, wanted, run.compute, run.team, run.progress.note
+            )
         )
+        backend, engine = parts.backend, parts.engine
         stream = build.make_demonstrations(config, run.tokenizer, run.task)
     done = 0
     if resume is not None:
         with run.span("setup"):
             done, data = run.compute.run(
-                lambda: snapshots.restore(resume, decoder, backend, run.progress.note)
+                lambda: snapshots.restore(resume, backend, run.progress.note)
             )
         stream.load_state_dict(data["stream"])
         if done >= total:
@@ -77,7 +84,6 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     forget_after(run.validation_folder, done if resume is not None else None, prefix="sft_")
     with run.span("setup"):
         logger = run.logger("sft", total, done if resume is not None else None)
-    engine: InferenceEngine | None = None
 
     async def after_step(step: int, metrics: dict[str, float]) -> bool:
         nonlocal engine
@@ -85,7 +91,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             if engine is None:
                 with run.span("setup"):
                     engine = run.compute.run(
-                        lambda: build.make_engine(config, decoder, run.tokenizer, run.compute)
+                        lambda: build.make_engine(config, parts.policy, run.tokenizer, run.compute)
                     )
             with run.span("testing", step=step):
                 await engine.update_weights(backend.publish(advance=False))
@@ -162,32 +168,35 @@ class _RLPhase:
         self._run = run
         self._snapshots = replace(run.snapshots("rl"), base_model=start)
         self._resume = run.resume_folder("rl")
-        decoder = build.make_policy(config, run.tokenizer, start)
-        build.add_adapter(config, decoder, first=start == initial_policy(config))
         self._data = run.data
         self._total = build.rl_steps(config, self._data)
-        optim = build.actor_optim(config, self._total)
-        self._decoder = decoder
-        self._backend = build.make_backend(config, decoder, run.compute, optim=optim)
-        self._reference = build.make_reference(
-            config, run.tokenizer, start, run.compute, self._backend
+        parts = policy_parts(
+            config,
+            run.tokenizer,
+            Wanted(
+                start=start,
+                first=start == initial_policy(config),
+                optim=build.actor_optim(config, self._total),
+            ),
+            run.compute,
+            run.team,
+            run.progress.note,
         )
+        assert parts.engine is not None
+        self._backend, self._reference, self._engine = parts.backend, parts.reference, parts.engine
         self._critic: Critic | None = None
         if build.wants_critic(config):
             self._critic = make_critic(
                 config,
                 run.tokenizer,
-                decoder,
+                parts.policy,
                 run.compute,
                 rl_steps=self._total,
                 resume=self._resume,
             )
-        self._engine = build.make_engine(
-            config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
-        )
         self._drafter = make_cotraining(
             config,
-            decoder,
+            parts.policy,
             [self._engine],
             run.compute,
             total_steps=self._total,
@@ -279,9 +288,7 @@ class _RLPhase:
         if (resume := self._resume) is not None:
             note = self._run.progress.note
             done, data = self._run.compute.run(
-                lambda: self._snapshots.restore(
-                    resume, self._decoder, self._backend, note, self._published
-                )
+                lambda: self._snapshots.restore(resume, self._backend, note, self._published)
             )
             self._data.load_state_dict(data["data_buffer"])
             self._rollouts.load_state_dict(data["rollouts"])

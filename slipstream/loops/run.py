@@ -28,6 +28,7 @@ from slipstream.errors import ConfigError, DataError, StageTimeoutError
 from slipstream.kernels.compiling import kept_files
 from slipstream.loops import build
 from slipstream.loops.build_data import GivenParts
+from slipstream.loops.build_team import open_team
 from slipstream.loops.context import Run, check_resumable, initial_policy, open_run
 from slipstream.loops.deliver import evaluate, export
 from slipstream.loops.event_loop import run_async
@@ -130,9 +131,12 @@ def opened(
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
-                with _timeline(config, interrupt) as timeline:
+                with (
+                    _timeline(config, interrupt) as timeline,
+                    open_team(config, stages) as team,
+                ):
                     run = open_run(
-                        config, folder, progress, interrupt, compute, stages, parts, timeline
+                        config, folder, progress, interrupt, compute, stages, parts, timeline, team
                     )
                     _tell_of_compiling(run)
                     _settle_threads(run)
@@ -195,7 +199,7 @@ def _tell_of_compiling(run: Run) -> None:
 def _settle_threads(run: Run) -> None:
     """Where cores are many and nobody has said how many threads: as many as are fast."""
     config, cores = run.config, torch.get_num_threads()
-    if config.trainer.num_threads is not None or cores <= FEW:
+    if build.thread_count(config) is not None or cores <= FEW:
         return
     if build.device_of(config).type != "cpu":
         return

@@ -30,7 +30,6 @@ from slipstream.checkpoint.state import (
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
-from slipstream.models.policy import Policy, load_weights_from
 from slipstream.training.critic import Critic
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
@@ -142,12 +141,11 @@ class Snapshots:
     def restore(
         self,
         folder: Path,
-        decoder: Policy,
         backend: TrainingBackend,
         notify: Callable[[str], None],
         published: LastPublished | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Load the verified `folder` into `decoder` (the backend's own), `backend`, `published`.
+        """Load the verified `folder` into `backend` and `published`.
 
         Returns the step and the data state. `published` stays empty where the checkpoint was made
         with every step's weights published. Raises CheckpointError where the folder is corrupt, of
@@ -177,7 +175,7 @@ class Snapshots:
         backend.load_state_dict(tree)
         # Merged weights do not give the base and its adapter back, not to the bit.
         if "lora" not in tree:
-            load_weights_from(decoder, source)
+            backend.load_policy(source)
         if published is not None and published_file(folder).exists():
             tree = load_tree(published_file(folder))
             published.version, published.tensors = tree["version"], tree["tensors"]

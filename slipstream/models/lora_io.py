@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.decoder import Decoder
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
+from slipstream.models.sharded import full
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -63,8 +64,7 @@ def save_adapter(decoder: Decoder, folder: Path, *, base_model: str | None = Non
         raise ConfigError(f"{folder}: this model has no LoRA adapter; save it as a whole model")
     config = next(iter(layers.values())).config
     tensors = {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)
-        .detach()
+        f"base_model.model.{name}.{part}.weight": full(getattr(layer, part).detach())
         .to("cpu", torch.float32)
         .contiguous()
         for name, layer in layers.items()

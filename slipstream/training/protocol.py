@@ -180,6 +180,10 @@ class TrainingBackend(Protocol):
         """Write the weights in fp32 as a Hugging Face folder."""
         ...
 
+    def load_policy(self, folder: Path) -> None:
+        """Replace all weights by those of a Hugging Face folder."""
+        ...
+
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
         """Write a LoRA adapter as a folder that peft loads, on the model in `base_model`; nothing
         where all weights are trained."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from slipstream.models.lora import LoraLinear, value_of
@@ -55,6 +56,15 @@ class WeightSnapshot:
                 return bucket
             waiting, self._waiting[place] = self._waiting[place], []
             return _copy(waiting)
+
+
+def named_buckets(named: Iterable[_Named]) -> Iterator[WeightBucket]:
+    """Buckets of the values as they are when each is asked for."""
+    for bucket in _split(named, BUCKET_BYTES):
+        # An engine asks in inference mode, in which slices cannot be gathered.
+        with torch.inference_mode(False):
+            copies = _copy(bucket)
+        yield copies
 
 
 def _copy(bucket: list[_Named]) -> WeightBucket:

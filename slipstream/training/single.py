@@ -33,6 +33,7 @@ from slipstream.models.policy import (
     PackedPolicy,
     Policy,
     load_weights,
+    load_weights_from,
     needs_padding,
     pack,
     policy_weights,
@@ -319,6 +320,20 @@ class SingleProcessBackend:
         """Write the weights in fp32 as a Hugging Face folder, merged where there is an adapter.
         Blocks: not for the event loop."""
         self._compute.run(lambda: save_policy(self.decoder, folder, save_tokenizer=save_tokenizer))
+
+    def load_policy(self, folder: Path) -> None:
+        """Replace all weights by those of a Hugging Face folder; the optimizer keeps its state.
+        Blocks: not for the event loop.
+
+        Raises:
+            CheckpointError: the folder is missing or corrupt, or of another model.
+        """
+
+        def load() -> None:
+            self._freeze_snapshots()
+            load_weights_from(self.decoder, folder)
+
+        self._compute.run(load)
 
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
         """Write a LoRA adapter as a folder that peft loads, which names `base_model` as what it

@@ -1,0 +1,205 @@
+"""The engines of all processes as one.
+
+Each has all weights and generates by itself. A request goes to the engine with the fewest tokens to
+come, its group's others to the same one, for they share their prompt's keys and values. Which one
+it is changes no token (`sampling`): it is a matter of time alone. Made by the loops' wiring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from slipstream.distributed.backend import GatheredWeights, TeamBackend
+from slipstream.distributed.team import Member, Team
+from slipstream.inference.protocol import EngineStats, InferenceEngine
+from slipstream.threads import arrival
+from slipstream.types import (
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    PolicyVersion,
+    Transport,
+    WeightUpdate,
+)
+
+
+class OwnEngine:
+    """The engine of a process that another one leads, next to the trainer there."""
+
+    def __init__(self, engine: InferenceEngine, backend: TeamBackend) -> None:
+        self.engine = engine
+        self.backend = backend
+
+    async def take_weights(self, version: PolicyVersion, kv_policy: KVPolicy) -> None:
+        """Those of the trainer, as `version`; all processes at the same time."""
+        buckets = self.backend.gathered()
+        await self.engine.update_weights(
+            WeightUpdate(version=version, buckets=buckets, kv_policy=kv_policy)
+        )
+
+
+class RemoteEngine:
+    """`InferenceEngine` on the engine of another process."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._stats = EngineStats()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        future = self._member.engine("generate", request)
+        try:
+            generation: Generation = await self._arrived(future)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await self.abort([request.request_id])
+            raise
+        return generation
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
+        found: list[Generation] = await self._call("abort", request_ids)
+        return found
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self._call("update_weights", update)
+
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        await self._call("update_drafter", update)
+
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
+        await self._call("update_weights_from_checkpoint", path, version)
+
+    def stats(self) -> EngineStats:
+        """Counters as of the last answer."""
+        return self._stats
+
+    async def _call(self, method: str, *given: Any) -> Any:
+        return await self._arrived(self._member.engine(method, *given))
+
+    async def _arrived(self, future: Future[Any]) -> Any:
+        await arrival(future)
+        result, self._stats = future.result()
+        return result
+
+
+class EngineTeam:
+    """`InferenceEngine` on this process's engine and those of the members of `team`."""
+
+    def __init__(self, own: InferenceEngine, team: Team) -> None:
+        self._own = own
+        self._team = team
+        self._engines: list[InferenceEngine] = [own, *map(RemoteEngine, team.members)]
+        self._load = [0] * len(self._engines)
+        self._groups: dict[str, tuple[int, int]] = {}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        group = request.group or request.request_id
+        place, running = self._groups.get(group, (self._load.index(min(self._load)), 0))
+        self._groups[group] = place, running + 1
+        self._load[place] += request.params.max_tokens
+        try:
+            return await self._engines[place].generate(request)
+        finally:
+            self._load[place] -= request.params.max_tokens
+            place, running = self._groups.pop(group)
+            if running > 1:
+                self._groups[group] = place, running - 1
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
+        found: list[Generation] = []
+
+        async def one(engine: InferenceEngine) -> None:
+            found.extend(await engine.abort(request_ids))
+
+        await self._each(one)
+        return found
+
+    async def pause(self) -> None:
+        await self._each(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        await self._each(lambda engine: engine.resume())
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        if isinstance(update.buckets, GatheredWeights):
+            await self._gather(update, update.buckets)
+            return
+        await self._send(update, lambda engine, each: engine.update_weights(each))
+
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        await self._send(update, lambda engine, each: engine.update_drafter(each))
+
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
+        if version is None:
+            version = self.stats().version + 1
+        await self._each(lambda engine: engine.update_weights_from_checkpoint(path, version))
+
+    def stats(self) -> EngineStats:
+        return combined([engine.stats() for engine in self._engines])
+
+    def close(self) -> None:
+        """Close this process's engine; the others end with their processes."""
+        if close := getattr(self._own, "close", None):
+            close()
+
+    async def _gather(self, update: WeightUpdate, weights: GatheredWeights) -> None:
+        """Each engine takes the weights that its own trainer gathers."""
+        weights.check()
+        with self._team.together("engine", "take_weights", update.version, update.kv_policy) as all:
+            pass
+        own = replace(update, buckets=weights.backend.gathered())
+        try:
+            await self._own.update_weights(own)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(all.wait)
+
+    async def _send(self, update: WeightUpdate, take: Any) -> None:
+        buckets = [[(name, tensor) for name, tensor in bucket] for bucket in update.buckets]
+        each = replace(update, buckets=buckets, transport=Transport.REFERENCE)
+        await self._each(lambda engine: take(engine, replace(each, buckets=list(buckets))))
+
+    async def _each(self, work: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            for engine in self._engines:
+                tasks.start_soon(work, engine)
+
+
+def combined(stats: Sequence[EngineStats]) -> EngineStats:
+    """Counters of several engines that work at the same time: counts are added up, seconds are
+    their means, so that they make up the time that passed; plans are those of the first one."""
+    first, count = stats[0], len(stats)
+    total: dict[str, Any] = {}
+    for f in fields(EngineStats):
+        values = [getattr(each, f.name) for each in stats]
+        if f.name == "version":
+            total[f.name] = min(values)
+        elif f.name == "max_batch":
+            total[f.name] = max(values)
+        elif f.name == "plan_seconds":
+            keys = dict.fromkeys(key for each in values for key in each)
+            total[f.name] = {k: sum(each.get(k, 0.0) for each in values) / count for k in keys}
+        elif f.name == "batch_seconds":
+            total[f.name] = tuple(sum(column) / count for column in zip(*values, strict=True))
+        elif isinstance(values[0], tuple):
+            total[f.name] = tuple(sum(column) for column in zip(*values, strict=True))
+        elif f.name.endswith("_seconds"):
+            total[f.name] = sum(values) / count
+        elif f.name != "plan":
+            total[f.name] = sum(values)
+    return replace(first, **total)

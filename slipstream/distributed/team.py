@@ -1,0 +1,112 @@
+"""The processes that work together, as the first one sees them: whom to tell, and in which order.
+
+What computes together has to be begun in the same order everywhere, so orders are numbered. Knows
+no parts and no transport. Made by `placement`; used by `backend` and `engines`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+from slipstream.training.fsdp2 import Ranks
+from slipstream.training.protocol import TrainFuture
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 10.0
+"""For so long the first process may go on after another one failed: mostly it fails likewise, and
+can say it better."""
+
+
+class Member(Protocol):
+    """Another process (`host.Host`, elsewhere)."""
+
+    def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> Future[Any]:
+        """Call a method of one of its parts when all orders of lower numbers are done."""
+        ...
+
+    def engine(self, method: str, *given: Any) -> Future[Any]:
+        """Call a method of its engine, now; what it returns, and the engine's counters."""
+        ...
+
+
+class Team:
+    """This process and those that it takes along: none where it is one of those itself.
+
+    `on_failure` is told of what went wrong elsewhere while this process waits for it in vain.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        members: Sequence[Member] = (),
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self.ranks = ranks
+        self.members = members
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._next = 0
+
+    @contextlib.contextmanager
+    def together(self, part: str, method: str, *given: Any) -> Iterator[Together]:
+        """The others call `method` of their `part`; the body begins what this process does."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            yield Together(
+                [m.order(number, part, method, given) for m in self.members], self._on_failure
+            )
+
+
+class Together:
+    """Work that all processes do at the same time."""
+
+    def __init__(
+        self, elsewhere: Sequence[Future[Any]], on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._on_failure = on_failure
+        self._over = threading.Event()
+        for future in elsewhere:
+            future.add_done_callback(self._look)
+
+    def _look(self, future: Future[Any]) -> None:
+        error = future.exception()
+        if error is None:
+            return
+
+        def still_waiting() -> None:
+            if not self._over.wait(GRACE_SECONDS):
+                self._on_failure(error)
+
+        threading.Thread(target=still_waiting, daemon=True).start()
+
+    def wait(self) -> None:
+        """Until the others are done, too. Raises what one of them raised."""
+        wait(self._elsewhere)
+        self._over.set()
+        for future in self._elsewhere:
+            future.result()
+
+    def joined(self, own: TrainFuture[T]) -> TrainFuture[T]:
+        """This process's result, when all are done; its own failure comes first."""
+        if not self._elsewhere:
+            return own
+        both: Future[T] = Future()
+
+        def finish() -> None:
+            try:
+                result = own.wait()
+                self.wait()
+            except BaseException as error:
+                self._over.set()
+                both.set_exception(error)
+            else:
+                both.set_result(result)
+
+        threading.Thread(target=finish, daemon=True).start()
+        return TrainFuture(both)

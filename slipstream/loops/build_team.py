@@ -1,0 +1,154 @@
+"""Wiring of the policy's trainer, reference and engine, in one process or in several.
+
+Where `trainer.nnodes` and `trainer.n_gpus_per_node` come to more than one, each process makes the
+same parts here, and the first one gets them as if they were its own alone. With `build_policy` the
+only module of the loops that imports `distributed`. Called by the phases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config.schema import Config
+from slipstream.distributed.backend import TeamBackend
+from slipstream.distributed.engines import EngineTeam, OwnEngine
+from slipstream.distributed.host import HOST
+from slipstream.distributed.team import Team
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops import build
+from slipstream.loops.stages import Stages, end_process
+from slipstream.models.policy import Policy
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.fsdp2 import Ranks
+from slipstream.training.optim import OptimSettings
+from slipstream.training.protocol import ReferencePolicy
+from slipstream.training.single import SingleProcessBackend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyParts:
+    """The policy, and what trains it, what it is compared with, and what generates with it."""
+
+    policy: Policy
+    backend: SingleProcessBackend
+    reference: ReferencePolicy | None
+    engine: InferenceEngine | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be made: a trainer with `optim` for `sft` or RL, from the weights in `start`
+    (None: freshly drawn), an engine or none, which drafts or not."""
+
+    start: Path | None
+    first: bool
+    """Whether these are the weights that the configuration names (`build.add_adapter`)."""
+    optim: OptimSettings
+    sft: bool = False
+    engine: bool = True
+    speculate: bool = True
+
+
+@contextlib.contextmanager
+def open_team(config: Config, stages: Stages) -> Iterator[Team | None]:
+    """The other processes of a run, for the body; None where there are none."""
+    count = build.process_count(config)
+    if count == 1:
+        yield None
+        return
+    from slipstream.distributed.placement import Cluster
+
+    def on_failure(error: BaseException) -> None:
+        message = f"another process of the run failed: {type(error).__name__}: {error}"
+        (stages.on_stuck or end_now)(message)
+
+    cluster = Cluster(
+        count,
+        device=build.device_of(config).type,
+        timeout_s=config.trainer.stage_timeout_s + stages.grace_s,
+        threads=build.thread_count(config),
+        on_failure=on_failure,
+    )
+    try:
+        yield cluster.team
+    finally:
+        cluster.close()
+
+
+def end_now(message: str) -> None:
+    """End the process with an error."""
+    end_process(f"error: {message}", 1)
+
+
+def policy_parts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: Wanted,
+    compute: ComputeThread,
+    team: Team | None,
+    notify: Callable[[str], None],
+) -> PolicyParts:
+    """Made on `compute`, and in all processes of `team`."""
+    if team is None:
+        return _own_parts(config, tokenizer, wanted, compute, None, notify)
+    with team.together(
+        HOST, "make_parts", _parts_of_member, config, wanted, tokenizer
+    ) as all_of_us:
+        parts = _own_parts(config, tokenizer, wanted, compute, team, notify)
+        all_of_us.wait()
+    if parts.engine is None:
+        return parts
+    return PolicyParts(
+        policy=parts.policy,
+        backend=parts.backend,
+        reference=parts.reference,
+        engine=EngineTeam(parts.engine, team),
+    )
+
+
+def _own_parts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: Wanted,
+    compute: ComputeThread,
+    team: Team | None,
+    notify: Callable[[str], None],
+) -> PolicyParts:
+    policy = build.make_policy(config, tokenizer, wanted.start)
+    build.add_adapter(config, policy, first=wanted.first)
+    backend = build.make_backend(
+        config, policy, compute, optim=wanted.optim, sft=wanted.sft, team=team
+    )
+    reference = None
+    if not wanted.sft:
+        reference = build.make_reference(
+            config, tokenizer, wanted.start, compute, backend, team=team
+        )
+    engine = None
+    if wanted.engine:
+        speculate = notify if wanted.speculate else None
+        engine = build.make_engine(config, policy, tokenizer, compute, speculate=speculate)
+    return PolicyParts(policy=policy, backend=backend, reference=reference, engine=engine)
+
+
+def _parts_of_member(
+    ranks: Ranks, config: Config, wanted: Wanted, tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, Any]:
+    """Runs in the other processes (`distributed.host`)."""
+    build.import_external(config)
+    compute = ComputeThread()
+    parts = compute.run(
+        lambda: _own_parts(config, tokenizer, wanted, compute, Team(ranks), lambda note: None)
+    )
+    made: dict[str, Any] = {build.POLICY: parts.backend, build.REFERENCE: parts.reference}
+    if parts.engine is not None:
+        assert isinstance(parts.backend, TeamBackend)
+        made["engine"] = OwnEngine(parts.engine, parts.backend)
+    return made
