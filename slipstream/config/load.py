@@ -45,6 +45,8 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.one_thread_below",
         "actor_rollout_ref.rollout.timeout_s",
         "reward_model.num_workers",
+        "trainer.n_gpus_per_node",
+        "trainer.nnodes",
         "trainer.num_threads",
         "trainer.mode",
         "trainer.total_epochs",

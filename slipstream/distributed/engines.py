@@ -7,7 +7,8 @@ it is changes no token (`sampling`): it is a matter of time alone. Made by the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,7 +25,6 @@ from slipstream.types import (
     Generation,
     KVPolicy,
     PolicyVersion,
-    Transport,
     WeightUpdate,
 )
 
@@ -50,15 +50,10 @@ class RemoteEngine:
     def __init__(self, member: Member) -> None:
         self._member = member
         self._stats = EngineStats()
+        self._asked: Future[Any] | None = None
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        future = self._member.engine("generate", request)
-        try:
-            generation: Generation = await self._arrived(future)
-        except anyio.get_cancelled_exc_class():
-            with anyio.CancelScope(shield=True):
-                await self.abort([request.request_id])
-            raise
+        generation: Generation = await self._call("generate", request)
         return generation
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
@@ -83,16 +78,34 @@ class RemoteEngine:
         await self._call("update_weights_from_checkpoint", path, version)
 
     def stats(self) -> EngineStats:
-        """Counters as of the last answer."""
+        """Counters as of the last answer; who asks lets newer ones come, for the next time."""
+        if self._asked is None or self._asked.done():
+            self._asked = self._member.engine(uuid.uuid4().hex, "stats")
+            self._asked.add_done_callback(self._heard)
         return self._stats
 
-    async def _call(self, method: str, *given: Any) -> Any:
-        return await self._arrived(self._member.engine(method, *given))
+    def _heard(self, answer: Future[Any]) -> None:
+        if answer.exception() is None:
+            self._stats = newer(self._stats, answer.result()[1])
 
-    async def _arrived(self, future: Future[Any]) -> Any:
-        await arrival(future)
-        result, self._stats = future.result()
-        return result
+    async def _call(self, method: str, *given: Any) -> Any:
+        call = uuid.uuid4().hex
+        future = self._member.engine(call, method, *given)
+        try:
+            await arrival(future)
+        except anyio.get_cancelled_exc_class():
+            self._member.withdraw(call)
+            with anyio.CancelScope(shield=True):
+                await arrival(future)
+            self._heard(future)
+            raise
+        self._heard(future)
+        return future.result()[0]
+
+
+def newer(a: EngineStats, b: EngineStats) -> EngineStats:
+    """The later of two readings of one engine's counters: answers may overtake each other."""
+    return max(b, a, key=lambda stats: (stats.decode_steps, stats.finished + stats.aborted))
 
 
 class EngineTeam:
@@ -169,15 +182,30 @@ class EngineTeam:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(all.wait)
 
-    async def _send(self, update: WeightUpdate, take: Any) -> None:
-        buckets = [[(name, tensor) for name, tensor in bucket] for bucket in update.buckets]
-        each = replace(update, buckets=buckets, transport=Transport.REFERENCE)
-        await self._each(lambda engine: take(engine, replace(each, buckets=list(buckets))))
+    async def _send(
+        self,
+        update: WeightUpdate,
+        take: Callable[[InferenceEngine, WeightUpdate], Awaitable[None]],
+    ) -> None:
+        """Every engine takes the same buckets, which can be consumed once."""
+        buckets = list(update.buckets)
+        await self._each(lambda engine: take(engine, replace(update, buckets=list(buckets))))
 
-    async def _each(self, work: Any) -> None:
+    async def _each(self, work: Callable[[InferenceEngine], Awaitable[None]]) -> None:
+        """All at the same time; when all are done, the first failure is raised."""
+        failures: list[Exception] = []
+
+        async def one(engine: InferenceEngine) -> None:
+            try:
+                await work(engine)
+            except Exception as error:
+                failures.append(error)
+
         async with anyio.create_task_group() as tasks:
             for engine in self._engines:
-                tasks.start_soon(work, engine)
+                tasks.start_soon(one, engine)
+        if failures:
+            raise failures[0]
 
 
 def combined(stats: Sequence[EngineStats]) -> EngineStats:

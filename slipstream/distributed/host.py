@@ -58,6 +58,7 @@ class Host:
         self._waiting: dict[int, tuple[Callable[[], Any], Future[Any]]] = {}
         self._next = 0
         self._parts: Parts = {}
+        self._calls: dict[str, asyncio.Future[Any] | None] = {}
         self._ranks: Ranks | None = None
 
     async def join(self, address: str, rank: int, size: int, device: str, timeout_s: float) -> None:
@@ -88,11 +89,26 @@ class Host:
             self._next += 1
         await asyncio.wrap_future(done)
 
-    async def engine(self, method: str, given: tuple[Any, ...]) -> tuple[Any, EngineStats]:
-        """Call a method of the engine, now."""
+    async def engine(
+        self, call: str, method: str, given: tuple[Any, ...]
+    ) -> tuple[Any, EngineStats]:
+        """Call a method of the engine, now; None where the call was withdrawn."""
         own: OwnEngine = self._parts["engine"]
-        result = await getattr(own.engine, method)(*given)
+        result = getattr(own.engine, method)(*given) if call not in self._calls else None
+        if inspect.isawaitable(result):
+            self._calls[call] = work = asyncio.ensure_future(result)
+            try:
+                result = await work
+            except asyncio.CancelledError:
+                result = None
+        self._calls.pop(call, None)
         return result, own.engine.stats()
+
+    async def withdraw(self, call: str) -> None:
+        """Cancel a call of the engine, which may have come or not."""
+        work = self._calls.setdefault(call, None)
+        if work is not None:
+            work.cancel()
 
 
 def _settle(work: Callable[[], Any], done: Future[Any]) -> None:

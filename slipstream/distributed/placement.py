@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from slipstream.distributed.host import Host, join
 from slipstream.distributed.team import Team
-from slipstream.errors import ConfigError, SlipstreamError, StageTimeoutError
+from slipstream.errors import ConfigError, SlipstreamError, StageTimeoutError, TrainingError
 from slipstream.training.fsdp2 import Ranks
 
 JOIN_SECONDS = 120.0
@@ -44,8 +44,11 @@ class _Member:
     def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> Future[Any]:
         return _future(self.actor.order.remote(number, part, method, given))
 
-    def engine(self, method: str, *given: Any) -> Future[Any]:
-        return _future(self.actor.engine.remote(method, given))
+    def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
+        return _future(self.actor.engine.remote(call, method, given))
+
+    def withdraw(self, call: str) -> None:
+        self.actor.withdraw.remote(call)
 
 
 class Cluster:
@@ -89,9 +92,7 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-        self.team = Team(
-            self._ranks, [_Member(actor) for actor in self._actors], _unpacked(on_failure)
-        )
+        self.team = Team(self._ranks, [_Member(actor) for actor in self._actors], on_failure)
 
     def _place(self, size: int, device: str, threads: int | None) -> list[Any]:
         ray = self._ray
@@ -171,9 +172,14 @@ def _future(reference: Any) -> Future[Any]:
 
 
 def _cause(error: BaseException) -> BaseException:
+    import ray
+
+    if isinstance(error, ray.exceptions.RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return TrainingError(
+            f"another process of the run has died: {lines[0].rstrip('.')}. What it said last is in "
+            "Ray's logs (/tmp/ray/session_latest/logs on its machine); the same command goes on "
+            "from the last checkpoint"
+        )
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlipstreamError) else error
-
-
-def _unpacked(tell: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    return lambda error: tell(_cause(error))

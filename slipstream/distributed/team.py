@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Protocol, TypeVar
 
+from slipstream.errors import SlipstreamError
 from slipstream.training.fsdp2 import Ranks
 from slipstream.training.protocol import TrainFuture
 
@@ -29,8 +30,12 @@ class Member(Protocol):
         """Call a method of one of its parts when all orders of lower numbers are done."""
         ...
 
-    def engine(self, method: str, *given: Any) -> Future[Any]:
+    def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
         """Call a method of its engine, now; what it returns, and the engine's counters."""
+        ...
+
+    def withdraw(self, call: str) -> None:
+        """Cancel a call of the engine: it comes to its end, with nothing."""
         ...
 
 
@@ -57,9 +62,13 @@ class Team:
         """The others call `method` of their `part`; the body begins what this process does."""
         with self._lock:
             number, self._next = self._next, self._next + 1
-            yield Together(
-                [m.order(number, part, method, given) for m in self.members], self._on_failure
-            )
+            elsewhere = [m.order(number, part, method, given) for m in self.members]
+            begun = Together(elsewhere, self._on_failure)
+            try:
+                yield begun
+            except BaseException as error:
+                begun.failed(error)
+                raise
 
 
 class Together:
@@ -85,6 +94,16 @@ class Together:
 
         threading.Thread(target=still_waiting, daemon=True).start()
 
+    def failed(self, own: BaseException) -> None:
+        """This process's part went wrong. Raises what went wrong elsewhere, where that is why."""
+        self._over.set()
+        if isinstance(own, SlipstreamError) or not isinstance(own, Exception):
+            return
+        done, _ = wait(self._elsewhere, GRACE_SECONDS, FIRST_EXCEPTION)
+        for future in done:
+            if isinstance(error := future.exception(), SlipstreamError):
+                raise error from own
+
     def wait(self) -> None:
         """Until the others are done, too. Raises what one of them raised."""
         wait(self._elsewhere)
@@ -100,13 +119,18 @@ class Together:
 
         def finish() -> None:
             try:
-                result = own.wait()
-                self.wait()
+                both.set_result(self._result(own))
             except BaseException as error:
-                self._over.set()
                 both.set_exception(error)
-            else:
-                both.set_result(result)
 
         threading.Thread(target=finish, daemon=True).start()
         return TrainFuture(both)
+
+    def _result(self, own: TrainFuture[T]) -> T:
+        try:
+            result = own.wait()
+        except BaseException as error:
+            self.failed(error)
+            raise
+        self.wait()
+        return result

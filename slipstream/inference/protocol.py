@@ -143,7 +143,7 @@ class InferenceEngine(Protocol):
     async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
         """Stop requests (all when None) and return their partial generations.
 
-        Their `generate` calls return the same objects, with `StopReason.ABORT`. Unknown ids are
+        Their `generate` calls return the same, with `StopReason.ABORT`. Unknown ids are
         ignored.
         """
         ...

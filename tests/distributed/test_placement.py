@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from typing import Any
+
+import anyio
+import pytest
+
+from slipstream.distributed.engines import EngineTeam, OwnEngine, RemoteEngine
+from slipstream.distributed.host import HOST
+from slipstream.distributed.placement import Cluster
+from slipstream.distributed.team import Team
+from slipstream.errors import DataError, TrainingError
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.fsdp2 import Ranks
+from tests.inference.contract import CASES, Case, Harness
+from tests.inference.helpers import make_request
+from tests.inference.test_contract import fake, slow_down
+
+
+class Notebook:
+    """A part that writes down what it is told."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.compute = ComputeThread()
+        self.seen: list[Any] = []
+
+    def note(self, value: Any) -> Any:
+        return self.compute.submit(lambda: self.seen.append(value))
+
+    def compare(self) -> list[list[Any]]:
+        return self.ranks.gather(self.seen)
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+    async def slowly(self, value: Any) -> None:
+        await anyio.sleep(0.2)
+        self.seen.append(value)
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+class Gate:
+    def __init__(self, gate: Callable[[float], None]) -> None:
+        self.set = gate
+
+
+def parts(ranks: Ranks) -> Mapping[str, Any]:
+    engine = fake()
+    own = OwnEngine(engine, None)  # type: ignore[arg-type]
+    return {"notes": Notebook(ranks), "engine": own, "gate": Gate(slow_down(engine))}
+
+
+@pytest.fixture
+def failures() -> list[BaseException]:
+    return []
+
+
+@pytest.fixture
+def team(failures: list[BaseException]) -> Iterator[Team]:
+    with two_processes(failures.append) as team:
+        yield team
+
+
+@pytest.fixture(scope="module")
+def several() -> Iterator[Team]:
+    """For tests that leave its processes as they were."""
+    with two_processes(lambda error: None) as team:
+        yield team
+
+
+@contextlib.contextmanager
+def two_processes(on_failure: Callable[[BaseException], None]) -> Iterator[Team]:
+    cluster = Cluster(2, device="cpu", timeout_s=60, threads=1, on_failure=on_failure)
+    try:
+        with cluster.team.together(HOST, "make_parts", parts) as all_of_us:
+            all_of_us.wait()
+        yield cluster.team
+    finally:
+        cluster.close()
+
+
+def test_orders_are_carried_out_in_their_order_and_failures_come_back(team: Team) -> None:
+    own = Notebook(team.ranks)
+    (member,) = team.members
+    with team.together("notes", "slowly", "first") as first:
+        own.seen.append("first")
+    with team.together("notes", "note", "second") as second:
+        future = second.joined(own.note("second"))
+    assert future.wait() is None
+    first.wait()
+    with team.together("notes", "compare") as all_of_us:
+        found = own.compare()
+        all_of_us.wait()
+    assert found == [["first", "second"]] * 2
+    # Two orders that arrive the wrong way round.
+    late = member.order(team._next + 1, "notes", "note", ("fourth",))
+    assert not wait([late], timeout=0.3).done
+    member.order(team._next, "notes", "note", ("third",)).result()
+    late.result()
+    team._next += 2
+    with (
+        pytest.raises(DataError, match="no good"),
+        team.together("notes", "fail", DataError("no good")) as all_of_us,
+    ):
+        all_of_us.wait()
+
+
+def test_a_process_that_dies_is_named(team: Team, failures: list[BaseException]) -> None:
+    with (
+        pytest.raises(TrainingError, match="another process of the run has died"),
+        team.together("notes", "die"),
+    ):
+        raise RuntimeError("connection closed by peer")
+    with pytest.raises(TrainingError, match="has died"):
+        anyio.run(RemoteEngine(team.members[0]).generate, make_request("a", max_tokens=4))
+    assert not failures
+
+
+INSIDE = {
+    "a_failing_step_reaches_every_caller",
+    "a_core_that_cannot_give_up_reaches_every_caller",
+    "lost_requests_are_errors",
+    "a_closed_engine_says_so",
+}
+"""Cases that break an engine's core from the inside."""
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.__name__ not in INSIDE], ids=lambda case: case.__name__
+)
+def test_contract(several: Team, case: Case) -> None:
+    """Of two engines as one."""
+    with several.together(HOST, "make_parts", parts) as made:
+        made.wait()
+    own = fake()
+    slow_own = slow_down(own)
+
+    def gate(seconds: float) -> None:
+        slow_own(seconds)
+        with several.together("gate", "set", seconds) as all_of_us:
+            all_of_us.wait()
+
+    team: Any = EngineTeam(own, several)
+
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await case(Harness(team, gate))
+
+    anyio.run(bounded)
+    team.close()
