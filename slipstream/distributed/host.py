@@ -61,6 +61,9 @@ class Host:
         self._calls: dict[str, asyncio.Future[Any] | None] = {}
         self._ranks: Ranks | None = None
 
+    async def ready(self) -> None:
+        """It has been made."""
+
     async def join(self, address: str, rank: int, size: int, device: str, timeout_s: float) -> None:
         """See `join`."""
         work = partial(join, address, rank, size, device, timeout_s)

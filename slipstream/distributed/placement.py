@@ -24,8 +24,14 @@ from slipstream.distributed.team import Team
 from slipstream.errors import ConfigError, SlipstreamError, StageTimeoutError, TrainingError
 from slipstream.training.fsdp2 import Ranks
 
+ADDRESS = "RAY_ADDRESS"
+"""Names the Ray cluster to run on, as everywhere in Ray; without it there is this machine alone."""
+
 JOIN_SECONDS = 120.0
 """Processes that have not met after so long do not."""
+
+LOCAL_SECONDS = 10.0
+"""The same of places on this machine."""
 
 
 class _Seat:
@@ -80,10 +86,12 @@ class Cluster:
         self._group: Any = None
         self._actors: list[Any] = []
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            # Nobody has started one: it runs on this machine, for as long as this process does.
+        # Only where it is named: Ray would find that of any other run on this machine, too.
+        self._address = os.environ.get(ADDRESS)
+        if self._address:
+            _check_answers(self._address)
+            ray.init(address=self._address, **quiet)
+        else:
             cores = max(size, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
         try:
@@ -100,17 +108,23 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Strategy
 
         gpu = {"GPU": 1.0} if device == "cuda" else {}
-        here = f"node:{ray.util.get_node_ip_address()}"
         bundles = [{"CPU": 1.0, **gpu} for _ in range(size)]
-        bundles[0][here] = 0.001
+        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
         self._group = placement_group(bundles, strategy="PACK")
-        if not self._group.wait(JOIN_SECONDS):
-            have = ray.cluster_resources()
+        # Machines may still be joining a cluster that others have started; this one has all it has.
+        kind, patience = "GPU" if gpu else "CPU", JOIN_SECONDS if self._address else LOCAL_SECONDS
+        if not self._group.wait(patience):
+            have, free = ray.cluster_resources(), ray.available_resources()
             raise ConfigError(
-                f"a run of {size} processes needs {size} {'GPUs' if gpu else 'CPUs'}, one of them "
-                f"on this machine, and the Ray cluster has {have.get('GPU' if gpu else 'CPU', 0):g}"
-                " (some may be in use); start Ray on more machines (`ray start --address=...`), or "
-                "lower trainer.nnodes or trainer.n_gpus_per_node"
+                f"a run of {size} processes takes {size} {kind}s, one of them on this machine, and "
+                f"{'the Ray cluster' if self._address else 'this machine'} has "
+                f"{have.get(kind, 0):g}, {free.get(kind, 0):g} of them free; "
+                + (
+                    "let more machines join (`ray start --address=...`), or lower trainer.nnodes"
+                    if self._address
+                    else f"start Ray on all machines and set {ADDRESS}, or lower trainer.nnodes"
+                )
+                + " or trainer.n_gpus_per_node"
             )
 
         def options(index: int) -> dict[str, Any]:
@@ -122,7 +136,15 @@ class Cluster:
             torch.cuda.set_device(ray.get(self._seat.gpus.remote())[0])
         host = ray.remote(Host)
         given = os.getcwd(), sys.path, threads
-        return [host.options(**options(index)).remote(*given) for index in range(1, size)]
+        actors = [host.options(**options(index)).remote(*given) for index in range(1, size)]
+        try:
+            ray.get([actor.ready.remote() for actor in actors], timeout=JOIN_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise StageTimeoutError(
+                f"the other {size - 1} processes of the run were not ready in {JOIN_SECONDS:g} s; "
+                "`ray status` says what the cluster waits for"
+            ) from None
+        return actors
 
     def _meet(self, size: int, device: str, timeout_s: float) -> Ranks:
         ray = self._ray
@@ -153,6 +175,25 @@ class Cluster:
         if dist.is_initialized():
             dist.destroy_process_group()
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if "://" in address or not port.isdecimal():
+        raise ConfigError(
+            f"{ADDRESS}={address}: a run is on one of the cluster's machines and takes its address "
+            "as HOST:PORT (`ray start --head` prints it), or auto"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{ADDRESS}={address}: no Ray cluster answers there ({error}); start one (`ray start "
+            "--head`), or unset it to use this machine alone"
+        ) from None
 
 
 def _future(reference: Any) -> Future[Any]:
