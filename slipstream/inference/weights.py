@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -29,3 +31,30 @@ def checked_tensors(
             + "; ".join(problems[:3])
         )
     return tensors
+
+
+def checked_buckets(
+    module: nn.Module, update: WeightUpdate, dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """The same, a bucket at a time, for weights that are written over as they come. Raises
+    EngineError where one does not fit, and some are new by then."""
+    missing = {name for name, _ in module.named_parameters()}
+    for bucket in update.buckets:
+        tensors = dict(bucket)
+        problems = tensor_problems(module, tensors, dtype, some=True)
+        problems += [
+            f"tensor {name} comes more than once" for name in tensors if name not in missing
+        ]
+        if problems:
+            raise EngineError(_mixed(update, problems))
+        missing -= tensors.keys()
+        yield tensors
+    if missing:
+        raise EngineError(_mixed(update, [f"tensor {name} is missing" for name in sorted(missing)]))
+
+
+def _mixed(update: WeightUpdate, problems: list[str]) -> str:
+    return (
+        f"weight update to version {update.version} failed when a part of it was in use, and "
+        f"generating cannot go on: {'; '.join(problems[:3])}"
+    )

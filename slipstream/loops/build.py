@@ -59,6 +59,7 @@ from slipstream.loops.build_policy import (
     make_policy,
     make_reference,
     max_model_len,
+    memory_sharers,
     model_config,
     optim_settings,
     process_count,
@@ -73,6 +74,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
 from slipstream.models.foreign import ForeignModel
 from slipstream.models.lora import copy_weights, merged_weights
+from slipstream.models.narrow import empty_narrow
 from slipstream.models.numerics import check_widths, dtype_from_name
 from slipstream.models.policy import Policy, PolicyConfig
 from slipstream.rewards.protocol import RewardManager
@@ -277,7 +279,7 @@ def kv_bytes(config: Config, model: ModelConfig) -> int:
         device_of(config),
         max_model_len=max_model_len(config),
         wanted=rollout.kv_cache_bytes,
-        share=rollout.gpu_memory_utilization,
+        share=rollout.gpu_memory_utilization / memory_sharers(config),
     )
 
 
@@ -300,9 +302,14 @@ def make_engine(
     decode = decode_with(tokenizer)
     if rollout.name == "hf" or isinstance(decoder, ForeignModel):
         return _hf_engine(config, decoder, dtype, decode, compute)
-    own = Decoder(decoder.config).to(device)
+    settings = engine_settings(config, decoder.config)
+    if settings.one_copy:
+        with torch.device("meta"):
+            own = Decoder(decoder.config)
+        empty_narrow(own, dtype, device)
+    else:
+        own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
-    settings = engine_settings(config, own.config)
     _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
     speculation = None
     if speculate is not None:
@@ -343,6 +350,8 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         free_cache_engine=free,
         one_thread_below=rollout.one_thread_below,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
+        # Several GPUs are for models of which one has no room for more.
+        one_copy=process_count(config) > 1 and device_of(config).type == "cuda",
     )
 
 

@@ -33,7 +33,13 @@ from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
-from slipstream.models.policy import Policy, PolicyConfig, load_policy, policy_config
+from slipstream.models.policy import (
+    Policy,
+    PolicyConfig,
+    load_policy,
+    load_sharded,
+    policy_config,
+)
 from slipstream.models.vocabulary import check_vocabulary
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
@@ -69,6 +75,11 @@ def thread_count(config: Config) -> int | None:
     return max(1, usable_cores() // (trainer.n_gpus_per_node or trainer.nnodes))
 
 
+def memory_sharers(config: Config) -> int:
+    """How many processes take their memory from where this one does: a GPU has one."""
+    return 1 if device_of(config).type == "cuda" else process_count(config)
+
+
 def device_of(config: Config) -> torch.device:
     """`trainer.device`, with auto resolved."""
     name = config.trainer.device
@@ -77,14 +88,22 @@ def device_of(config: Config) -> torch.device:
     return torch.device(name)
 
 
-def make_policy(config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Policy:
+def make_policy(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | None,
+    team: Team | None = None,
+) -> Policy:
     """A policy, or what it is compared with: weights from `folder`, or freshly drawn after
-    `model.init`."""
+    `model.init`. Over the processes of a team it is spread at once, unless it gets an adapter
+    first."""
     if folder is None:
         return make_decoder(config, tokenizer, None)
-    return load_policy(
-        folder, config.actor_rollout_ref.model.implementation, device=device_of(config)
-    )
+    model, device = config.actor_rollout_ref.model, device_of(config)
+    adapted = model.lora_rank or model.lora_adapter_path is not None
+    if team is not None and not adapted:
+        return load_sharded(folder, team.ranks.mesh, device=device)
+    return load_policy(folder, model.implementation, device=device)
 
 
 def make_decoder(
@@ -395,7 +414,7 @@ def make_reference(
         reference = BaseWeights(backend)
     else:
         folder = initial if path is None else policy_folder(Path(path))
-        decoder = make_policy(config, tokenizer, folder)
+        decoder = make_policy(config, tokenizer, folder, team)
         if folder is not None:
             check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
         reference = make_backend(

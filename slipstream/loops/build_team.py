@@ -121,7 +121,7 @@ def _own_parts(
     team: Team | None,
     notify: Callable[[str], None],
 ) -> PolicyParts:
-    policy = build.make_policy(config, tokenizer, wanted.start)
+    policy = build.make_policy(config, tokenizer, wanted.start, team)
     build.add_adapter(config, policy, first=wanted.first)
     backend = build.make_backend(
         config, policy, compute, optim=wanted.optim, sft=wanted.sft, team=team

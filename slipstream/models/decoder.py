@@ -170,12 +170,7 @@ class Layer(nn.Module):
         if c.attention_bias:
             bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(rows)
         if c.qk_norm:
-            norm = torch.cat(
-                [
-                    a.q_norm.weight.expand(c.num_heads, -1),
-                    a.k_norm.weight.expand(c.num_kv_heads, -1),
-                ]
-            ).to(rows)
+            norm = self.qk_norm(c).to(rows)
             # Of a device's memory the question would be waited for.
             if norm.device.type == "cpu":
                 widest = norm.detach().float().abs().amax(-1)
@@ -195,6 +190,12 @@ class Layer(nn.Module):
             gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
+
+    def qk_norm(self, c: ModelConfig) -> Tensor:
+        """(H * G + H, K): see `PackedLayer.qk_norm`."""
+        a = self.self_attn
+        gains = a.q_norm.weight.expand(c.num_heads, -1), a.k_norm.weight.expand(c.num_kv_heads, -1)
+        return torch.cat(gains)
 
     def forward(
         self,

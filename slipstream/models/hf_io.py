@@ -7,7 +7,7 @@ refused: they run code when they are opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +21,12 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft_model import DraftModel
 from slipstream.models.lora import named_weights, value_of
-from slipstream.models.sharded import assign
+from slipstream.models.sharded import assign, full
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,14 +54,20 @@ def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Deco
     """
     config = load_config(folder)
     decoder = Decoder(config)
-    load_tensors(decoder, dict(read_tensors(folder)), source=str(folder))
+    load_tensors(decoder, read_tensors(folder), source=str(folder))
     return decoder.to(device) if device is not None else decoder
 
 
 def read_tensors(folder: Path) -> Mapping[str, Tensor]:
-    """All tensors of a checkpoint folder, from one file or from the shards its index names.
+    """All tensors of a checkpoint folder. Raises CheckpointError."""
+    return dict(each_tensor(folder))
 
-    The single file is preferred where both are there, as in transformers.
+
+def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a checkpoint folder, one after the other, from one file or from the shards its
+    index names.
+
+    The single file is preferred where both are there, as in transformers. Raises CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
@@ -78,15 +85,15 @@ def read_tensors(folder: Path) -> Mapping[str, Tensor]:
                 "convert it with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`"
             )
         raise CheckpointError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there")
-    tensors: dict[str, Tensor] = {}
+    absent = set(names)
     for file in files:
         if not file.exists():
             raise CheckpointError(f"{index}: names {file.name}, which is not there")
-        tensors.update(_read_safetensors(file))
-    absent = sorted(set(names) - set(tensors))
+        for name, tensor in _read_safetensors(file):
+            absent.discard(name)
+            yield name, tensor
     if absent:
-        raise CheckpointError(f"{index}: {absent[0]} is in none of the shards")
-    return tensors
+        raise CheckpointError(f"{index}: {min(absent)} is in none of the shards")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -99,16 +106,38 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
+def load_spread(decoder: Decoder, folder: Path) -> None:
+    """Copy the tensors of a checkpoint into a decoder that is spread over processes, each of which
+    reads them by itself, one at a time. Raises CheckpointError, when some are there already."""
+    parameters = dict(decoder.named_parameters())
+    missing, again = set(parameters), dict[str, Tensor]()
+    for name, tensor in each_tensor(folder):
+        if name == _HEAD and name not in parameters:
+            again[name] = tensor
+            continue
+        if name in parameters or not _is_redundant(name, {}, decoder.config):
+            _refuse(tensor_problems(decoder, {name: tensor}, some=True), str(folder))
+            assign(parameters[name], tensor)
+            missing.discard(name)
+    _refuse([f"tensor {name} is missing" for name in sorted(missing)], str(folder))
+    if again:
+        again[_EMBEDDING] = full(parameters[_EMBEDDING].detach()).cpu()
+        _refuse(tensor_problems(decoder, again, some=True), str(folder))
+
+
+def _refuse(problems: Sequence[str], source: str) -> None:
+    """Raise CheckpointError where there are any."""
+    if problems:
+        shown = "; ".join(problems[:3])
+        more = f"; and {len(problems) - 3} more" if problems[3:] else ""
+        raise CheckpointError(f"{source}: {shown}{more}")
+
+
 def load_tensors(
     decoder: Decoder | DraftModel, tensors: Mapping[str, Tensor], *, source: str
 ) -> None:
     """Copy `tensors` (Hugging Face names) into `decoder`; all are checked before any is changed."""
-    problems = tensor_problems(decoder, tensors)
-    if problems:
-        shown = "; ".join(problems[:3]) + (
-            f"; and {len(problems) - 3} more" if problems[3:] else ""
-        )
-        raise CheckpointError(f"{source}: {shown}")
+    _refuse(tensor_problems(decoder, tensors), source)
     copy_tensors(decoder, tensors)
 
 
@@ -120,12 +149,18 @@ def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def tensor_problems(
-    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    some: bool = False,
 ) -> list[str]:
-    """What keeps `tensors` from being the weights of `module`, computing in `dtype`: empty when
-    nothing does."""
+    """What keeps `tensors` from being the weights of `module`, or `some` of them, computing in
+    `dtype`: empty when nothing does."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    problems = [f"tensor {name} is missing" for name in wanted if name not in tensors]
+    problems = []
+    if not some:
+        problems += [f"tensor {name} is missing" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
             if not (isinstance(module, Decoder) and _is_redundant(name, tensors, module.config)):
@@ -154,9 +189,9 @@ def _is_redundant(name: str, tensors: Mapping[str, Tensor], config: ModelConfig)
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
-    if name != "lm_head.weight" or not config.tie_word_embeddings:
+    if name != _HEAD or not config.tie_word_embeddings:
         return False
-    embedding = tensors.get("model.embed_tokens.weight")
+    embedding = tensors.get(_EMBEDDING)
     return embedding is not None and torch.equal(tensors[name], embedding)
 
 
@@ -244,10 +279,11 @@ def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
+def _read_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: cast(Tensor, opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118
+                yield name, cast(Tensor, opened.get_tensor(name))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: corrupt or cut short ({error})") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ from slipstream.models.foreign import (
 from slipstream.models.hf_io import (
     load_checkpoint,
     load_config,
+    load_spread,
     load_tensors,
     read_json,
     read_tensors,
     save_checkpoint,
 )
 from slipstream.models.lora import LoraLinear, named_weights
-from slipstream.models.sharded import ShardedDecoder, is_sharded
+from slipstream.models.sharded import ShardedDecoder, is_sharded, shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Implementation: TypeAlias = Literal["auto", "slipstream", "transformers"]
 Policy: TypeAlias = Decoder | ForeignModel
@@ -56,6 +60,18 @@ def load_policy(
     if _is_foreign(folder, implementation):
         return load_foreign(folder, device=device)
     return load_checkpoint(folder, device=device)
+
+
+def load_sharded(folder: Path, mesh: DeviceMesh, *, device: torch.device) -> Decoder:
+    """As `load_policy`, spread over `mesh` (`sharded`): no process ever has all weights.
+
+    Raises CheckpointError.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(load_config(folder))
+    shard(decoder, mesh).to_empty(device=device)
+    load_spread(decoder, folder)
+    return decoder
 
 
 def save_policy(
@@ -89,6 +105,8 @@ def load_weights_from(policy: Policy, folder: Path) -> None:
     """Copy the weights of a checkpoint into `policy`. Raises CheckpointError."""
     if isinstance(policy, ForeignModel):
         policy.load_folder(folder)
+    elif is_sharded(policy):
+        load_spread(policy, folder)
     else:
         load_tensors(policy, read_tensors(folder), source=str(folder))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
-from slipstream.models.sharded import give_up, shard
+from slipstream.models.sharded import give_up, is_sharded, shard
 from slipstream.training.packing import MicroBatch, build_micro_batch
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
@@ -74,11 +74,12 @@ class ShardedBackend(SingleProcessBackend):
     _may_end_early = False
 
     def __init__(self, decoder: Decoder, ranks: Ranks, **settings: Any) -> None:
-        """`decoder`, which every process has alike, is spread; `settings` as in
-        `SingleProcessBackend`."""
+        """`decoder`, which every process has alike, is spread, unless it is already; `settings` as
+        in `SingleProcessBackend`."""
         self._ranks = ranks
-        device = torch.device(settings.get("device", "cpu"))
-        super().__init__(shard(decoder.to(device), ranks.mesh), **settings)
+        if not is_sharded(decoder):
+            shard(decoder.to(torch.device(settings.get("device", "cpu"))), ranks.mesh)
+        super().__init__(decoder, **settings)
 
     def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
         """Of each process: index -> length."""

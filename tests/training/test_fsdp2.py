@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from slipstream.errors import CheckpointError
+from slipstream.models import save_checkpoint
+from slipstream.models.policy import load_sharded
+from slipstream.models.sharded import full
 from slipstream.training import OptimSettings, policy_loss_fn
 from slipstream.training.fsdp2 import Ranks, ShardedBackend, shares
 from tests.training.helpers import (
@@ -132,3 +138,44 @@ def poisoned(ranks: Ranks) -> Any:
 
 def test_what_is_not_finite_in_one_process_is_skipped_by_all() -> None:
     assert on_ranks(2, poisoned) == [(1.0, True, 1.0)] * 2
+
+
+def loaded(ranks: Ranks, folder: Path) -> Any:
+    """What a policy that is read in slices has, and what is said of one that is not whole."""
+    device = torch.device("cpu")
+    decoder = load_sharded(folder / "good", ranks.mesh, device=device)
+    found = {name: full(p.detach()) for name, p in decoder.named_parameters()}
+    local = sum(cast(Any, p).to_local().numel() for p in decoder.parameters())
+    said = []
+    for name in ("lacks", "strange", "other head"):
+        try:
+            load_sharded(folder / name, ranks.mesh, device=device)
+        except CheckpointError as error:
+            said.append(str(error))
+    return found, local, said
+
+
+def test_a_policy_is_read_in_slices(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    wanted = {name: p.detach().clone() for name, p in decoder.named_parameters()}
+    embedding = wanted["model.embed_tokens.weight"]
+    for name, more in (
+        ("good", {"lm_head.weight": embedding.clone()}),
+        ("lacks", {}),
+        ("strange", {"model.norm.weight": torch.full((32,), torch.nan)}),
+        ("other head", {"lm_head.weight": embedding + 1}),
+    ):
+        save_checkpoint(decoder, tmp_path / name)
+        tensors = {**wanted, **more}
+        if name == "lacks":
+            del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    parts = on_ranks(2, loaded, tmp_path)
+    for found, _, said in parts:
+        assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+        assert [text.split(": ", 1)[1] for text in said] == [
+            "tensor model.norm.weight is missing",
+            "tensor model.norm.weight has NaN or infinite values",
+            "tensor lm_head.weight is not part of this model",
+        ]
+    assert sum(local for _, local, _ in parts) == sum(w.numel() for w in wanted.values())

@@ -107,6 +107,7 @@ class Engine:
             eager=settings.enforce_eager,
             taps=taps,
             choices=selector.choices if isinstance(selector, Choosing) else None,
+            one_copy=settings.one_copy,
         )
         self._scheduler = Scheduler(
             self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
@@ -255,15 +256,19 @@ class Engine:
         """Take new weights between two steps; see `KVPolicy` for running requests.
 
         A context that is being prefilled in pieces begins anew: all of it under the new weights.
-        Raises EngineError, and changes nothing, when the update does not fit the model.
+        Raises EngineError, and changes nothing, when the update does not fit the model; with one
+        copy of the weights some of them are new by then.
         """
-        tensors = self._runner.check(update)
+        tensors = {} if self.settings.one_copy else self._runner.check(update)
         self._scheduler.drop_heads()
         if update.kv_policy is KVPolicy.RECOMPUTE:
             self._scheduler.forget_kv()
         else:
             self._set_aside_preempted()
-        self._runner.load(tensors)
+        if self.settings.one_copy:
+            self._runner.take(update)
+        else:
+            self._runner.load(tensors)
         self._weights += 1
         self.version = update.version
         if self._own_selector is not None:

@@ -23,7 +23,7 @@ from slipstream.inference.engine.kv_cache import (
 )
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
-from slipstream.inference.weights import checked_tensors
+from slipstream.inference.weights import checked_buckets, checked_tensors
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import (
     Decoder,
@@ -32,6 +32,7 @@ from slipstream.models.decoder import (
     takes_sequences_in_a_row,
 )
 from slipstream.models.hf_io import copy_tensors
+from slipstream.models.narrow import pack_in_place, write
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.models.renew import renew
 from slipstream.sampling.choose import Choice, SamplingRows, choose
@@ -49,6 +50,7 @@ class Runner:
         eager: bool = False,
         taps: tuple[int, ...] = (),
         choices: Choices | None = None,
+        one_copy: bool = False,
     ) -> None:
         """Unless `eager`, decode steps on a GPU become recordings, `choices` of draft plans as in
         `DecodeGraphs`. Hidden states come with the inputs of the layers `taps`."""
@@ -57,6 +59,7 @@ class Runner:
         self.dtype = dtype
         self.device = decoder.device
         self._decoder = decoder
+        self.one_copy = one_copy
         self._pack()
         self.graphs: DecodeGraphs | None = None
         self.choice_graphs: ChoiceGraphs | None = None
@@ -66,8 +69,11 @@ class Runner:
             self.choice_graphs = ChoiceGraphs(recorder, self.config.vocab_size)
 
     def _pack(self) -> None:
-        with torch.no_grad():
-            self.packed = self._decoder.pack(self.dtype)
+        if self.one_copy:
+            self.packed = pack_in_place(self._decoder, self.dtype)
+        else:
+            with torch.no_grad():
+                self.packed = self._decoder.pack(self.dtype)
         # Asked for in every step, and no different from one to the next.
         self.tokens_multiple = self.packed.row_multiple
         """Tokens of a forward pass, padding included, come in so many."""
@@ -93,6 +99,12 @@ class Runner:
             return
         with torch.no_grad():
             renew(self.packed, self._decoder.pack(self.dtype))
+
+    def take(self, update: WeightUpdate) -> None:
+        """Write an update over the weights in use, as it comes. Raises EngineError for one that
+        does not fit, when some of it is there."""
+        for tensors in checked_buckets(self._decoder, update, self.dtype):
+            write(self._decoder, self.packed, tensors)
 
     def forget_recordings(self) -> None:
         """The store is about to give its memory back, and training needs theirs, too."""

@@ -25,8 +25,9 @@ class EngineSettings:
     has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. The memory
     of keys and values is given back when no request is left, unless `free_cache_engine` is off: to
     get it again takes time. On a CPU the last `one_thread_below` requests or fewer decode on one
-    thread: a small model is hardly slower so, and the other cores are free. Raises ConfigError for
-    limits that allow nothing.
+    thread: a small model is hardly slower so, and the other cores are free. With `one_copy` weights
+    are kept in `dtype` alone and written over as they come (`models.narrow`), where torch
+    multiplies. Raises ConfigError for limits that allow nothing.
     """
 
     max_model_len: int
@@ -39,6 +40,7 @@ class EngineSettings:
     enforce_eager: bool = False
     free_cache_engine: bool = True
     one_thread_below: int = 0
+    one_copy: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:

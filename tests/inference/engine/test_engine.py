@@ -23,6 +23,7 @@ from tests.inference.helpers import (
     make_request,
     mixed_requests,
     shared_decoder,
+    update_from,
 )
 
 SLOT_BYTES = 2 * 2 * 2 * 16 * 4
@@ -153,6 +154,44 @@ def test_weights_that_do_not_fit_are_refused(
     with pytest.raises(EngineError, match=f"version 5 refused, the weights in use stay.*{message}"):
         engine.update_weights(WeightUpdate(version=5, buckets=[tensors]))
     assert all_bits(engine.run([request])) == all_bits(before)
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_copy_of_the_weights_generates_what_two_do(dtype: torch.dtype) -> None:
+    requests = mixed_requests(seed=3)
+    found = []
+    for one_copy in (False, True):
+        engine = make_engine(make_decoder(), dtype=dtype, one_copy=one_copy)
+        first = engine.run(requests)
+        for request in requests:
+            engine.add(request)
+        partly = engine.step() + engine.step()
+        engine.update_weights(update_from(make_decoder(1), 1))
+        found.append((all_bits(first), all_bits(partly + drain(engine))))
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors[1:], "tensor model.embed_tokens.weight is missing"),
+        (lambda tensors: [*tensors, tensors[0]], "embed_tokens.weight comes more than once"),
+        (lambda tensors: [("odd", tensors[0][1])], "tensor odd is not part of this model"),
+        (
+            lambda tensors: [(tensors[0][0], tensors[0][1] * torch.nan), *tensors[1:]],
+            "embed_tokens.weight has NaN or infinite values",
+        ),
+    ],
+)
+def test_one_copy_says_that_it_is_a_mixture(change: Any, message: str) -> None:
+    engine = make_engine(make_decoder(), one_copy=True)
+    tensors = change([(n, p.detach()) for n, p in make_decoder(1).named_parameters()])
+    update = WeightUpdate(version=5, buckets=[[named] for named in tensors])
+    with pytest.raises(EngineError, match=f"a part of it was in use.*{message}"):
+        engine.update_weights(update)
 
 
 def test_a_budget_for_one_block_of_rows_serves_everyone_in_turn() -> None:
