@@ -165,9 +165,10 @@ class TrainerConfig:
     """Where metrics go: `console`, `file` (JSON lines in the run folder), `tensorboard`, `wandb`,
     `mlflow`, `trackio` (docs/logging.md)."""
     nnodes: PositiveInt = 1
-    """Machines; 1 in this version."""
+    """Machines (docs/several_gpus.md); without GPUs, processes."""
     n_gpus_per_node: NonNegativeInt = 0
-    """GPUs to use; 0: leave it to `device`. At most 1 in this version."""
+    """GPUs to use on each machine, with a process for each of them; 0: leave it to `device`. With
+    `device=cpu` it counts processes that compute on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto`: a GPU if there is one."""
     num_threads: PositiveInt | None = None

@@ -651,10 +651,11 @@ def _cotraining(config: Config) -> Iterator[str]:
 def _place(config: Config, hardware: Hardware) -> Iterator[str]:
     trainer = config.trainer
     has = f"this machine has {hardware.gpus} usable GPU{'' if hardware.gpus == 1 else 's'}"
-    if trainer.n_gpus_per_node > hardware.gpus and trainer.device == "auto":
+    if trainer.n_gpus_per_node > hardware.gpus and trainer.device != "cpu":
         yield (
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {has}; set "
-            f"trainer.n_gpus_per_node={hardware.gpus}"
+            f"trainer.n_gpus_per_node={hardware.gpus}, or trainer.device=cpu, where it counts "
+            "processes"
         )
     if trainer.nnodes * max(1, trainer.n_gpus_per_node) > 1:
         for problem, remedy in _beyond_one_process(config):
@@ -669,16 +670,16 @@ def _place(config: Config, hardware: Hardware) -> Iterator[str]:
 
 def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that several processes do not share yet, and what to set instead."""
-    actor_ref, train = config.actor_rollout_ref, config.speculative.train
+    actor_ref = config.actor_rollout_ref
     if config.algorithm.adv_estimator == "gae":
         yield (
             "algorithm.adv_estimator=gae has a critic, which is not spread over them",
             "algorithm.adv_estimator=grpo",
         )
-    if train.enable_drafter_training:
+    if config.critic.enable:
         yield (
-            "speculative.train.enable_drafter_training=true trains a draft head in one of them",
-            "speculative.train.enable_drafter_training=false",
+            "critic.enable=true has a critic, which is not spread over them",
+            "critic.enable=false",
         )
     if actor_ref.rollout.name != "embedded":
         yield (

@@ -21,6 +21,7 @@ from slipstream.errors import TrainingError
 from slipstream.models.decoder import Decoder
 from slipstream.models.lora import adapter_tensors
 from slipstream.models.policy import policy_weights
+from slipstream.models.sharded import full
 from slipstream.training.fsdp2 import ShardedBackend
 from slipstream.training.losses import LossFn
 from slipstream.training.protocol import StateTree, TrainFuture
@@ -129,6 +130,16 @@ class TeamBackend(ShardedBackend):
         weights = GatheredWeights(self)
         self._unsent.append(weights)
         return replace(super().publish(advance=advance, kv_policy=kv_policy), buckets=weights)
+
+    def gather_ends(self) -> TrainFuture[None]:
+        """Help another process to copy LM head and embedding (`drafter.sequences.PolicyEnds`)."""
+
+        def gather() -> None:
+            assert isinstance(self.decoder, Decoder)
+            full(self.decoder.lm_head_weight.detach())
+            full(self.decoder.model.embed_tokens.weight.detach())
+
+        return self._compute.submit(gather)
 
     def gathered(self) -> Iterator[WeightBucket]:
         """The present weights, on the way to a receiver in each process; on the compute thread."""

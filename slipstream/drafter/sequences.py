@@ -19,6 +19,7 @@ from slipstream.errors import DataError
 from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, round_up
+from slipstream.models.sharded import full
 from slipstream.training.packing import LENGTH_MULTIPLE, build_micro_batch, plan_micro_batches
 from slipstream.types import TrainBatch, TrainRow
 
@@ -62,10 +63,11 @@ class PolicyEnds:
     @classmethod
     @torch.no_grad()
     def of(cls, policy: Decoder, dtype: torch.dtype) -> PolicyEnds:
-        """A copy, which stays what it is while the policy goes on learning."""
-        head = policy.lm_head_weight.detach().to(dtype, copy=True)
+        """A copy, which stays what it is while the policy goes on learning; collective where it is
+        spread over processes."""
+        head = full(policy.lm_head_weight.detach()).to(dtype, copy=True)
         rows = activation_dtype(dtype, policy.device)
-        embedding = policy.model.embed_tokens.weight.detach().to(rows, copy=True)
+        embedding = full(policy.model.embed_tokens.weight.detach()).to(rows, copy=True)
         return cls(embedding_VD=embedding, lm_head=PackedLinear.of(head), dtype=dtype)
 
 

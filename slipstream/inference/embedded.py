@@ -52,7 +52,13 @@ class EmbeddedEngine(AsyncEngine):
         )
         super().__init__(embedded, name="embedded", executor=executor)
         self._embedded = embedded
+        self._decoder = decoder
         self._config = decoder.config
+
+    @property
+    def decoder(self) -> Decoder:
+        """The weights in use; they are the engine's own."""
+        return self._decoder
 
     async def update_drafter(self, update: WeightUpdate) -> None:
         async with self._between_steps():

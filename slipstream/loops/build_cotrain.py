@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -15,6 +16,7 @@ from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.decoded import DecodedFeatures
+from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
@@ -102,12 +104,14 @@ def make_cotraining(
     engines: Sequence[DraftReceiver],
     compute: ComputeThread,
     *,
+    ends: Callable[[], PolicyEnds] | None = None,
     total_steps: int,
     notify: Callable[[str], None],
     stages: Stages,
 ) -> IntervalTraining | OpportunisticTraining | None:
     """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
-    where it is not enabled."""
+    where it is not enabled. `ends` copies those of the policy that is trained, where that is not
+    `policy` itself."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
@@ -136,7 +140,7 @@ def make_cotraining(
     decoded = None
     if train.collect_hidden_states_from_engine:
         decoded = DecodedFeatures(train.buffer_bytes)
-    dtype = build.rollout_dtype(config)
+    ends = ends or partial(PolicyEnds.of, policy, build.rollout_dtype(config))
     if train.mode == "opportunistic":
         setup = WorkerSetup(
             blank=head.blank(),
@@ -150,10 +154,9 @@ def make_cotraining(
         embedded = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
         return OpportunisticTraining(
             setup,
-            policy,
+            ends,
             engines,
             compute,
-            dtype=dtype,
             lenders=embedded if setup.stands_still else (),
             notify=notify,
             stages=stages,
@@ -165,11 +168,10 @@ def make_cotraining(
             FeatureCollector(DraftBuffer(buffer), collector, decoded),
             settings,
         ),
-        policy,
+        ends,
         engines,
         compute,
         interval=train.training_interval_steps,
-        dtype=dtype,
         notify=notify,
         stages=stages,
         decoded=decoded,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,12 @@ from slipstream.distributed.backend import TeamBackend
 from slipstream.distributed.engines import EngineTeam, OwnEngine
 from slipstream.distributed.host import HOST
 from slipstream.distributed.team import Team
+from slipstream.drafter.sequences import PolicyEnds
+from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.stages import Stages, end_process
+from slipstream.models.decoder import Decoder
 from slipstream.models.policy import Policy
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.fsdp2 import Ranks
@@ -37,6 +40,9 @@ class PolicyParts:
     """The policy, and what trains it, what it is compared with, and what generates with it."""
 
     policy: Policy
+    """The trainer's own; in several processes a part of it."""
+    whole: Policy
+    """All of its weights as they are before anything is learned."""
     backend: SingleProcessBackend
     reference: ReferencePolicy | None
     engine: InferenceEngine | None
@@ -105,12 +111,7 @@ def policy_parts(
         all_of_us.wait()
     if parts.engine is None:
         return parts
-    return PolicyParts(
-        policy=parts.policy,
-        backend=parts.backend,
-        reference=parts.reference,
-        engine=EngineTeam(parts.engine, team),
-    )
+    return replace(parts, engine=EngineTeam(parts.engine, team))
 
 
 def _own_parts(
@@ -135,7 +136,10 @@ def _own_parts(
     if wanted.engine:
         speculate = notify if wanted.speculate else None
         engine = build.make_engine(config, policy, tokenizer, compute, speculate=speculate)
-    return PolicyParts(policy=policy, backend=backend, reference=reference, engine=engine)
+    whole = policy if team is None or not isinstance(engine, EmbeddedEngine) else engine.decoder
+    return PolicyParts(
+        policy=policy, whole=whole, backend=backend, reference=reference, engine=engine
+    )
 
 
 def _parts_of_member(
@@ -152,3 +156,18 @@ def _parts_of_member(
         assert isinstance(parts.backend, TeamBackend)
         made["engine"] = OwnEngine(parts.engine, parts.backend)
     return made
+
+
+def gathered_ends(config: Config, policy: Policy, team: Team) -> Callable[[], PolicyEnds]:
+    """Copies the ends of the trained `policy`, of which each process has a part, as they are; on
+    the compute thread."""
+    dtype = build.rollout_dtype(config)
+    assert isinstance(policy, Decoder)
+
+    def gathered() -> PolicyEnds:
+        with team.together(build.POLICY, "gather_ends") as all_of_us:
+            ends = PolicyEnds.of(policy, dtype)
+            all_of_us.wait()
+        return ends
+
+    return gathered

@@ -24,7 +24,6 @@ from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages
-from slipstream.models.decoder import Decoder
 from slipstream.models.draft_io import save_draft_head
 from slipstream.models.draft_model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
@@ -43,24 +42,23 @@ class IntervalTraining:
     def __init__(
         self,
         training: CoTraining,
-        policy: Decoder,
+        ends: Callable[[], PolicyEnds],
         engines: Sequence[DraftReceiver],
         compute: ComputeThread,
         *,
         interval: int,
-        dtype: torch.dtype,
         notify: Callable[[str], None],
         stages: Stages,
         decoded: DecodedFeatures | None = None,
     ) -> None:
-        """`policy` is the trainer's own, and computes in `dtype`; `decoded` is the collector's."""
+        """`ends` copies those of the policy as it is, on `compute`; `decoded` is the
+        collector's."""
         self.training = training
         self.decoded = decoded
-        self._policy = policy
+        self._ends = ends
         self._engines = engines
         self._compute = compute
         self._interval = interval
-        self._dtype = dtype
         self._notify = notify
         self._stages = stages
         self._said = False
@@ -144,7 +142,7 @@ class IntervalTraining:
         return self._compute.run(lambda: head_writer(training.used, training.state_dict()))
 
     def _slice(self, step: int) -> Slice:
-        return self.training.slice(PolicyEnds.of(self._policy, self._dtype), step=step)
+        return self.training.slice(self._ends(), step=step)
 
     async def _publish(self) -> None:
         # Not here: torch would start a second team of threads, which fights with that of the

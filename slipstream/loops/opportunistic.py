@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
-import torch
 from torch import Tensor
 
 from slipstream.checkpoint.tree import load_tree
@@ -34,7 +33,6 @@ from slipstream.loops.cotrain import (
 )
 from slipstream.loops.snapshot import cotraining_file
 from slipstream.loops.stages import Stages, run_in_daemon
-from slipstream.models.decoder import Decoder
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion
 
@@ -75,26 +73,24 @@ class OpportunisticTraining:
     def __init__(
         self,
         setup: WorkerSetup,
-        policy: Decoder,
+        ends: Callable[[], PolicyEnds],
         engines: Sequence[DraftReceiver],
         compute: ComputeThread,
         *,
-        dtype: torch.dtype,
         lenders: Sequence[CoreLender] = (),
         notify: Callable[[str], None],
         stages: Stages,
         decoded: DecodedFeatures | None = None,
     ) -> None:
-        """`policy` is the trainer's own, and computes in `dtype`; `decoded` has features of the
+        """`ends` copies those of the policy as it is, on `compute`; `decoded` has features of the
         engines' decoding, where they are to be taken from there."""
         self._setup = setup
         self._lenders, self._lent_now, self._times_lent, self._said = lenders, 0, 0, False
         for lender in lenders:
             lender.lend_to(self._lent)
-        self._policy = policy
+        self._ends = ends
         self._engines = engines
         self._compute = compute
-        self._dtype = dtype
         self._notify = notify
         self._stages = stages
         self.decoded = decoded
@@ -170,7 +166,7 @@ class OpportunisticTraining:
                 "actor_rollout_ref.rollout.one_thread_below, or set "
                 "speculative.train.mode=interval"
             )
-        ends = await self._compute.submit(lambda: PolicyEnds.of(self._policy, self._dtype))
+        ends = await self._compute.submit(self._ends)
         kept = self._forwarder.take()
         async with self._stages.stage("draft head", "handing rows to the process that trains it"):
             await run_in_daemon(lambda: self._hand_on(kept, ends, step))

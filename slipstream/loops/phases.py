@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.checkpoint.state import huggingface_folder
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.build_cotrain import check_cotraining, make_cotraining
 from slipstream.loops.build_critic import check_critic, critic_optim, make_critic
-from slipstream.loops.build_team import Wanted, policy_parts
+from slipstream.loops.build_team import Wanted, gathered_ends, policy_parts
 from slipstream.loops.console import short
 from slipstream.loops.context import Run, initial_policy
 from slipstream.loops.engine_watch import EngineWatch
@@ -196,9 +196,10 @@ class _RLPhase:
             )
         self._drafter = make_cotraining(
             config,
-            parts.policy,
+            parts.whole,
             [self._engine],
             run.compute,
+            ends=None if run.team is None else gathered_ends(config, parts.policy, run.team),
             total_steps=self._total,
             notify=run.progress.note,
             stages=run.stages,
@@ -383,6 +384,12 @@ def check_rl(run: Run, start: Path | None) -> None:
     build.rl_config(config, steps, 0)
     build.actor_optim(config, steps)
     if build.wants_critic(config):
+        if build.process_count(config) > 1:
+            raise ConfigError(
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a critic, which is "
+                "not spread over several processes; set trainer.nnodes=1 and "
+                "trainer.n_gpus_per_node to at most 1, or another estimator"
+            )
         critic_optim(config, steps)
     build.check_engine(config, policy)
     if isinstance(policy, ModelConfig):

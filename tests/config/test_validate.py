@@ -459,11 +459,30 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "has no function to go to",
             "custom_reward_function.path=FILE",
         ),
-        ("trainer.nnodes=2", "one machine is used", "trainer.nnodes=1"),
+        (
+            "trainer.nnodes=2 algorithm.adv_estimator=gae",
+            "several processes: algorithm.adv_estimator=gae has a critic",
+            "algorithm.adv_estimator=grpo",
+        ),
+        (
+            "trainer.nnodes=2 critic.enable=true",
+            "several processes: critic.enable=true",
+            "critic.enable=false",
+        ),
+        (
+            "trainer.nnodes=2 actor_rollout_ref.rollout.name=hf",
+            "rollout.name=hf does not take weights from several",
+            "actor_rollout_ref.rollout.name=embedded",
+        ),
+        (
+            "trainer.nnodes=2 actor_rollout_ref.model.implementation=transformers",
+            "implementation=transformers is not spread over them",
+            "actor_rollout_ref.model.implementation=auto",
+        ),
         (
             "trainer.n_gpus_per_node=8 trainer.device=auto",
             "this machine has 0 usable GPUs",
-            "trainer.n_gpus_per_node=1 trainer.device=cpu",
+            "trainer.device=cpu",
         ),
         (
             "trainer.n_gpus_per_node=1 trainer.device=auto",
@@ -539,15 +558,16 @@ def test_a_model_is_asked_for_only_where_one_is_needed() -> None:
     assert load_config(hardware=CPU, complete=False).actor_rollout_ref.model.path is None
 
 
-def test_gpus_that_are_there_can_be_used_one_at_a_time() -> None:
+def test_gpus_that_are_there_can_be_used() -> None:
     two = Hardware(gpus=2, cpus=8)
     assert load("trainer.device=cuda", two).trainer.device == "cuda"
     assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
+    assert load("trainer.n_gpus_per_node=2", two).trainer.n_gpus_per_node == 2
     with pytest.raises(ConfigError) as caught:
-        load("trainer.n_gpus_per_node=2", two)
+        load("trainer.n_gpus_per_node=3", two)
     assert str(caught.value) == (
-        "trainer.n_gpus_per_node=2: this version uses one device and this machine has 2 usable "
-        "GPUs; set trainer.n_gpus_per_node=1"
+        "trainer.n_gpus_per_node=3: this machine has 2 usable GPUs; set trainer.n_gpus_per_node=2, "
+        "or trainer.device=cpu, where it counts processes"
     )
 
 

@@ -164,10 +164,9 @@ def training(
     )
     made = OpportunisticTraining(
         setup,
-        shared_decoder(),
+        lambda: PolicyEnds.of(shared_decoder(), torch.float32),
         [Receiver()],
         compute,
-        dtype=torch.float32,
         notify=notify,
         stages=Stages(),
     )

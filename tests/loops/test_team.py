@@ -31,6 +31,13 @@ SHAPE = {
         f"{ACTOR}.kl_loss_type=full",
         f"{ROLLOUT}.top_p=0.9",
     ),
+    "a draft head that learns": (
+        "speculative.enable=true",
+        "speculative.spec_strategy=eagle",
+        "speculative.train.enable_drafter_training=true",
+        "speculative.train.training_interval_steps=1",
+        "speculative.train.held_out_every=2",
+    ),
 }
 
 

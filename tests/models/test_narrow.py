@@ -28,7 +28,7 @@ def make(family: str, seed: int) -> Decoder:
     )
     decoder.init_weights(seed)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for parameter in decoder.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.arange(len(parameter)) * (0.01 + seed / 100))
     return decoder
