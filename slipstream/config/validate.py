@@ -670,7 +670,7 @@ def _place(config: Config, hardware: Hardware) -> Iterator[str]:
 
 def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that several processes do not share yet, and what to set instead."""
-    actor_ref = config.actor_rollout_ref
+    rollout = config.actor_rollout_ref.rollout
     if config.algorithm.adv_estimator == "gae":
         yield (
             "algorithm.adv_estimator=gae has a critic, which is not spread over them",
@@ -681,13 +681,8 @@ def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
             "critic.enable=true has a critic, which is not spread over them",
             "critic.enable=false",
         )
-    if actor_ref.rollout.name != "embedded":
+    if rollout.name != "embedded":
         yield (
-            f"{_ROLLOUT}.name={actor_ref.rollout.name} does not take weights from several",
+            f"{_ROLLOUT}.name={rollout.name} does not take weights from several",
             f"{_ROLLOUT}.name=embedded",
-        )
-    if actor_ref.model.implementation == "transformers":
-        yield (
-            "actor_rollout_ref.model.implementation=transformers is not spread over them",
-            "actor_rollout_ref.model.implementation=auto",
         )

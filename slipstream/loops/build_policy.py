@@ -189,6 +189,11 @@ def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
     key = "actor_rollout_ref"
     if name != "hf":
         yield f"{key}.rollout.name={name} does not generate with it", f"{key}.rollout.name=hf"
+    if process_count(config) > 1:
+        yield (
+            f"its weights are not spread over {process_count(config)} processes",
+            "trainer.nnodes=1 and trainer.n_gpus_per_node to at most 1",
+        )
     if model.lora_rank:
         yield (
             f"{key}.model.lora_rank={model.lora_rank} adapts the decoder",

@@ -475,11 +475,6 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "actor_rollout_ref.rollout.name=embedded",
         ),
         (
-            "trainer.nnodes=2 actor_rollout_ref.model.implementation=transformers",
-            "implementation=transformers is not spread over them",
-            "actor_rollout_ref.model.implementation=auto",
-        ),
-        (
             "trainer.n_gpus_per_node=8 trainer.device=auto",
             "this machine has 0 usable GPUs",
             "trainer.device=cpu",
@@ -564,7 +559,7 @@ def test_gpus_that_are_there_can_be_used() -> None:
     assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
     assert load("trainer.n_gpus_per_node=2", two).trainer.n_gpus_per_node == 2
     with pytest.raises(ConfigError) as caught:
-        load("trainer.n_gpus_per_node=3", two)
+        load("trainer.n_gpus_per_node=3 trainer.device=auto", two)
     assert str(caught.value) == (
         "trainer.n_gpus_per_node=3: this machine has 2 usable GPUs; set trainer.n_gpus_per_node=2, "
         "or trainer.device=cpu, where it counts processes"
