@@ -55,6 +55,14 @@ CASES: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.model.enable_gradient_checkpointing=true",
         *("sft.batch_tokens=16384", "sft.max_tokens_per_micro_batch=16384"),
     ),
+    "two processes": (
+        *("--recipe", "quickstart", "trainer.mode=rl", *_WIDE),
+        *("trainer.nnodes=2", "actor_rollout_ref.actor.use_kl_loss=true"),
+    ),
+    "two processes, checkpointing": (
+        *("--recipe", "quickstart", "trainer.mode=rl", *_WIDE),
+        *("trainer.nnodes=2", "actor_rollout_ref.model.enable_gradient_checkpointing=true"),
+    ),
     "reference, fp32": (
         *("--recipe", "quickstart", "trainer.mode=rl", *_WIDE),
         "actor_rollout_ref.actor.use_kl_loss=true",

@@ -23,6 +23,7 @@ from slipstream.models.lora import adapter_tensors
 from slipstream.models.policy import policy_weights
 from slipstream.models.sharded import full
 from slipstream.training.fsdp2 import ShardedBackend
+from slipstream.training.lora import adapter_state
 from slipstream.training.losses import LossFn
 from slipstream.training.protocol import StateTree, TrainFuture
 from slipstream.training.publish import named_buckets
@@ -160,8 +161,13 @@ class TeamBackend(ShardedBackend):
 
         return self._compute.submit(gather)
 
-    def _state_for_others(self) -> None:
-        super().state_dict()
+    def _state_for_others(self) -> TrainFuture[None]:
+        def gather() -> None:
+            self._guarded.optimizer.gather()
+            if self._lora:
+                adapter_state(self.decoder, self._base())
+
+        return self._compute.submit(gather)
 
     def _adapter_for_others(self) -> TrainFuture[int]:
         return self._compute.submit(lambda: len(adapter_tensors(self.decoder)))

@@ -14,6 +14,7 @@ from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.config.val_settings import val_settings
 from slipstream.loops.build_algorithm import critic_budget, critic_updates, wants_greedy
+from slipstream.loops.build_policy import process_count
 from slipstream.rollout.manager import with_over_sampling
 
 
@@ -46,6 +47,9 @@ class RlBatches:
     micro_batches: int
     critic_micro_batch_tokens: int
     in_flight: int
+    processes: int
+    """They share an update's samples, and what is decoded; so `micro_batches`, the tokens of one
+    and `in_flight` are those of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +102,19 @@ def _rl(config: Config, steps: int) -> RlBatches:
     prompts, n = config.data.train_batch_size, rollout.n
     mini = actor.ppo_mini_batch_size or prompts
     longest = _longest(config)
-    mini_tokens = mini * n * longest
+    # Of each process, as near as their lengths allow.
+    processes = process_count(config)
+    own_samples = math.ceil(mini * n / processes)
+    mini_tokens = own_samples * longest
     # A forward pass takes so many tokens, or sequences.
     budget = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
     rows = actor.ppo_micro_batch_size_per_gpu
     if budget is not None:
-        most, passes = min(budget, mini_tokens), math.ceil(mini * n / max(1, budget // longest))
+        most = min(budget, mini_tokens)
+        passes = math.ceil(own_samples / max(1, budget // longest))
     else:
-        rows = rows or mini * n
-        most, passes = min(rows * longest, mini_tokens), math.ceil(mini * n / rows)
+        rows = rows or own_samples
+        most, passes = min(rows * longest, mini_tokens), math.ceil(own_samples / rows)
     own = critic_budget(config)
     critic_rows = config.critic.ppo_micro_batch_size_per_gpu or rows or mini * n
     critic_tokens = critic_rows * longest if own is None else own
@@ -126,7 +134,8 @@ def _rl(config: Config, steps: int) -> RlBatches:
         micro_batch_tokens=most,
         micro_batches=passes,
         critic_micro_batch_tokens=min(critic_tokens, critic_mini),
-        in_flight=min(started * (n + greedy), rollout.max_num_seqs),
+        in_flight=min(math.ceil(started * (n + greedy) / processes), rollout.max_num_seqs),
+        processes=processes,
     )
 
 
@@ -145,14 +154,17 @@ def rows_of(batches: Batches) -> Iterator[tuple[str, str]]:
         )
         yield "a sample", f"at most {batches.longest:,} tokens, prompt and response"
         yield "tokens of a step", f"at most {rl.tokens:,}"
-        yield "decoded at once", f"at most {rl.in_flight:,} responses"
+        several, each = rl.processes > 1, " in each process" if rl.processes > 1 else ""
+        if several:
+            yield "processes", f"{rl.processes:,}, which share samples and weights"
+        yield "decoded at once", f"at most {rl.in_flight:,} responses{each}"
         yield (
             "updates of a step",
             f"{rl.updates:,} of {rl.mini_prompts:,} prompts = {rl.mini_samples:,} samples",
         )
         yield (
             "their micro-batches",
-            f"at most {rl.micro_batches:,} of at most {rl.micro_batch_tokens:,} tokens",
+            f"at most {rl.micro_batches:,} of at most {rl.micro_batch_tokens:,} tokens{each}",
         )
     if batches.held_out:
         several = batches.val_per_prompt > 1

@@ -103,6 +103,7 @@ __all__ = [
     "engine_settings",
     "eval_settings",
     "import_external",
+    "keeps_one_copy",
     "kv_bytes",
     "make_backend",
     "make_data_buffer",
@@ -117,6 +118,7 @@ __all__ = [
     "make_task",
     "make_tokenizer",
     "max_model_len",
+    "memory_sharers",
     "model_config",
     "optim_settings",
     "process_count",
@@ -350,9 +352,14 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
         free_cache_engine=free,
         one_thread_below=rollout.one_thread_below,
         stagger_samples=config.speculative.enable and config.speculative.history.stagger_samples,
-        # Several GPUs are for models of which one has no room for more.
-        one_copy=process_count(config) > 1 and device_of(config).type == "cuda",
+        one_copy=keeps_one_copy(config),
     )
+
+
+def keeps_one_copy(config: Config) -> bool:
+    """Whether the engine has no second copy of its weights: several GPUs are for models of which
+    one has no room for more."""
+    return process_count(config) > 1 and device_of(config).type == "cuda"
 
 
 def _hf_engine(

@@ -100,12 +100,14 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
         largest = max(phase.one_at_a_time, key=lambda what: phase.one_at_a_time[what])
         rows.append((f"{prefix}{largest}, at its peak", _size(phase.one_at_a_time[largest])))
     free = free_bytes(device)
-    rows.append(("at most, all responses at full length", _size(estimate.total)))
+    count = build.process_count(config)
+    each = f" (each of {count} processes)" if count > 1 else ""
+    rows.append((f"at most, all responses at full length{each}", _size(estimate.total)))
     rows.append((f"free on {device.type} now", _size(free)))
     page.table(rows)
     if estimate.uncounted:
         page.line(f"not counted: {', '.join(estimate.uncounted)}")
-    if estimate.total - estimate.base > free:
+    if (estimate.total - estimate.base) * build.memory_sharers(config) > free:
         page.line(
             "that is more than is free: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
             "(an optimizer step), actor_rollout_ref.rollout.max_num_seqs (keys and values), or "

@@ -88,6 +88,29 @@ class TrainerBytes:
             self.optimizer.at(layers, words),
         )
 
+    def spread(self, processes: int, gathered: int, *, recomputes: bool) -> TrainerBytes:
+        """Of each of so many processes that share weights, gradients and optimizer state: slices of
+        these, and `gathered` bytes of the weights that are there at once. `recomputes`: weights in
+        compute form are there for a layer at a time, and not, with the activations, until the
+        backward pass."""
+
+        def slices(whole: Linear, extra: int = 0) -> Linear:
+            part = {
+                name: getattr(whole, name) / processes for name in ("constant", "layer", "word")
+            }
+            return replace(whole, **{**part, "constant": part["constant"] + extra})
+
+        forward = replace(self.forward, constant=self.forward.constant + gathered)
+        if recomputes:
+            forward = replace(forward, constant=forward.constant + forward.layer, layer=0.0)
+        return TrainerBytes(
+            kept=slices(self.kept),
+            forward=forward,
+            gradients=slices(self.gradients, gathered),
+            optimizer=slices(self.optimizer),
+            layer=self.layer,
+        )
+
 
 def measure_trainer(
     config: ModelConfig, make: MakeTrainer, *, device: torch.device, recomputes: bool = False

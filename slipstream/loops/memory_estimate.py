@@ -143,7 +143,7 @@ def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bo
         held=held,
         one_at_a_time={
             "an optimizer step": _step(config, trainer, policy, tokens, length),
-            "writing a checkpoint": _optimizer_state(trainer, policy),
+            "writing a checkpoint": _optimizer_state(config, trainer, policy),
         },
     )
 
@@ -154,10 +154,10 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     trainer = _trainer(config, policy, build.actor_optim(config, rl.steps))
     held = {"policy and optimizer": _kept(trainer, policy)}
     if (reference := _reference(config, policy)) is not None:
-        held["reference"] = 4 * _parameters(reference)
+        held["reference"] = 4 * _parameters(reference) // build.process_count(config)
     one_at_a_time = {
         "an optimizer step": _step(config, trainer, policy, rl.micro_batch_tokens, batches.longest),
-        "writing a checkpoint": _optimizer_state(trainer, policy),
+        "writing a checkpoint": _optimizer_state(config, trainer, policy),
     }
     if build.wants_critic(config):
         model, critic = _critic(config, policy, rl.steps)
@@ -206,7 +206,14 @@ def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> Train
     """Of the policy."""
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
     make = _maker(config, optim, _little_adapter(config))
-    return measure_trainer(policy, make, device=build.device_of(config), recomputes=recompute)
+    device = build.device_of(config)
+    trainer = measure_trainer(policy, make, device=device, recomputes=recompute)
+    count = build.process_count(config)
+    if count == 1:
+        return trainer
+    one = replace(policy, num_layers=1, windowed_layers=())
+    # In fp32 a layer, and what belongs to none.
+    return trainer.spread(count, 4 * _parameters(one), recomputes=recompute)
 
 
 def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:
@@ -290,9 +297,12 @@ def _resident(config: Config, step: int, *, recomputes: bool) -> int:
     return round((_GAPS_AGAIN if recomputes else _GAPS) * step)
 
 
-def _optimizer_state(trainer: TrainerBytes, policy: ModelConfig) -> int:
-    """A copy of it is what is written."""
-    return max(0, _kept(trainer, policy) - 4 * _parameters(policy))
+def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig) -> int:
+    """A copy of it is what is written: of several processes by the first, in its host's memory."""
+    count = build.process_count(config)
+    if count > 1 and build.device_of(config).type != "cpu":
+        return 0
+    return max(0, count * _kept(trainer, policy) - 4 * _parameters(policy))
 
 
 def _parameters(model: ModelConfig) -> int:
@@ -304,8 +314,8 @@ def _parameters(model: ModelConfig) -> int:
 def _engine(
     config: Config, policy: ModelConfig, in_flight: int, held: Mapping[str, int]
 ) -> dict[str, int]:
-    """Weights in fp32 and as they are computed with; keys and values of so many responses, of which
-    the store takes its share of what is free beside `held`."""
+    """Weights as they are computed with and, unless one copy is all, in fp32; keys and values of so
+    many responses, of which the store takes its share of what is free beside `held`."""
     rollout, dtype, device = (
         config.actor_rollout_ref.rollout,
         build.rollout_dtype(config),
@@ -321,11 +331,13 @@ def _engine(
             "engine's weights": dtype.itemsize * _parameters(policy),
             "keys and values": round(copied * size),
         }
-    weights = (4 + dtype.itemsize) * _parameters(policy)
+    one_copy = build.keeps_one_copy(config)
+    weights = ((0 if one_copy else 4) + dtype.itemsize) * _parameters(policy)
     budget = rollout.kv_cache_bytes
     if budget is None:
         free = free_bytes(device) - sum(held.values()) - weights
-        budget = round(rollout.gpu_memory_utilization * max(0, free))
+        share = rollout.gpu_memory_utilization / build.memory_sharers(config)
+        budget = round(share * max(0, free))
     return {"engine's weights": weights, "keys and values": round(copied * min(size, budget))}
 
 

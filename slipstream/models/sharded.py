@@ -60,6 +60,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor if gather is None else cast(Tensor, gather())
 
 
+def whole_copy(tensor: Tensor) -> Tensor:
+    """A copy of the whole; of one that is spread in the host's memory, where there is room."""
+    return full(tensor).cpu() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
 def slice_like(value: Tensor, spread: Tensor) -> Tensor:
     """This process's part of `value`, which every process has alike, spread as `spread` is."""
     if not hasattr(spread, "full_tensor"):

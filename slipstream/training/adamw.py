@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slipstream.models.sharded import full, slice_like
+from slipstream.models.sharded import full, slice_like, whole_copy
 
 
 class AdamW:
@@ -67,11 +67,18 @@ class AdamW:
             )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of step count and moments by parameter name; empty before the first step."""
+        """Copies of step count and moments by parameter name; empty before the first step. Slices
+        are gathered (collective), into the host's memory."""
         return {
-            name: {key: full(value).clone() for key, value in state.items()}
+            name: {key: whole_copy(value) for key, value in state.items()}
             for name, state in self._state.items()
         }
+
+    def gather(self) -> None:
+        """Take part where another process makes a `state_dict`, and keep nothing."""
+        for state in self._state.values():
+            for value in state.values():
+                full(value)
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Go on from `state_dict()`; names and shapes have to be those of the parameters."""

@@ -190,6 +190,10 @@ class PolicyOptimizer:
             "muon": muon,
         }
 
+    def gather(self) -> None:
+        """Take part where another process makes a `state_dict`, and keep nothing."""
+        self._adamw.gather()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`.
 

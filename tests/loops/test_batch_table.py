@@ -44,7 +44,17 @@ def test_one_update_of_the_whole_batch() -> None:
         micro_batches=3,
         critic_micro_batch_tokens=1000,
         in_flight=24,
+        processes=1,
     )
+
+
+def test_processes_share_samples() -> None:
+    found = rl(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")
+    assert (found.samples, found.mini_samples, found.processes) == (24, 24, 3)
+    assert (found.micro_batches, found.micro_batch_tokens, found.in_flight) == (1, 800, 8)
+    lines = dict(rows_of(table(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")))
+    assert lines["processes"] == "3, which share samples and weights"
+    assert lines["decoded at once"] == "at most 8 responses in each process"
 
 
 def test_mini_batches_epochs_and_rows() -> None:

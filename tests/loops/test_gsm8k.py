@@ -1,10 +1,11 @@
-"""The recipe of docs/getting_started.md, and examples/grpo_7B.sh: a Qwen2.5 on GSM8K, from folders
-as the Hub has them."""
+"""The recipe of docs/getting_started.md, and the scripts of examples/ for large models: a Qwen2.5
+on GSM8K, from folders as the Hub has them."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -143,29 +144,35 @@ def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(row["gts"] in {str(2 * n + 1) for n in range(2, 10)} for row in rows)
 
 
-def test_the_script_of_a_large_model_tries_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but the GPU, and the head, which is of the large model."""
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A folder with the files of the scripts for large models, which is gone to, and the
+    environment that they are to have."""
     monkeypatch.chdir(tmp_path)
     write_data(Path("downloads/gsm8k"))
     write_model(Path(MODEL))
     assert cli.main(["data", "gsm8k", "downloads/gsm8k/main", "--output", "data"]) == 0
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "MODEL": MODEL,
+        "TRAIN": "data/train.parquet",
+        "VAL": "data/test.parquet",
+    }
+
+
+def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
+    """What a script says that only tries, of all but the GPUs, and the head, which is of the large
+    model."""
     done = subprocess.run(
         [
-            *("bash", ROOT / "examples/grpo_7B.sh", "--dry-run"),
-            *("trainer.n_gpus_per_node=0", "trainer.device=cpu", "trainer.num_threads=1"),
+            *("bash", ROOT / "examples" / script, "--dry-run"),
+            *("trainer.device=cpu", "trainer.num_threads=1"),
             *("speculative.spec_strategy=history", "speculative.eagle.spec_model_path=null"),
-            "data.train_batch_size=8",
+            *more,
         ],
-        env={
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "MODEL": MODEL,
-            "TRAIN": "data/train.parquet",
-            "VAL": "data/test.parquet",
-        },
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -173,7 +180,45 @@ def test_the_script_of_a_large_model_tries_a_step(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
-    assert "updates of a step 2 of 4 prompts = 32 samples" in lines
     assert any(line.startswith("RL 1/1") for line in lines)
     assert not Path("runs").exists()
+    return lines
+
+
+def test_the_script_of_a_large_model_tries_a_step(large: dict[str, str]) -> None:
+    lines = tried("grpo_7B.sh", large, "trainer.n_gpus_per_node=0", "data.train_batch_size=8")
+    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
+    assert "updates of a step 2 of 4 prompts = 32 samples" in lines
+
+
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do echo "$1" >> srun.log; shift; done
+exec "$@"
+"""
+"""Of a job whose other machine is this one, too."""
+
+
+def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, str]) -> None:
+    srun = Path("srun")
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    slurm = {
+        "HOME": os.getcwd(),
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "GPUS": "0",
+        "HEAD_ADDRESS": "127.0.0.1",
+        "RAY_PORT": str(port),
+    }
+    more = "data.max_response_length=512", "data.train_batch_size=8"
+    lines = tried("grpo_32B_multi_nodes.sh", {**large, **slurm}, *more)
+    assert Path("srun.log").read_text().split() == ["--nodes=1", "--ntasks=1", "--relative=1"]
+    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
+    assert "processes 2, which share samples and weights" in lines
+    assert "updates of a step 1 of 8 prompts = 64 samples" in lines
+    # Each of Ray's machines has room for one process.
+    assert "Ray runtime started" in Path("ray-others.log").read_text()
