@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from slipstream.models import Decoder, ModelConfig
 from slipstream.models.narrow import empty_narrow, pack_in_place, write
 
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
     "qwen2": {"family": "qwen2", "tie_word_embeddings": False},
 }
