@@ -29,6 +29,10 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
     # Ray on every machine of the job: on the first, where this script runs, and then on the others.
     host=${HEAD_ADDRESS:-$(hostname --ip-address | cut -d " " -f 1)}
     port=${RAY_PORT:-6379}
+    if [ "$NODES" -gt 1 ] && [[ $host == 127.* ]] && [ -z "${HEAD_ADDRESS:-}" ]; then
+        echo "this machine calls itself $host; set HEAD_ADDRESS to what the others reach it by" >&2
+        exit 2
+    fi
     resources=(--num-gpus="$GPUS" --num-cpus="${SLURM_CPUS_PER_TASK:-64}" --disable-usage-stats)
     # A secret that Ray keeps in the home directory, which the machines share; older versions
     # have none.
@@ -43,7 +47,7 @@ if [ -n "${SLURM_JOB_ID:-}" ]; then
     export RAY_ADDRESS=$host:$port
     if [ "$NODES" -gt 1 ]; then
         srun --nodes=$((NODES - 1)) --ntasks=$((NODES - 1)) --relative=1 \
-            ray start --block --address="$RAY_ADDRESS" "${resources[@]}" > ray-others.log &
+            --cpus-per-task="${SLURM_CPUS_PER_TASK:-64}" ray start --block --address="$RAY_ADDRESS" "${resources[@]}" > ray-others.log &
     fi
 fi
 

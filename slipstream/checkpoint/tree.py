@@ -71,8 +71,10 @@ def tree_writer(tree: Any) -> Callable[[Path], None]:
     return write
 
 
-def load_tree(path: Path) -> Any:
-    """Read what `save_tree` wrote; tensors are on the CPU, contiguous, and own their memory.
+def load_tree(path: Path, *, mapped: bool = False) -> Any:
+    """Read what `save_tree` wrote; tensors are on the CPU, contiguous, and own their memory. Where
+    they are `mapped` they do not, and are read when they are used: for who takes a part of each,
+    while the file stays as it is.
 
     Raises CheckpointError, naming the file, where it is missing, truncated, corrupt, written by a
     newer version, a safetensors file of another program, or a pickle.
@@ -84,7 +86,9 @@ def load_tree(path: Path) -> Any:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             # A mapped tensor changes with its file, and a shortened file ends the process.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if not mapped:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is truncated or corrupt, not a readable safetensors file ({error}); resume "

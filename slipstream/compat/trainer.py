@@ -28,8 +28,8 @@ class RayPPOTrainer:
     (`environment.items`), None: `data.train_files`. `reward_fn` takes a `DataProto` and returns a
     tensor (B,) or (B, R), or has another signature of `rewards.signatures`, None: what the
     configuration names. `tokenizer`: None is that of the model or, without one, of the data set.
-    `collate_fn` gets items one by one. The run is one process: roles, resource pools and worker
-    groups of Ray are accepted and not used.
+    `collate_fn` gets items one by one. Where processes run is said by `trainer.nnodes` and
+    `trainer.n_gpus_per_node`: roles, resource pools and worker groups are accepted and not used.
     """
 
     def __init__(
@@ -66,7 +66,11 @@ class RayPPOTrainer:
             "ray_worker_group_cls": ray_worker_group_cls,
         }
         for name in (name for name, value in given.items() if value is not None):
-            _log.warning("RayPPOTrainer(%s=...) has no effect: the run is one process", name)
+            _log.warning(
+                "RayPPOTrainer(%s=...) has no effect: trainer.nnodes and trainer.n_gpus_per_node "
+                "say where processes run",
+                name,
+            )
         if tokenizer is None and not _names_tokenizer(self.config):
             tokenizer = getattr(train_dataset, "tokenizer", None)
         self._parts = GivenParts(

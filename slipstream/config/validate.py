@@ -681,6 +681,12 @@ def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
             "critic.enable=true has a critic, which is not spread over them",
             "critic.enable=false",
         )
+    if config.speculative.train.collect_hidden_states_from_engine:
+        yield (
+            "speculative.train.collect_hidden_states_from_engine=true: hidden states do not go "
+            "from one to another",
+            "speculative.train.collect_hidden_states_from_engine=false",
+        )
     if rollout.name != "embedded":
         yield (
             f"{_ROLLOUT}.name={rollout.name} does not take weights from several",

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.algorithms.full_kl import KLDirection
+from slipstream.checkpoint.tree import load_tree
 from slipstream.distributed.team import Team
 from slipstream.errors import TrainingError
 from slipstream.models.decoder import Decoder
@@ -110,6 +111,15 @@ class TeamBackend(ShardedBackend):
         with self._team.together(self._part, "load_state_dict", state) as all_of_us:
             super().load_state_dict(state)
             all_of_us.wait()
+
+    def load_training_state(self, file: Path) -> bool:
+        """As `SingleProcessBackend.load_training_state`: each process reads the file by itself, and
+        keeps no more than its part."""
+        with self._team.together(self._part, "load_training_state", file) as all_of_us:
+            state = load_tree(file, mapped=True)
+            super().load_state_dict(state)
+            all_of_us.wait()
+        return "lora" in state
 
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None

@@ -112,7 +112,7 @@ class EngineTeam:
     """`InferenceEngine` on this process's engine and those of the members of `team`."""
 
     def __init__(self, own: InferenceEngine, team: Team) -> None:
-        self._own = own
+        self.own = own
         self._team = team
         self._engines: list[InferenceEngine] = [own, *map(RemoteEngine, team.members)]
         self._load = [0] * len(self._engines)
@@ -167,7 +167,7 @@ class EngineTeam:
 
     def close(self) -> None:
         """Close this process's engine; the others end with their processes."""
-        if close := getattr(self._own, "close", None):
+        if close := getattr(self.own, "close", None):
             close()
 
     async def _gather(self, update: WeightUpdate, weights: GatheredWeights) -> None:
@@ -177,7 +177,7 @@ class EngineTeam:
             pass
         own = replace(update, buckets=weights.backend.gathered())
         try:
-            await self._own.update_weights(own)
+            await self.own.update_weights(own)
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(all.wait)

@@ -8,6 +8,7 @@ an actor of it) and no parts: a function makes them here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import sys
@@ -34,13 +35,13 @@ HOST = "host"
 
 def join(address: str, rank: int, size: int, device: str, timeout_s: float) -> Ranks:
     """Meet the other processes at `address` (host:port), each with a `rank` of its own."""
-    cuda = device == "cuda"
+    cuda, patience = device == "cuda", timedelta(seconds=timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"tcp://{address}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=patience,
     )
     return Ranks(mesh=init_device_mesh(device, (size,)), objects=dist.new_group(backend="gloo"))
 
@@ -72,6 +73,8 @@ class Host:
     def make_parts(self, make: Callable[..., Parts], *given: Any) -> None:
         """Put what `make(ranks, *given)` returns in the place of the parts."""
         self._parts = {}
+        # Engines and trainers are in cycles, and two of each might not fit.
+        give_back()
         self._parts = make(self._ranks, *given)
 
     async def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> None:
@@ -112,6 +115,13 @@ class Host:
         work = self._calls.setdefault(call, None)
         if work is not None:
             work.cancel()
+
+
+def give_back() -> None:
+    """Let go of what nobody refers to any more, at once."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _settle(work: Callable[[], Any], done: Future[Any]) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from slipstream.distributed.host import Host, join
 from slipstream.distributed.team import Team
 from slipstream.errors import ConfigError, SlipstreamError, StageTimeoutError, TrainingError
+from slipstream.threads import DaemonThreads
 from slipstream.training.fsdp2 import Ranks
 
 ADDRESS = "RAY_ADDRESS"
@@ -30,6 +33,12 @@ ADDRESS = "RAY_ADDRESS"
 JOIN_SECONDS = 120.0
 """Processes that have not met after so long do not."""
 
+TOLD = ("GLOO_", "NCCL_", "OMP_", "SLIPSTREAM_", "TORCH_")
+"""Beginnings of the names of variables that the other processes get as this one has them."""
+
+MOST_CALLS = 1 << 16
+"""At once, of one process."""
+
 LOCAL_SECONDS = 10.0
 """The same of places on this machine."""
 
@@ -37,18 +46,15 @@ LOCAL_SECONDS = 10.0
 class _Seat:
     """Holds the GPU that process 0 works on."""
 
-    def gpus(self) -> list[int]:
+    def gpus(self) -> list[str]:
         import ray
 
-        return [int(name) for name in ray.get_gpu_ids()]
+        return [str(name) for name in ray.get_gpu_ids()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
     actor: Any
-
-    def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> Future[Any]:
-        return _future(self.actor.order.remote(number, part, method, given))
 
     def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
         return _future(self.actor.engine.remote(call, method, given))
@@ -84,23 +90,45 @@ class Cluster:
             ) from None
         self._ray = ray
         self._group: Any = None
+        self.gpu: int | None = None
+        """What process 0 is to compute on, in each of its threads: see `use_gpu`."""
         self._actors: list[Any] = []
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         # Only where it is named: Ray would find that of any other run on this machine, too.
         self._address = os.environ.get(ADDRESS)
-        if self._address:
-            _check_answers(self._address)
-            ray.init(address=self._address, **quiet)
-        else:
-            cores = max(size, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            self._connect(size)
         try:
             self._actors = self._place(size, device, threads)
             self._ranks = self._meet(size, device, timeout_s)
         except BaseException:
             self.close()
             raise
-        self.team = Team(self._ranks, [_Member(actor) for actor in self._actors], on_failure)
+        members = [_Member(actor) for actor in self._actors]
+        self.team = Team(self._ranks, members, self._tell, on_failure)
+
+    def _connect(self, size: int) -> None:
+        """To the cluster that is named, or one for this process alone. Raises ConfigError."""
+        given: dict[str, Any] = {"address": "local", "include_dashboard": False}
+        given["num_cpus"] = max(size, os.cpu_count() or 1)
+        if self._address:
+            _check_answers(self._address)
+            given = {"address": self._address}
+        ends = signal.getsignal(signal.SIGTERM)
+        # Ray would tell its makers that it runs.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            self._ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise ConfigError(
+                f"Ray cannot be used ({type(error).__name__}: {error}); a run is on one of the "
+                f"cluster's machines, with its version of Ray and its token. Without {ADDRESS} it "
+                "is on this machine alone"
+            ) from error
+        finally:
+            # Ray ends the process at once; a run ends with a checkpoint.
+            if ends is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, ends)
 
     def _place(self, size: int, device: str, threads: int | None) -> list[Any]:
         ray = self._ray
@@ -133,18 +161,34 @@ class Cluster:
 
         if gpu:
             self._seat = ray.remote(_Seat).options(**options(0)).remote()
-            torch.cuda.set_device(ray.get(self._seat.gpus.remote())[0])
-        host = ray.remote(Host)
+            (name,) = ray.get(self._seat.gpus.remote())
+            self.gpu = _own_index(name)
         given = os.getcwd(), sys.path, threads
-        actors = [host.options(**options(index)).remote(*given) for index in range(1, size)]
+        # As here: what libraries are told there changes numbers, or finds the network.
+        told = {k: v for k, v in os.environ.items() if k.startswith(TOLD)}
+        actors = [
+            ray.remote(Host)
+            # Every response that is generated is a call, and orders must not wait for them.
+            .options(max_concurrency=MOST_CALLS, runtime_env={"env_vars": told}, **options(index))
+            .remote(*given)
+            for index in range(1, size)
+        ]
+        self._actors = actors
+        self._all([actor.ready.remote() for actor in actors], "were not ready")
+        return actors
+
+    def _all(self, references: list[Any], problem: str) -> None:
+        """Wait for all. Raises what one of them raised, and StageTimeoutError."""
+        ray = self._ray
         try:
-            ray.get([actor.ready.remote() for actor in actors], timeout=JOIN_SECONDS)
+            ray.get(references, timeout=JOIN_SECONDS)
         except ray.exceptions.GetTimeoutError:
             raise StageTimeoutError(
-                f"the other {size - 1} processes of the run were not ready in {JOIN_SECONDS:g} s; "
-                "`ray status` says what the cluster waits for"
+                f"the other {len(references)} processes of the run {problem} in "
+                f"{JOIN_SECONDS:g} s; `ray status` says what the cluster waits for"
             ) from None
-        return actors
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
 
     def _meet(self, size: int, device: str, timeout_s: float) -> Ranks:
         ray = self._ray
@@ -156,14 +200,26 @@ class Cluster:
             actor.join.remote(address, rank, size, device, timeout_s)
             for rank, actor in enumerate(self._actors, 1)
         ]
-        ranks = join(address, 0, size, device, timeout_s)
-        try:
-            ray.get(joining, timeout=JOIN_SECONDS)
-        except ray.exceptions.GetTimeoutError:
-            raise StageTimeoutError(
-                f"the {size} processes of the run have not met at {address} in {JOIN_SECONDS:g} s"
-            ) from None
+        self.use_gpu()
+        # In a thread: where another process cannot come, it waits for as long as a stage may take.
+        own = DaemonThreads("meeting").submit(lambda: join(address, 0, size, device, timeout_s))
+        self._all(joining, f"have not met at {address}")
+        ranks = own.result(JOIN_SECONDS)
+        # PyTorch takes the first one for rank 0, and this machine may have given another.
+        self.use_gpu()
         return ranks
+
+    def _tell(
+        self, number: int, part: str, method: str, given: tuple[Any, ...]
+    ) -> list[Future[Any]]:
+        # Put once: a batch may be large, and the others many.
+        shared = self._ray.put(given)
+        return [_future(a.order.remote(number, part, method, shared)) for a in self._actors]
+
+    def use_gpu(self) -> None:
+        """Have this thread compute on process 0's GPU: each thread has a choice of its own."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
 
     def close(self) -> None:
         """End the other processes."""
@@ -174,7 +230,23 @@ class Cluster:
             ray.util.remove_placement_group(self._group)
         if dist.is_initialized():
             dist.destroy_process_group()
-        ray.shutdown()
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def _own_index(name: str) -> int:
+    """Which of this process's GPUs Ray means: those that it may see are counted from 0. Raises
+    ConfigError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return int(name)
+    names = visible.split(",")
+    if name not in names:
+        raise ConfigError(
+            f"Ray gives the run's first process GPU {name} of this machine, and it may see "
+            f"CUDA_VISIBLE_DEVICES={visible} alone; start Ray and the run with the same"
+        )
+    return names.index(name)
 
 
 def _check_answers(address: str) -> None:

@@ -24,11 +24,7 @@ can say it better."""
 
 
 class Member(Protocol):
-    """Another process (`host.Host`, elsewhere)."""
-
-    def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> Future[Any]:
-        """Call a method of one of its parts when all orders of lower numbers are done."""
-        ...
+    """The engine of another process (`host.Host`, elsewhere)."""
 
     def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
         """Call a method of its engine, now; what it returns, and the engine's counters."""
@@ -39,8 +35,15 @@ class Member(Protocol):
         ...
 
 
+Tell = Callable[[int, str, str, tuple[Any, ...]], Sequence[Future[Any]]]
+"""Has all others call a method of one of their parts when all orders of lower numbers are done."""
+
+
 class Team:
     """This process and those that it takes along: none where it is one of those itself.
+
+    Work of all is begun by one after the other, and not while weights are on their way to engines:
+    the loops do one thing at a time, and nothing else calls.
 
     `on_failure` is told of what went wrong elsewhere while this process waits for it in vain.
     """
@@ -49,10 +52,12 @@ class Team:
         self,
         ranks: Ranks,
         members: Sequence[Member] = (),
+        tell: Tell = lambda number, part, method, given: (),
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.ranks = ranks
         self.members = members
+        self._tell = tell
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._next = 0
@@ -62,8 +67,7 @@ class Team:
         """The others call `method` of their `part`; the body begins what this process does."""
         with self._lock:
             number, self._next = self._next, self._next + 1
-            elsewhere = [m.order(number, part, method, given) for m in self.members]
-            begun = Together(elsewhere, self._on_failure)
+            begun = Together(self._tell(number, part, method, given), self._on_failure)
             try:
                 yield begun
             except BaseException as error:

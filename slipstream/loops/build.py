@@ -304,14 +304,15 @@ def make_engine(
     decode = decode_with(tokenizer)
     if rollout.name == "hf" or isinstance(decoder, ForeignModel):
         return _hf_engine(config, decoder, dtype, decode, compute)
-    settings = engine_settings(config, decoder.config)
-    if settings.one_copy:
+    if keeps_one_copy(config):
         with torch.device("meta"):
             own = Decoder(decoder.config)
         empty_narrow(own, dtype, device)
     else:
         own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
+    # Now: keys and values get a share of what the weights leave free.
+    settings = engine_settings(config, own.config)
     _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
     speculation = None
     if speculate is not None:

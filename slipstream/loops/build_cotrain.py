@@ -151,7 +151,8 @@ def make_cotraining(
             train=settings,
             stands_still=usable_cores() <= torch.get_num_threads(),
         )
-        embedded = [engine for engine in engines if isinstance(engine, EmbeddedEngine)]
+        own = [getattr(engine, "own", engine) for engine in engines]  # of several processes
+        embedded = [engine for engine in own if isinstance(engine, EmbeddedEngine)]
         return OpportunisticTraining(
             setup,
             ends,

@@ -100,10 +100,12 @@ def make_policy(
     if folder is None:
         return make_decoder(config, tokenizer, None)
     model, device = config.actor_rollout_ref.model, device_of(config)
-    adapted = model.lora_rank or model.lora_adapter_path is not None
-    if team is not None and not adapted:
-        return load_sharded(folder, team.ranks.mesh, device=device)
-    return load_policy(folder, model.implementation, device=device)
+    if team is None:
+        return load_policy(folder, model.implementation, device=device)
+    if model.lora_rank or model.lora_adapter_path is not None:
+        # In the host's memory until it is spread.
+        return load_policy(folder, model.implementation)
+    return load_sharded(folder, team.ranks.mesh, device=device)
 
 
 def make_decoder(

@@ -63,8 +63,9 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def open_team(config: Config, stages: Stages) -> Iterator[Team | None]:
-    """The other processes of a run, for the body; None where there are none."""
+def open_team(config: Config, stages: Stages, compute: ComputeThread) -> Iterator[Team | None]:
+    """The other processes of a run that computes on `compute`, for the body; None where there are
+    none."""
     count = build.process_count(config)
     if count == 1:
         yield None
@@ -83,6 +84,7 @@ def open_team(config: Config, stages: Stages) -> Iterator[Team | None]:
         on_failure=on_failure,
     )
     try:
+        compute.run(cluster.use_gpu)
         yield cluster.team
     finally:
         cluster.close()

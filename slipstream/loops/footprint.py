@@ -88,11 +88,14 @@ class TrainerBytes:
             self.optimizer.at(layers, words),
         )
 
-    def spread(self, processes: int, gathered: int, *, recomputes: bool) -> TrainerBytes:
+    def spread(
+        self, processes: int, gathered: int, *, recomputes: bool, whole_optimizer: int | None = None
+    ) -> TrainerBytes:
         """Of each of so many processes that share weights, gradients and optimizer state: slices of
         these, and `gathered` bytes of the weights that are there at once. `recomputes`: weights in
         compute form are there for a layer at a time, and not, with the activations, until the
-        backward pass."""
+        backward pass. `whole_optimizer`: the bytes of the weights, where they alone are shared, and
+        each process has the optimizer's state and what it works on as one would."""
 
         def slices(whole: Linear, extra: int = 0) -> Linear:
             part = {
@@ -104,12 +107,17 @@ class TrainerBytes:
         if recomputes:
             forward = replace(forward, constant=forward.constant + forward.layer, layer=0.0)
         return TrainerBytes(
-            kept=slices(self.kept),
+            kept=slices(self.kept)
+            if whole_optimizer is None
+            else self._less(round((1 - 1 / processes) * whole_optimizer)),
             forward=forward,
             gradients=slices(self.gradients, gathered),
-            optimizer=slices(self.optimizer),
+            optimizer=slices(self.optimizer) if whole_optimizer is None else self.optimizer,
             layer=self.layer,
         )
+
+    def _less(self, size: int) -> Linear:
+        return replace(self.kept, constant=self.kept.constant - size)
 
 
 def measure_trainer(

@@ -125,6 +125,8 @@ def _uncounted(config: Config) -> Iterator[str]:
         yield "what the draft head learns from (speculative.train.buffer_bytes at most)"
     if config.speculative.enable and config.speculative.spec_strategy != "eagle":
         yield "the history that is drafted from"
+    if build.process_count(config) > 1 and build.device_of(config).type == "cuda":
+        yield "12 bytes a weight in the first machine's memory while a checkpoint is written"
     if build.device_of(config).type == "cuda" and not rollout.enforce_eager:
         yield "recorded decode steps (CUDA graphs)"
 
@@ -213,7 +215,8 @@ def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> Train
         return trainer
     one = replace(policy, num_layers=1, windowed_layers=())
     # In fp32 a layer, and what belongs to none.
-    return trainer.spread(count, 4 * _parameters(one), recomputes=recompute)
+    muon = 4 * _parameters(policy) if optim.optimizer == "Muon" else None
+    return trainer.spread(count, 4 * _parameters(one), recomputes=recompute, whole_optimizer=muon)
 
 
 def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:
@@ -299,10 +302,11 @@ def _resident(config: Config, step: int, *, recomputes: bool) -> int:
 
 def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig) -> int:
     """A copy of it is what is written: of several processes by the first, in its host's memory."""
-    count = build.process_count(config)
+    count, weights = build.process_count(config), 4 * _parameters(policy)
     if count > 1 and build.device_of(config).type != "cpu":
         return 0
-    return max(0, count * _kept(trainer, policy) - 4 * _parameters(policy))
+    own = _kept(trainer, policy) - weights // count
+    return max(0, own if own > weights else count * own)
 
 
 def _parameters(model: ModelConfig) -> int:

@@ -38,6 +38,7 @@ from slipstream.models.hf_io import load_config
 from slipstream.models.policy import policy_config
 from slipstream.report.read import TOKENS_FOLDER
 from slipstream.training.critic import Critic
+from slipstream.training.optim import OptimSettings
 from slipstream.types import Group
 
 
@@ -59,7 +60,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         optim=optim,
         sft=True,
         # Alone this process makes it when it comes to validate; all of them make it now.
-        engine=run.team is not None and bool(run.held_out),
+        engine=run.team is not None and bool(run.held_out) and (sft.test_freq > 0 or validate_last),
         speculate=False,
     )
     with run.span("setup"):
@@ -141,9 +142,19 @@ async def validate_policy(run: Run, start: Path | None) -> None:
     resume = run.resume_folder("rl")
     folder = huggingface_folder(resume) if resume is not None else start
 
+    first = folder == initial_policy(run.config)
+
     def make() -> InferenceEngine:
+        if run.team is not None:
+            # The weights come to all engines through a trainer that has nothing to do.
+            wanted = Wanted(start=folder, first=first, optim=OptimSettings(lr=0.0))
+            parts = policy_parts(
+                run.config, run.tokenizer, wanted, run.compute, run.team, run.progress.note
+            )
+            assert parts.engine is not None
+            return parts.engine
         decoder = build.make_policy(run.config, run.tokenizer, folder)
-        build.add_adapter(run.config, decoder, first=folder == initial_policy(run.config))
+        build.add_adapter(run.config, decoder, first=first)
         return build.make_engine(
             run.config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )

@@ -57,7 +57,9 @@ class LastPublished:
         self.tensors: dict[str, Tensor] = {}
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        self.version, self.tensors = update.version, dict(update.tensors())
+        # In the host's memory: they are seldom asked for.
+        self.version = update.version
+        self.tensors = {name: tensor.cpu() for name, tensor in update.tensors()}
 
     def as_update(self) -> WeightUpdate:
         return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
@@ -171,11 +173,9 @@ class Snapshots:
                 f"the checkpoint was written where {was} multiplied bf16, and here {now} does: "
                 "sums are taken in another order, so numbers may differ in last bits"
             )
-        source, tree = huggingface_folder(folder), load_tree(optimizer_file(folder))
-        backend.load_state_dict(tree)
         # Merged weights do not give the base and its adapter back, not to the bit.
-        if "lora" not in tree:
-            backend.load_policy(source)
+        if not backend.load_training_state(optimizer_file(folder)):
+            backend.load_policy(huggingface_folder(folder))
         if published is not None and published_file(folder).exists():
             tree = load_tree(published_file(folder))
             published.version, published.tensors = tree["version"], tree["tensors"]

@@ -30,7 +30,7 @@ from slipstream.models.hf_io import (
     read_tensors,
     save_checkpoint,
 )
-from slipstream.models.lora import LoraLinear, named_weights
+from slipstream.models.lora import LoraLinear, lora_layers, named_weights
 from slipstream.models.sharded import ShardedDecoder, is_sharded, shard
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor | LoraLinear]]:
 def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
     """The policy as it computes in `dtype`; differentiable with respect to its parameters."""
     if isinstance(policy, Decoder) and is_sharded(policy):
-        return ShardedDecoder(policy, dtype)
+        base_only = not all(layer.enabled for layer in lora_layers(policy).values())
+        return ShardedDecoder(policy, dtype, base_only)
     return policy.pack(dtype)
 
 

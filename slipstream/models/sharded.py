@@ -10,6 +10,7 @@ same calls in the same order. Slices are torch's `DTensor`s, which the rest of `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,12 +89,20 @@ class ShardedDecoder:
 
     decoder: Decoder
     compute_dtype: torch.dtype
+    base_only: bool = False
+    """Whether a LoRA adapter was off when this was made, as it then is whenever it computes."""
 
     @property
     def head(self) -> tuple[Tensor, PackedLinear]:
         """As `PackedDecoder.head`; after `forward`, before the weights are given up."""
-        weight = self.decoder.lm_head_weight.to(self.compute_dtype)
+        with self._weights():
+            weight = self.decoder.lm_head_weight.to(self.compute_dtype)
         return weight, PackedLinear.of(weight)
+
+    def _weights(self) -> AbstractContextManager[None]:
+        from slipstream.models.lora import base_weights_only
+
+        return base_weights_only(self.decoder) if self.base_only else nullcontext()
 
     def forward(
         self,
@@ -107,13 +116,14 @@ class ShardedDecoder:
         """As `PackedDecoder.forward`, to the bit; collective."""
         from slipstream.models.decoder import HiddenStates
 
-        final, tapped = self.decoder(
-            self.compute_dtype,
-            ids_BT,
-            positions_BT,
-            lengths=lengths,
-            taps=tuple(taps),
-            recompute=recompute,
-        )
+        with self._weights():
+            final, tapped = self.decoder(
+                self.compute_dtype,
+                ids_BT,
+                positions_BT,
+                lengths=lengths,
+                taps=tuple(taps),
+                recompute=recompute,
+            )
         # Not viewed as sequences in there: FSDP2 hangs its hooks on what comes out.
         return HiddenStates(final, tapped).in_sequences(len(ids_BT))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from slipstream.models.decoder import Decoder
@@ -78,7 +77,8 @@ class ShardedBackend(SingleProcessBackend):
         in `SingleProcessBackend`."""
         self._ranks = ranks
         if not is_sharded(decoder):
-            shard(decoder.to(torch.device(settings.get("device", "cpu"))), ranks.mesh)
+            # Wherever it is: layer by layer it goes to the mesh's devices.
+            shard(decoder, ranks.mesh)
         super().__init__(decoder, **settings)
 
     def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
@@ -111,6 +111,8 @@ class ShardedBackend(SingleProcessBackend):
                 yield replace(build(indices), filler=True)
         finally:
             give_up(self.decoder)
+            for reference in self._reference or ():
+                give_up(reference)
 
     def _of_all(self, metrics: MetricSums) -> MetricSums:
         joined = MetricSums()

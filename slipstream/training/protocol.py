@@ -174,6 +174,11 @@ class TrainingBackend(Protocol):
         """Go on from `state_dict()`; the weights are loaded separately."""
         ...
 
+    def load_training_state(self, file: Path) -> bool:
+        """`load_state_dict` from a file of `checkpoint.tree`; whether it has the trained weights,
+        too."""
+        ...
+
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
     ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
+from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder
 from slipstream.models.foreign import ForeignModel
@@ -313,6 +314,17 @@ class SingleProcessBackend:
             CheckpointError: the state is of another optimizer, model, adapter or program version.
         """
         self._compute.run(lambda: self._load_state_dict(state))
+
+    def load_training_state(self, file: Path) -> bool:
+        """`load_state_dict` of a state that lies in a file (`checkpoint.tree`); whether the trained
+        weights came with it, which are those of a LoRA adapter. Blocks: not for the event loop.
+
+        Raises:
+            CheckpointError: as there, and where the file cannot be read.
+        """
+        state = load_tree(file)
+        self.load_state_dict(state)
+        return "lora" in state
 
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None

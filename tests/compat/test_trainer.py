@@ -110,7 +110,7 @@ def test_what_cannot_be_used_is_refused_or_told(
     made = trainer(
         folder, train_dataset=Sums(4), role_worker_mapping={}, resource_pool_manager=object()
     )
-    assert "RayPPOTrainer(role_worker_mapping=...) has no effect: the run is one process" in (
+    assert "RayPPOTrainer(role_worker_mapping=...) has no effect: trainer.nnodes and" in (
         caplog.text
     )
     assert made.config.trainer.total_training_steps == 2

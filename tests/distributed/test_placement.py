@@ -88,7 +88,6 @@ def two_processes(on_failure: Callable[[BaseException], None]) -> Iterator[Team]
 
 def test_orders_are_carried_out_in_their_order_and_failures_come_back(team: Team) -> None:
     own = Notebook(team.ranks)
-    (member,) = team.members
     with team.together("notes", "slowly", "first") as first:
         own.seen.append("first")
     with team.together("notes", "note", "second") as second:
@@ -100,9 +99,10 @@ def test_orders_are_carried_out_in_their_order_and_failures_come_back(team: Team
         all_of_us.wait()
     assert found == [["first", "second"]] * 2
     # Two orders that arrive the wrong way round.
-    late = member.order(team._next + 1, "notes", "note", ("fourth",))
+    (late,) = team._tell(team._next + 1, "notes", "note", ("fourth",))
     assert not wait([late], timeout=0.3).done
-    member.order(team._next, "notes", "note", ("third",)).result()
+    (early,) = team._tell(team._next, "notes", "note", ("third",))
+    early.result()
     late.result()
     team._next += 2
     with (

@@ -216,7 +216,8 @@ def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, s
     }
     more = "data.max_response_length=512", "data.train_batch_size=8"
     lines = tried("grpo_32B_multi_nodes.sh", {**large, **slurm}, *more)
-    assert Path("srun.log").read_text().split() == ["--nodes=1", "--ntasks=1", "--relative=1"]
+    flags = ["--nodes=1", "--ntasks=1", "--relative=1", "--cpus-per-task=1"]
+    assert Path("srun.log").read_text().split() == flags
     assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
     assert "processes 2, which share samples and weights" in lines
     assert "updates of a step 1 of 8 prompts = 64 samples" in lines
