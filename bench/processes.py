@@ -32,9 +32,10 @@ def train(out: Path, policy: Path, steps: int, own: Sequence[str], more: Sequenc
     subprocess.run(
         [
             *(sys.executable, "-m", "slipstream.cli", "train", "--recipe", "quickstart"),
-            *("trainer.mode=rl", f"actor_rollout_ref.model.path={policy}"),
+            *("trainer.mode=rl", "actor_rollout_ref.model.init=null"),
+            f"actor_rollout_ref.model.path={policy}",
             *(f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={out}"),
-            *("trainer.val_before_train=false", "trainer.test_freq=-1", "data.val_size=0"),
+            *("trainer.val_before_train=false", "trainer.test_freq=1000"),
             *("speculative.enable=false", "trainer.logger=[file]"),
             *(*own, *more),
         ],
