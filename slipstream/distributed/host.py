@@ -1,21 +1,25 @@
 """What a process does that another one leads: it holds parts, and calls their methods when told.
 
 Orders are numbered and carried out one after the other, in their order, whatever order they arrive
-in; calls of the engine are carried out at once, side by side. Knows no transport (`placement` makes
-an actor of it) and no parts: a function makes them here.
+in; calls of the engine are carried out at once, side by side, on an event loop of their own, and
+their answers are fetched. Knows no transport (`placement` makes an actor of it) and no parts: a
+function makes them here. Nothing here is a coroutine for Ray: it would run pieces of Python on
+stacks of 128 KB, and what overflows there breaks the heap.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
+import queue
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +32,9 @@ from slipstream.training.fsdp2 import Ranks
 from slipstream.training.protocol import TrainFuture
 
 Parts = Mapping[str, Any]
+
+Answer = tuple[str, Any, Exception | None, EngineStats]
+"""Of a call of the engine: its name, what it returned or raised, and the engine's counters."""
 
 HOST = "host"
 """The part that is the host itself."""
@@ -56,19 +63,22 @@ class Host:
         if threads is not None:
             torch.set_num_threads(threads)
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="orders")
+        self._lock = threading.Lock()
         self._waiting: dict[int, tuple[Callable[[], Any], Future[Any]]] = {}
         self._next = 0
         self._parts: Parts = {}
         self._calls: dict[str, asyncio.Future[Any] | None] = {}
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ranks: Ranks | None = None
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
-    async def ready(self) -> None:
+    def ready(self) -> None:
         """It has been made."""
 
-    async def join(self, address: str, rank: int, size: int, device: str, timeout_s: float) -> None:
+    def join(self, address: str, rank: int, size: int, device: str, timeout_s: float) -> None:
         """See `join`."""
-        work = partial(join, address, rank, size, device, timeout_s)
-        self._ranks = await asyncio.wrap_future(self._orders.submit(work))
+        self._ranks = self._orders.submit(join, address, rank, size, device, timeout_s).result()
 
     def make_parts(self, make: Callable[..., Parts], *given: Any) -> None:
         """Put what `make(ranks, *given)` returns in the place of the parts."""
@@ -77,44 +87,64 @@ class Host:
         give_back()
         self._parts = make(self._ranks, *given)
 
-    async def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> None:
-        """Call a method of a part, or of this host, when all orders of lower numbers are done."""
-        loop = asyncio.get_running_loop()
+    def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> None:
+        """Call a method of a part, or of this host, when all orders of lower numbers are done;
+        returns when this one is."""
 
         def work() -> None:
             result = getattr(self if part == HOST else self._parts[part], method)(*given)
             if isinstance(result, TrainFuture):
                 result.wait()
             elif inspect.iscoroutine(result):
-                asyncio.run_coroutine_threadsafe(result, loop).result()
+                asyncio.run_coroutine_threadsafe(result, self._loop).result()
 
         done: Future[Any] = Future()
-        self._waiting[number] = work, done
-        while self._next in self._waiting:
-            self._orders.submit(_settle, *self._waiting.pop(self._next))
-            self._next += 1
-        await asyncio.wrap_future(done)
+        with self._lock:
+            self._waiting[number] = work, done
+            while self._next in self._waiting:
+                self._orders.submit(_settle, *self._waiting.pop(self._next))
+                self._next += 1
+        done.result()
 
-    async def engine(
-        self, call: str, method: str, given: tuple[Any, ...]
-    ) -> tuple[Any, EngineStats]:
-        """Call a method of the engine, now; None where the call was withdrawn."""
-        own: OwnEngine = self._parts["engine"]
-        result = getattr(own.engine, method)(*given) if call not in self._calls else None
-        if inspect.isawaitable(result):
-            self._calls[call] = work = asyncio.ensure_future(result)
-            try:
-                result = await work
-            except asyncio.CancelledError:
-                result = None
-        self._calls.pop(call, None)
-        return result, own.engine.stats()
+    def engine(self, call: str, method: str, given: tuple[Any, ...]) -> None:
+        """Call a method of the engine, now; see `answers`."""
+        asyncio.run_coroutine_threadsafe(_answer(self, call, method, given), self._loop)
 
-    async def withdraw(self, call: str) -> None:
-        """Cancel a call of the engine, which may have come or not."""
+    def withdraw(self, call: str) -> None:
+        """Cancel a call of the engine, which may have come or not: its answer is None."""
+        self._loop.call_soon_threadsafe(self._cancel, call)
+
+    def answers(self, patience_s: float) -> list[Answer]:
+        """Of the calls that have been done since the last time; waits for one, but not for ever."""
+        found: list[Answer] = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._answers.get(timeout=patience_s))
+            while True:
+                found.append(self._answers.get_nowait())
+        return found
+
+    def _cancel(self, call: str) -> None:
         work = self._calls.setdefault(call, None)
         if work is not None:
             work.cancel()
+
+
+async def _answer(host: Host, call: str, method: str, given: tuple[Any, ...]) -> None:
+    """Outside the class: Ray takes a class with one coroutine for a class of coroutines."""
+    own: OwnEngine = host._parts["engine"]
+    result, failure = None, None
+    try:
+        if call not in host._calls:
+            result = getattr(own.engine, method)(*given)
+            if inspect.isawaitable(result):
+                host._calls[call] = work = asyncio.ensure_future(result)
+                result = await work
+    except asyncio.CancelledError:
+        result = None
+    except Exception as error:
+        result, failure = None, error
+    host._calls.pop(call, None)
+    host._answers.put((call, result, failure, own.engine.stats()))
 
 
 def give_back() -> None:

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,8 +35,11 @@ JOIN_SECONDS = 120.0
 TOLD = ("GLOO_", "NCCL_", "OMP_", "SLIPSTREAM_", "TORCH_")
 """Beginnings of the names of variables that the other processes get as this one has them."""
 
-MOST_CALLS = 1 << 16
-"""At once, of one process."""
+MOST_CALLS = 16
+"""At once, of one process: a thread for each. None but orders and `Host.answers` take time."""
+
+FETCH_SECONDS = 1.0
+"""For so long a process waits for an answer before it says that there is none yet."""
 
 LOCAL_SECONDS = 10.0
 """The same of places on this machine."""
@@ -52,15 +54,67 @@ class _Seat:
         return [str(name) for name in ray.get_gpu_ids()]
 
 
-@dataclass(frozen=True, slots=True)
 class _Member:
-    actor: Any
+    """Calls go there one by one, and answers are fetched together, by a thread."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._lock = threading.Lock()
+        self._open: dict[str, Future[Any]] = {}
+        self._gone: BaseException | None = None
+        self._fetches = False
 
     def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
-        return _future(self.actor.engine.remote(call, method, given))
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._gone is not None:
+                future.set_exception(self._gone)
+                return future
+            self._open[call] = future
+            if not self._fetches:
+                self._fetches = True
+                threading.Thread(target=self._fetch, name="answers", daemon=True).start()
+        _future(self._actor.engine.remote(call, method, given)).add_done_callback(self._sent)
+        return future
 
     def withdraw(self, call: str) -> None:
-        self.actor.withdraw.remote(call)
+        self._actor.withdraw.remote(call)
+
+    def _sent(self, sent: Future[Any]) -> None:
+        if (error := sent.exception()) is not None:
+            self._fail(error)
+
+    def _fetch(self) -> None:
+        """Until nobody waits any more."""
+        import ray
+
+        while True:
+            try:
+                answers = ray.get(self._actor.answers.remote(FETCH_SECONDS))
+            except Exception as error:
+                self._fail(_cause(error))
+                return
+            for call, result, failure, stats in answers:
+                with self._lock:
+                    future = self._open.pop(call, None)
+                if future is None:
+                    continue
+                if failure is None:
+                    future.set_result((result, stats))
+                else:
+                    future.set_exception(failure)
+            with self._lock:
+                if not self._open:
+                    self._fetches = False
+                    return
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing comes from there any more."""
+        with self._lock:
+            self._gone = error
+            waiting, self._open = list(self._open.values()), {}
+        for future in waiting:
+            future.set_exception(error)
 
 
 class Cluster:
@@ -168,7 +222,7 @@ class Cluster:
         told = {k: v for k, v in os.environ.items() if k.startswith(TOLD)}
         actors = [
             ray.remote(Host)
-            # Every response that is generated is a call, and orders must not wait for them.
+            # Orders, calls and a thread that waits for answers at the same time.
             .options(max_concurrency=MOST_CALLS, runtime_env={"env_vars": told}, **options(index))
             .remote(*given)
             for index in range(1, size)
