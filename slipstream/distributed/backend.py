@@ -157,7 +157,7 @@ class TeamBackend(ShardedBackend):
         return named_buckets(policy_weights(self.decoder))
 
     def _freeze_snapshots(self) -> None:
-        super()._freeze_snapshots()
+        # Nothing is gathered now: the others would not know.
         for weights in self._unsent:
             weights.stale = True
         self._unsent.clear()

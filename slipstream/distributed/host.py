@@ -131,20 +131,23 @@ class Host:
 
 async def _answer(host: Host, call: str, method: str, given: tuple[Any, ...]) -> None:
     """Outside the class: Ray takes a class with one coroutine for a class of coroutines."""
-    own: OwnEngine = host._parts["engine"]
-    result, failure = None, None
+    result, failure, stats = None, None, EngineStats()
     try:
+        # In here, too: a call without an answer would be waited for for ever.
+        own: OwnEngine = host._parts["engine"]
+        stats = own.engine.stats()
         if call not in host._calls:
             result = getattr(own.engine, method)(*given)
             if inspect.isawaitable(result):
                 host._calls[call] = work = asyncio.ensure_future(result)
                 result = await work
+        stats = own.engine.stats()
     except asyncio.CancelledError:
-        result = None
+        result, stats = None, own.engine.stats()
     except Exception as error:
         result, failure = None, error
     host._calls.pop(call, None)
-    host._answers.put((call, result, failure, own.engine.stats()))
+    host._answers.put((call, result, failure, stats))
 
 
 def give_back() -> None:

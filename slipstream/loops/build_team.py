@@ -22,6 +22,7 @@ from slipstream.drafter.sequences import PolicyEnds
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
+from slipstream.loops.context import initial_policy
 from slipstream.loops.stages import Stages, end_process
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import Policy
@@ -51,15 +52,12 @@ class PolicyParts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is to be made: a trainer with `optim` for `sft` or RL, from the weights in `start`
-    (None: freshly drawn), an engine or none, which drafts or not."""
+    (None: freshly drawn), and an engine or none, which drafts in RL."""
 
     start: Path | None
-    first: bool
-    """Whether these are the weights that the configuration names (`build.add_adapter`)."""
     optim: OptimSettings
     sft: bool = False
     engine: bool = True
-    speculate: bool = True
 
 
 @contextlib.contextmanager
@@ -125,7 +123,7 @@ def _own_parts(
     notify: Callable[[str], None],
 ) -> PolicyParts:
     policy = build.make_policy(config, tokenizer, wanted.start, team)
-    build.add_adapter(config, policy, first=wanted.first)
+    build.add_adapter(config, policy, first=wanted.start == initial_policy(config))
     backend = build.make_backend(
         config, policy, compute, optim=wanted.optim, sft=wanted.sft, team=team
     )
@@ -136,7 +134,7 @@ def _own_parts(
         )
     engine = None
     if wanted.engine:
-        speculate = notify if wanted.speculate else None
+        speculate = None if wanted.sft else notify
         engine = build.make_engine(config, policy, tokenizer, compute, speculate=speculate)
     whole = policy if team is None or not isinstance(engine, EmbeddedEngine) else engine.decoder
     return PolicyParts(

@@ -56,12 +56,10 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     optim = build.optim_settings(sft.optim, total, key="sft.optim")
     wanted = Wanted(
         start=initial,
-        first=True,
         optim=optim,
         sft=True,
         # Alone this process makes it when it comes to validate; all of them make it now.
         engine=run.team is not None and bool(run.held_out) and (sft.test_freq > 0 or validate_last),
-        speculate=False,
     )
     with run.span("setup"):
         parts = run.compute.run(
@@ -142,19 +140,17 @@ async def validate_policy(run: Run, start: Path | None) -> None:
     resume = run.resume_folder("rl")
     folder = huggingface_folder(resume) if resume is not None else start
 
-    first = folder == initial_policy(run.config)
-
     def make() -> InferenceEngine:
         if run.team is not None:
             # The weights come to all engines through a trainer that has nothing to do.
-            wanted = Wanted(start=folder, first=first, optim=OptimSettings(lr=0.0))
+            wanted = Wanted(start=folder, optim=OptimSettings(lr=0.0))
             parts = policy_parts(
                 run.config, run.tokenizer, wanted, run.compute, run.team, run.progress.note
             )
             assert parts.engine is not None
             return parts.engine
         decoder = build.make_policy(run.config, run.tokenizer, folder)
-        build.add_adapter(run.config, decoder, first=first)
+        build.add_adapter(run.config, decoder, first=folder == initial_policy(run.config))
         return build.make_engine(
             run.config, decoder, run.tokenizer, run.compute, speculate=run.progress.note
         )
@@ -186,7 +182,6 @@ class _RLPhase:
             run.tokenizer,
             Wanted(
                 start=start,
-                first=start == initial_policy(config),
                 optim=build.actor_optim(config, self._total),
             ),
             run.compute,

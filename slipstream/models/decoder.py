@@ -13,7 +13,7 @@ key-value head, K head width, S key slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -214,11 +214,7 @@ class Layer(nn.Module):
         def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
             return layer_forward(self.pack(c, dtype), index, x, delta, attention, eps)
 
-        if recompute:
-            done = checkpoint(run, x_MD, delta_MD, use_reentrant=False)
-            assert isinstance(done, tuple)
-            return done
-        return run(x_MD, delta_MD)
+        return _run(recompute, run, x_MD, delta_MD)
 
 
 class _Trunk(nn.Module):
@@ -480,12 +476,18 @@ def _run_packed(
     eps: Tensor,
     recompute: bool,
 ) -> tuple[Tensor, Tensor]:
-    given = (w, index, x_MD, delta_MD, attention, eps)
-    if recompute:
-        done = checkpoint(layer_forward, *given, use_reentrant=False)
-        assert isinstance(done, tuple)
-        return done
-    return layer_forward(*given)
+    return _run(recompute, layer_forward, w, index, x_MD, delta_MD, attention, eps)
+
+
+def _run(
+    recompute: bool, work: Callable[..., tuple[Tensor, Tensor]], *given: object
+) -> tuple[Tensor, Tensor]:
+    """`work`, of which with `recompute` nothing is kept for the backward pass but what is given."""
+    if not recompute:
+        return work(*given)
+    done = checkpoint(work, *given, use_reentrant=False)
+    assert isinstance(done, tuple)
+    return done
 
 
 def run_layers(

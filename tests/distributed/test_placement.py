@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from slipstream.distributed.engines import EngineTeam, OwnEngine, RemoteEngine
-from slipstream.distributed.host import HOST
+from slipstream.distributed.host import HOST, Host
 from slipstream.distributed.placement import Cluster
 from slipstream.distributed.team import Team
 from slipstream.errors import DataError, TrainingError
@@ -155,3 +155,10 @@ def test_contract(several: Team, case: Case) -> None:
 
     anyio.run(bounded)
     team.close()
+
+
+def test_a_call_that_has_no_engine_is_answered() -> None:
+    host = Host(os.getcwd(), [], None)
+    host.engine("a", "stats", ())
+    ((call, result, failure, _),) = host.answers(10)
+    assert (call, result, type(failure)) == ("a", None, KeyError)
