@@ -1,8 +1,8 @@
 """What a process does that another one leads: it holds parts, and calls their methods when told.
 
 Orders are numbered and carried out one after the other, in their order, whatever order they arrive
-in; calls of the engine are carried out at once, side by side, on an event loop of their own, and
-their answers are fetched. Knows no transport (`placement` makes an actor of it) and no parts: a
+in; calls of the engine are begun in theirs and go on side by side, on an event loop of their own,
+and their answers are fetched. Knows no transport (`placement` makes an actor of it) and no parts: a
 function makes them here. Nothing here is a coroutine for Ray: it would run pieces of Python on
 stacks of 128 KB, and what overflows there breaks the heap.
 """
@@ -17,7 +17,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -67,6 +67,8 @@ class Host:
         self._waiting: dict[int, tuple[Callable[[], Any], Future[Any]]] = {}
         self._next = 0
         self._parts: Parts = {}
+        self._early: dict[int, Coroutine[Any, Any, None]] = {}
+        self._begun = 0
         self._calls: dict[str, asyncio.Future[Any] | None] = {}
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ranks: Ranks | None = None
@@ -106,9 +108,14 @@ class Host:
                 self._next += 1
         done.result()
 
-    def engine(self, call: str, method: str, given: tuple[Any, ...]) -> None:
-        """Call a method of the engine, now; see `answers`."""
-        asyncio.run_coroutine_threadsafe(_answer(self, call, method, given), self._loop)
+    def engine(self, number: int, call: str, method: str, given: tuple[Any, ...]) -> None:
+        """Call a method of the engine, when all calls of lower numbers have been begun, and without
+        waiting for them: an `abort` is of what was asked for before. See `answers`."""
+        with self._lock:
+            self._early[number] = _answer(self, call, method, given)
+            while self._begun in self._early:
+                asyncio.run_coroutine_threadsafe(self._early.pop(self._begun), self._loop)
+                self._begun += 1
 
     def withdraw(self, call: str) -> None:
         """Cancel a call of the engine, which may have come or not: its answer is None."""

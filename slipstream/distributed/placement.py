@@ -61,6 +61,7 @@ class _Member:
         self._actor = actor
         self._lock = threading.Lock()
         self._open: dict[str, Future[Any]] = {}
+        self._asked = 0
         self._gone: BaseException | None = None
         self._fetches = False
 
@@ -71,10 +72,12 @@ class _Member:
                 future.set_exception(self._gone)
                 return future
             self._open[call] = future
+            number, self._asked = self._asked, self._asked + 1
             if not self._fetches:
                 self._fetches = True
                 threading.Thread(target=self._fetch, name="answers", daemon=True).start()
-        _future(self._actor.engine.remote(call, method, given)).add_done_callback(self._sent)
+        sent = _future(self._actor.engine.remote(number, call, method, given))
+        sent.add_done_callback(self._sent)
         return future
 
     def withdraw(self, call: str) -> None:

@@ -157,8 +157,18 @@ def test_contract(several: Team, case: Case) -> None:
     team.close()
 
 
-def test_a_call_that_has_no_engine_is_answered() -> None:
+def test_calls_are_begun_in_their_order_and_each_is_answered() -> None:
     host = Host(os.getcwd(), [], None)
-    host.engine("a", "stats", ())
+    host.make_parts(lambda ranks: {"engine": OwnEngine(fake(), None)})  # type: ignore[arg-type]
+    request = make_request("a", max_tokens=80, ignore_eos=True)
+    host.engine(1, "abort", "abort", (None,))
+    assert host.answers(0.2) == []
+    host.engine(0, "generate", "generate", (request,))
+    answers: dict[str, Any] = {}
+    while len(answers) < 2:
+        answers.update({call: result for call, result, _, _ in host.answers(10)})
+    assert answers["abort"] == [answers["generate"]]
+    host.make_parts(lambda ranks: {})
+    host.engine(2, "late", "stats", ())
     ((call, result, failure, _),) = host.answers(10)
-    assert (call, result, type(failure)) == ("a", None, KeyError)
+    assert (call, result, type(failure)) == ("late", None, KeyError)
