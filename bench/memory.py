@@ -42,6 +42,15 @@ CASES: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.model.init.vocab_size=32000",
         "actor_rollout_ref.model.init.num_layers=4",
     ),
+    "Qwen2.5's words": (
+        *("--recipe", "quickstart", "trainer.mode=rl", *_WIDE),
+        "actor_rollout_ref.model.init.vocab_size=151936",
+        "actor_rollout_ref.model.init.num_layers=4",
+    ),
+    "LoRA": (
+        *("--recipe", "quickstart", "trainer.mode=rl", *_WIDE),
+        *("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.model.lora_alpha=32"),
+    ),
     "many samples": (
         *("--recipe", "quickstart", "trainer.mode=rl", "data.train_batch_size=32"),
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",

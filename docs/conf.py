@@ -31,16 +31,12 @@ html_math_renderer = "mathml"
 
 HERE = Path(__file__).parent
 
-OPTIONAL = ("logging", "models", "running")
-"""Pages that the table of contents has a place for, listed where they exist."""
-
 MOVED = ("algorithms",)
 """Pages that only say where their contents went: reached by old links, listed nowhere."""
 
 
 def _before_reading(app: Sphinx, page: str, source: list[str]) -> None:
-    """Places of pages that do not exist are left out. Links to files of the repository outside this
-    folder give the file itself."""
+    """Links to files of the repository outside this folder give the file itself."""
     folder = (HERE / page).parent
 
     def outside(match: re.Match[str]) -> str:
@@ -48,9 +44,6 @@ def _before_reading(app: Sphinx, page: str, source: list[str]) -> None:
         return match[0] if inside else f"](path:{match[1]})"
 
     text = re.sub(r"\]\((\.\./[^)#]+)(#[^)]*)?\)", outside, source[0])
-    for name in OPTIONAL:
-        if not (HERE / f"{name}.md").exists():
-            text = re.sub(rf"^{name}\n", "", text, flags=re.MULTILINE)
     source[0] = text
 
 

@@ -483,7 +483,7 @@ COMMANDS = (
         summary="turn a public data set into files to train and validate on",
         usage="slipstream data NAME SOURCE --output DIR",
         examples="""\
-  slipstream data gsm8k downloads/gsm8k --output data/gsm8k
+  slipstream data gsm8k downloads/gsm8k/main --output data/gsm8k
   slipstream data math downloads/MATH --output data/math
   slipstream rl data.train_files=data/gsm8k/train.parquet data.val_files=data/gsm8k/test.parquet \\
       actor_rollout_ref.model.path=models/Qwen2.5-0.5B""",
@@ -532,7 +532,7 @@ COMMANDS = (
         usage="slipstream watch RUN [RUN ...] [--port N]",
         examples="""\
   slipstream watch runs/mine
-  ssh -L 6780:localhost:6780 HOST slipstream watch runs/mine    # of another machine""",
+  ssh -t -L 6780:localhost:6780 HOST slipstream watch runs/mine --port 6780    # elsewhere""",
         flags=_watch_flags,
         run=_run_watch,
         takes_settings=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
+from slipstream.config.launch import program
 from slipstream.errors import DataError
+from tests.report.made import make_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -348,3 +351,35 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         check=True,
     )
     assert (done.stdout, done.stderr) == ("data:\n", "")
+
+
+def test_names_that_the_terminal_cannot_write_are_escaped(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "é")
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.cli", "report", folder],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("report ")
+    assert "/\\xe9/report.html (" in done.stdout
+
+
+def test_the_program_is_named_as_it_can_be_called_from_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = tmp_path / "venv/bin/slipstream"
+    beside.parent.mkdir(parents=True)
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(beside.with_name("python")))
+    monkeypatch.setenv("PATH", str(beside.parent))
+    assert program() == "slipstream"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == str(beside)
+    monkeypatch.chdir(tmp_path)
+    assert program() == "venv/bin/slipstream"
+    beside.unlink()
+    assert program() == "slipstream"

@@ -71,11 +71,11 @@ ALGORITHM = (
 REFUSED = {
     "actor_rollout_ref.rollout.name=sglang": "actor_rollout_ref.rollout.name=embedded",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2": "set it to 1",
-    "actor_rollout_ref.actor.strategy=fsdp": "actor_rollout_ref.actor.strategy=single",
+    "actor_rollout_ref.actor.strategy=megatron": "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.rollout.tools=[search]": "set it to false or null",
     "actor_rollout_ref.rollout.interactions=[chat]": "set it to false or null",
 }
-"""What needs several devices or another engine, and what the message says to set."""
+"""What is not in this version, and what the message says to set."""
 
 REWARD = """
 import torch

@@ -1,7 +1,7 @@
 """TRL's GRPO behind JSON lines: a command a line on standard input, an answer a line on standard
 output.
 
-Runs in the environment that `make bench-peers` makes. Of Slipstream, which starts it
+Runs in the environment that `make peers` makes. Of Slipstream, which starts it
 (`slipstream/bench/peer_process.py`), it takes the countdown scorer alone, from its file. It
 computes only between a command and its answer.
 

@@ -1,6 +1,6 @@
 """vLLM behind JSON lines: a command a line on standard input, an answer a line on standard output.
 
-Runs in the environment that `make bench-peers` makes and imports nothing of Slipstream, which
+Runs in the environment that `make peers` makes and imports nothing of Slipstream, which
 starts it (`slipstream/bench/peer_process.py`). It computes only between a command and its answer.
 
     {"op": "load", "model": FOLDER, "dtype": "float32", "eager": true, "max_model_len": 256,

@@ -207,7 +207,7 @@ def _add_rollout_flags(rollout: argparse.ArgumentParser) -> None:
         "--peer",
         metavar="NAME",
         nargs="*",
-        help="hf (transformers; the default) or vllm (see `make bench-peers`); with --policy any "
+        help="hf (transformers; the default) or vllm (see `make peers`); with --policy any "
         "of vLLM's settings, such as vllm-bfloat16-compiled (default: none)",
     )
     rollout.add_argument(
@@ -236,7 +236,7 @@ def _add_decode_flags(decode: argparse.ArgumentParser) -> None:
         choices=_PEERS,
         nargs="+",
         default=["hf"],
-        help="transformers, vLLM (see `make bench-peers`), or both; default: hf",
+        help="transformers, vLLM (see `make peers`), or both; default: hf",
     )
     decode.add_argument(
         "--batch",

@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError, EngineError
 ROOT = Path(__file__).parents[2]
 """The checkout: scripts of peers and their environments are no part of the package."""
 
-PEERS_REMEDY = "run `make bench-peers` in a checkout of the repository"
+PEERS_REMEDY = "run `make peers` in a checkout of the repository"
 """Where an environment is missing."""
 
 _TAIL = 2000

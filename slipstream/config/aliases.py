@@ -66,6 +66,8 @@ RENAMED: dict[str, str] = {
 """Another spelling -> ours. A trailing number is an index into a list."""
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {
+    # `single` was what one process had to say before there were several.
+    f"{_ACTOR}.strategy": {"fsdp": "fsdp2", "single": "fsdp2"},
     f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
     "algorithm.adv_estimator": {
         "reinforce++": "reinforce_plus_plus",
@@ -84,8 +86,8 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 }
 """Our key -> other names of its values, also inside lists."""
 
-_MEMORY = "it sizes the memory of an external engine or of sharded training, and neither is used"
-_NO_RAY = "the run is one process, without Ray"
+_SLICES = "of several processes each holds a slice of every layer, gathered a layer at a time"
+_RAY = "Ray places what trainer.nnodes and trainer.n_gpus_per_node ask for, with its own settings"
 _REWARD_MODEL = "the reward model is computed in this process, beside the policy"
 _CRITIC = "the critic is trained in this process, beside the policy"
 _ENGINE = "it tunes an external serving engine, and the run uses its own"
@@ -100,7 +102,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.multi_stage_wake_up": _ENGINE,
     f"{_ROLLOUT}.update_weights_bucket_megabytes": _ENGINE,
     f"{_ROLLOUT}.engine_kwargs.*": _ENGINE,
-    f"{_ROLLOUT}.agent.num_workers": _NO_RAY,
+    f"{_ROLLOUT}.agent.num_workers": _RAY,
     f"{_ROLLOUT}.mode": "responses are generated at the same time, and trained on batch by batch",
     f"{_ROLLOUT}.calculate_log_probs": "rollouts always record log-probabilities",
     f"{_ROLLOUT}.log_prob_*": _LOG_PROB,
@@ -120,16 +122,16 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_ACTOR}.freeze_vision_tower": "the model has no vision tower",
     f"{_ACTOR}.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
     f"{_ACTOR}.optim.optimizer_impl": "the optimizer is picked by name",
-    f"{_ACTOR}.fsdp_config.forward_prefetch": _MEMORY,
-    f"{_ACTOR}.fsdp_config.fsdp_size": _MEMORY,
-    f"{_ACTOR}.fsdp_config.reshard_after_forward": _MEMORY,
-    f"{_ACTOR}.fsdp_config.use_orig_params": _MEMORY,
-    f"{_ACTOR}.fsdp_config.wrap_policy.*": _MEMORY,
-    f"{_REF}.fsdp_config.forward_prefetch": _MEMORY,
-    f"{_REF}.fsdp_config.fsdp_size": _MEMORY,
-    f"{_REF}.fsdp_config.reshard_after_forward": _MEMORY,
-    f"{_REF}.fsdp_config.use_orig_params": _MEMORY,
-    f"{_REF}.fsdp_config.wrap_policy.*": _MEMORY,
+    f"{_ACTOR}.fsdp_config.forward_prefetch": _SLICES,
+    f"{_ACTOR}.fsdp_config.fsdp_size": _SLICES,
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": _SLICES,
+    f"{_ACTOR}.fsdp_config.use_orig_params": _SLICES,
+    f"{_ACTOR}.fsdp_config.wrap_policy.*": _SLICES,
+    f"{_REF}.fsdp_config.forward_prefetch": _SLICES,
+    f"{_REF}.fsdp_config.fsdp_size": _SLICES,
+    f"{_REF}.fsdp_config.reshard_after_forward": _SLICES,
+    f"{_REF}.fsdp_config.use_orig_params": _SLICES,
+    f"{_REF}.fsdp_config.wrap_policy.*": _SLICES,
     "data.dataloader_num_workers": _LOADING,
     "data.filter_overlong_prompts_workers": _LOADING,
     "data.use_shm": _LOADING,
@@ -144,9 +146,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "reward_model.reward_format": "the column data.reward_fn_key picks the reward function",
     "reward_model.launch_reward_fn_async": "rewards are always computed while rollouts go on",
     "reward_model.use_reward_loop": "rewards are always computed while rollouts go on",
-    "reward_model.enable_resource_pool": _NO_RAY,
-    "reward_model.n_gpus_per_node": _NO_RAY,
-    "reward_model.nnodes": _NO_RAY,
+    "reward_model.enable_resource_pool": _RAY,
+    "reward_model.n_gpus_per_node": _RAY,
+    "reward_model.nnodes": _RAY,
     "reward_model.strategy": _REWARD_MODEL,
     "reward_model.use_dynamic_bsz": _REWARD_MODEL,
     "reward_model.forward_max_token_len_per_gpu": _REWARD_MODEL,
@@ -182,11 +184,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "critic.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
     "critic.optim.optimizer_impl": "the optimizer is picked by name",
     "trainer.balance_batch": "micro-batches are always balanced by tokens",
-    "trainer.ray_wait_register_center_timeout": _NO_RAY,
-    "trainer.use_legacy_worker_impl": _NO_RAY,
+    "trainer.ray_wait_register_center_timeout": _RAY,
+    "trainer.use_legacy_worker_impl": _RAY,
     "trainer.max_critic_ckpt_to_keep": "critic and policy are in one checkpoint",
-    "ray_kwargs.*": _NO_RAY,
-    "ray_init.*": _NO_RAY,
+    "ray_kwargs.*": _RAY,
+    "ray_init.*": _RAY,
     "hydra.*": "the run folder is trainer.default_local_dir",
 }
 """Key or pattern -> why it changes nothing. The schema's own keys come first: one that a pattern
@@ -209,7 +211,9 @@ def _off(remedy: str) -> Neutral:
 
 def _one(what: str) -> Neutral:
     return Neutral(
-        (1, None), f"{what} needs several devices and this version uses one; set it to 1"
+        (1, None),
+        f"{what} is not in this version, where every process has all layers and rows of its own "
+        "(trainer.nnodes, trainer.n_gpus_per_node); set it to 1",
     )
 
 
@@ -285,8 +289,8 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
 
 REFUSED_VALUES: dict[str, dict[Any, str]] = {
     f"{_ACTOR}.strategy": dict.fromkeys(
-        ("fsdp", "fsdp2", "megatron"),
-        f"training over several devices is not in this version; set {_ACTOR}.strategy=single",
+        ("megatron",),
+        f"several processes train by FSDP2 in this version; set {_ACTOR}.strategy=fsdp2",
     ),
     f"{_ROLLOUT}.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm"),

@@ -7,7 +7,9 @@ and by the launchers that take VERL's and FastRL's command lines, which may not 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -140,8 +142,21 @@ def config_from(
     return load_config(overrides, recipe=recipe, file=named, notify=note, complete=complete)
 
 
+def program() -> str:
+    """How this installation's `slipstream` is called from here: by its name where that finds it."""
+    beside = Path(sys.executable).with_name("slipstream")
+    if shutil.which("slipstream") is not None or not beside.exists():
+        return "slipstream"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
 def exit_status(call: Callable[[], int], *, debug: bool) -> int:
     """Run a command and turn its errors into one line on standard error and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal's encoding lacks is escaped, as on standard error, and ends no
+        # command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = call()
         sys.stdout.flush()

@@ -169,8 +169,9 @@ class PolicyLossConfig:
 class ActorConfig:
     """The policy update."""
 
-    strategy: Literal["single"] = "single"
-    """Where training runs: `single` is one process on one device."""
+    strategy: Literal["fsdp2"] = "fsdp2"
+    """How several processes (`trainer.nnodes`, `trainer.n_gpus_per_node`) share the training: in
+    slices, by PyTorch's FSDP2. One process has everything and cuts nothing."""
     ppo_mini_batch_size: PositiveInt | None = None
     """Prompts per optimizer step; null: `data.train_batch_size`, one step per batch."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None

@@ -42,6 +42,7 @@ EXTRAS = {
     "math-verify": "the scorer of data_source math_verify",
     "reasoning-gym": "data.task=reasoning_gym",
     "datasets": "reading folders that `datasets` saved",
+    "ray": "several processes (trainer.nnodes, trainer.n_gpus_per_node)",
     "peft": "comparing LoRA adapters with peft's",
     "wandb": "curves in Weights & Biases (trainer.logger=wandb)",
     "mlflow-skinny": "curves in MLflow (trainer.logger=mlflow)",
@@ -51,7 +52,7 @@ EXTRAS = {
 
 PEERS = ("vllm", "sglang")
 PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
-"""Of the environment that `make bench-peers` makes beside the source."""
+"""Of the environment that `make peers` makes beside the source."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -391,7 +392,7 @@ def engines() -> Iterator[Finding]:
             name=name,
             status="ok",
             value=f"{place}, for `slipstream bench`" if place else "not here, and not needed",
-            remedy="" if place or name != "vllm" else "to compare with: make bench-peers",
+            remedy="" if place or name != "vllm" else "to compare with: make peers",
             facts={"found": place is not None},
         )
 

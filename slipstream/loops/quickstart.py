@@ -26,7 +26,7 @@ from rich.table import Table
 
 from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.state import draft_folder, huggingface_folder
-from slipstream.config.launch import INTERRUPTED
+from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
@@ -543,9 +543,8 @@ def report(
     console.print(f"summary      {output / SUMMARY}", highlight=False, soft_wrap=True)
     console.print(f"policy       {policy}  (AutoModelForCausalLM.from_pretrained)", highlight=False)
     console.print(
-        "next         slipstream eval --checkpoint "
-        f"{output} --problems 2048\n"
-        "             slipstream train --recipe quickstart_small "
+        f"next         {program()} eval --checkpoint {output} --problems 2048\n"
+        f"             {program()} train --recipe quickstart_small "
         "trainer.default_local_dir=runs/mine actor_rollout_ref.rollout.n=16",
         highlight=False,
         soft_wrap=True,

@@ -121,12 +121,13 @@ def table_row(
 
 def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in VERL; `text` is the
-    response as reward functions are given it.
+    response as reward functions are given it, and `messages` the prompt where it is some.
 
     JSON has no number for what is not finite: such a log-prob is null.
     """
     return {
         "input": tokenizer.decode(sample.prompt_ids),
+        "messages": sample.prompt if isinstance(sample.prompt, list) else None,
         "output": tokenizer.decode(sample.response_ids),
         "text": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
         "gts": sample.ground_truth,

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from slipstream.checkpoint.interrupt import GracefulInterrupt
-from slipstream.config.launch import INTERRUPTED
+from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
@@ -339,7 +339,7 @@ def _conclude(folder: Path, *, finished: bool) -> None:
         print(line)
     print(f"checkpoints  {folder}")
     if finished:
-        print(f"evaluate     slipstream eval --checkpoint {folder}")
+        print(f"evaluate     {program()} eval --checkpoint {folder}")
 
 
 def draw_report(folder: Path) -> list[str]:

@@ -17,6 +17,7 @@ from slipstream.models.rope_scaling import (
     DynamicScaling,
     LongRopeScaling,
     RopeScaling,
+    YarnScaling,
     read_rope,
 )
 from slipstream.models.windows import read_windows, windows_to_hf
@@ -116,6 +117,12 @@ class ModelConfig:
         reason = f"the model has max_position_embeddings={positions}"
         if isinstance(scaling, DynamicScaling):
             reason += f", beyond which RoPE scaling {scaling.kind!r} turns earlier tokens anew"
+        if isinstance(scaling, YarnScaling) and (reach := scaling.reach) > positions:
+            # So are Qwen's model cards: they have YaRN added and the rest of the file left alone.
+            reason += (
+                f", where its RoPE scaling {scaling.kind!r} reaches {reach} (if that is wanted, "
+                f"write max_position_embeddings={reach} into its config.json)"
+            )
         limits = [ContextLimit(positions, reason)]
         if isinstance(scaling, LongRopeScaling):
             original = scaling.original_max_position_embeddings

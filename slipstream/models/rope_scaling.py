@@ -117,6 +117,11 @@ class YarnScaling(RopeScaling):
             return self._sharpness(self.mscale) / self._sharpness(self.mscale_all_dim)
         return self._sharpness(1.0)
 
+    @property
+    def reach(self) -> int:
+        """Tokens of the context that the frequencies are stretched to."""
+        return int(self.factor * self.original_max_position_embeddings)
+
     def check_model(self, head_dim: int, theta: float) -> None:
         """See `RopeScaling`."""
         if theta <= 1:

@@ -52,6 +52,16 @@ SPANS = {
 }
 STARTUP, SFT, DUMP = "start-up", "SFT", "writing rollouts"
 LOST, REST = "work lost to a stop", "not measured"
+PARTS = (
+    *(STARTUP, SPANS["setup"], SFT, SPANS["draft"]),
+    *GEN_PARTS.values(),
+    *STAGES.values(),
+    DUMP,
+    *(name for span, name in SPANS.items() if span not in ("setup", "draft")),
+    LOST,
+)
+"""All that are known, in the order in which they are told."""
+
 _BY_ITSELF = ("finished", "interrupted")
 """How a process ends that loses nothing."""
 
@@ -127,10 +137,7 @@ def ledger_of(run: RunData) -> Ledger | None:
             phases = sum(span.own for span in process.spans if span.name in PHASES)
             add(LOST, max(0.0, phases - recorded))
     wall = sum(process.seconds for process in run.processes)
-    order = [STARTUP, SPANS["setup"], SFT, SPANS["draft"]]
-    order += [*GEN_PARTS.values(), *STAGES.values(), DUMP]
-    order += [name for name in (*SPANS.values(), LOST) if name not in order]
-    parts = {name: found.pop(name) for name in order if found.get(name)}
+    parts = {name: found.pop(name) for name in PARTS if found.get(name)}
     parts |= {name: seconds for name, seconds in found.items() if seconds}
     parts[REST] = wall - sum(parts.values())
     return Ledger(wall=wall, parts=parts)

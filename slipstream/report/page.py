@@ -22,7 +22,7 @@ from slipstream.config.tree import leaves
 from slipstream.errors import DataError
 from slipstream.metrics.timeline import Process
 from slipstream.report.charts import accuracy_chart, charts_of, number, steps_of
-from slipstream.report.ledger import gantt, ledger_of
+from slipstream.report.ledger import PARTS, gantt, ledger_of
 from slipstream.report.read import Record, RunData, read_run
 
 REPORT_FILE = "report.html"
@@ -40,6 +40,16 @@ _LOST = {
     "rollout/num_dropped_groups/": "groups left out: ",
     "training/num_failed_rewards/": "samples failed: ",
 }
+_SHARES = {
+    "response/aborted_ratio": "samples stopped from outside",
+    "rollout_corr/rollout_is_veto_fraction": "responses vetoed by the rollout correction",
+    "rollout_corr/rollout_rs_seq_masked_fraction": (
+        "responses with tokens that the rollout correction rejected"
+    ),
+}
+"""Shares of a step's samples."""
+_BY_RULE = re.compile(r"rollout_corr/rollout_rs_(?P<rule>.+)_seq_masked_fraction")
+_UNSCORED = re.compile(r"val-aux/(?P<source>.+)/num_failed")
 _COUNTED = {
     "training/num_lone_samples": "samples left out: all others of the group failed",
     "training/skipped_batch": "steps without an update: nothing to train on",
@@ -105,6 +115,7 @@ def payload(runs: Sequence[RunData]) -> dict[str, Any]:
         "version": __version__,
         "runs": [_run(run) for run in runs],
         "charts": charts_of(runs),
+        "parts": PARTS,
         "differences": _differences(runs),
     }
 
@@ -195,14 +206,27 @@ def _lost(steps: Sequence[Record]) -> list[list[Any]]:
     """`[what, how many]` of all that was dropped, failed, or begun again."""
     found: dict[str, float] = {}
     for record in steps:
+        samples = record.data.get("rollout/num_samples", 0.0)
         for name, value in record.data.items():
-            label = _COUNTED.get(name)
-            for prefix, text in _LOST.items():
-                if name.startswith(prefix):
-                    label = text + name.removeprefix(prefix).replace("_", " ")
+            label, shared = _loss(name)
             if label is not None and value:
-                found[label] = found.get(label, 0.0) + value
-    return [[label, int(count)] for label, count in sorted(found.items(), key=lambda x: -x[1])]
+                found[label] = found.get(label, 0.0) + value * (samples if shared else 1)
+    counts = ((label, round(count)) for label, count in found.items())
+    return [[label, count] for label, count in sorted(counts, key=lambda x: -x[1]) if count]
+
+
+def _loss(metric: str) -> tuple[str | None, bool]:
+    """What a metric says was lost, None for nothing, and whether as a share of the samples."""
+    if metric in _SHARES:
+        return _SHARES[metric], True
+    if match := _BY_RULE.fullmatch(metric):
+        return f"{_SHARES['rollout_corr/rollout_rs_seq_masked_fraction']}: {match['rule']}", True
+    if match := _UNSCORED.fullmatch(metric):
+        return f"validation samples failed: {match['source']}", False
+    for prefix, text in _LOST.items():
+        if metric.startswith(prefix):
+            return text + metric.removeprefix(prefix).replace("_", " "), False
+    return _COUNTED.get(metric), False
 
 
 def _plans(steps: Sequence[Record]) -> dict[str, Any] | None:

@@ -179,8 +179,16 @@ def _is_draft_run(records: list[Record]) -> bool:
 
 
 def _rollout_folder(run: RunData) -> Path:
+    """Where samples are: a relative `trainer.rollout_data_dir` is of the folder that the run was
+    begun in: one that the run's folder lies in, or this one."""
     configured = run.trainer.get("rollout_data_dir")
-    return Path(configured) if isinstance(configured, str) else run.folder / "rollouts"
+    if not isinstance(configured, str):
+        return run.folder / "rollouts"
+    places = [parent / configured for parent in (*run.folder.resolve().parents, Path())]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None and run.steps:
+        run.notes.append(f"trainer.rollout_data_dir={configured} is not here: no samples are shown")
+    return found or places[-1]
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:

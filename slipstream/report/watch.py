@@ -102,9 +102,12 @@ def make_server(source: Source, port: int | None = None) -> ThreadingHTTPServer:
     )
 
 
-def serve(
-    folders: Sequence[Path], port: int | None, announce: Callable[[str], None] = print
-) -> int:
+def _say(text: str) -> None:
+    # At once, where somebody reads it through a pipe, too: the address is of no use afterwards.
+    print(text, flush=True)
+
+
+def serve(folders: Sequence[Path], port: int | None, announce: Callable[[str], None] = _say) -> int:
     """Serve the runs in `folders` until Ctrl-C; the exit status."""
     source = Source(folders)
     with make_server(source, port) as server:

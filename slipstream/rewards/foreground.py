@@ -80,7 +80,7 @@ def _line(path: Path, number: int, text: str, data_source: str | None) -> Line:
         raise DataError(f"{where}: extra_info is {type(extra).__name__}, not a mapping")
     response = str(row["output"] if row.get("text") is None else row["text"])
     sample = Sample(
-        prompt=row.get("input") or "",
+        prompt=row.get("messages") or row.get("input") or "",
         segments=[
             Segment.given("prompt", row.get("prompt_ids") or []),
             Segment.given("assistant", row.get("response_ids") or []),

@@ -224,7 +224,7 @@ def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPat
         raise ConfigError(f"{paths} {remedy}")
 
     monkeypatch.setattr(contenders, "peer_command", missing)
-    with pytest.raises(ConfigError, match="run `make bench-peers`"):
+    with pytest.raises(ConfigError, match="run `make peers`"):
         next(decode.run(replace(TOY, peers=("vllm",))))
 
 

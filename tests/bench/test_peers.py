@@ -167,7 +167,7 @@ def test_what_is_not_installed_is_left_out(
     flags += ["--new-tokens", "12", "--steps", "7", "--precision", "float32"]
     assert main(["bench", "peers", "--policy", str(tmp_path), "--threads", "1", *flags]) == 0
     shown = capsys.readouterr()
-    assert "without vLLM: .venv-vllm does not exist; run `make bench-peers`" in shown.err
+    assert "without vLLM: .venv-vllm does not exist; run `make peers`" in shown.err
     decoding = [line for line in shown.out.splitlines() if line.startswith("| decoding, tiny")]
     assert [line.split("|")[2].split()[0] for line in decoding] == ["Slipstream", "transformers"]
     assert shown.out.count("| GRPO step: seconds |") == 4

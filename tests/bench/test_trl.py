@@ -146,7 +146,7 @@ def test_a_missing_trl_is_refused_with_the_remedy(
 
     monkeypatch.setattr(trl_runs, "peer_command", missing)
     assert main(["bench", kind, "--policy", str(a_run(tmp_path)), "--threads", "1"]) == 2
-    assert ".venv-trl does not exist; run `make bench-peers`" in capsys.readouterr().err
+    assert ".venv-trl does not exist; run `make peers`" in capsys.readouterr().err
 
 
 def test_flags_offer_all_precisions() -> None:

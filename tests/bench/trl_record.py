@@ -2,7 +2,7 @@
 
     python -m tests.bench.trl_record
 
-needs the environment that `make bench-peers` makes. Writes `FOLDER`: the model, the batch with the
+needs the environment that `make peers` makes. Writes `FOLDER`: the model, the batch with the
 old log-probs of off-policy cases, TRL's loss and advantages of each of `CASES` in answers.json,
 its gradients in gradients.safetensors as `<case>/<weight>`, the batches of several optimizer steps
 with the norms of their gradients in updates.json, and the weights after them in

@@ -193,8 +193,7 @@ def test_a_parallel_size_of_true_is_not_one() -> None:
 @pytest.mark.parametrize(
     ("override", "remedy"),
     [
-        (f"{ACTOR}.strategy=fsdp", f"set {ACTOR}.strategy=single"),
-        (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=single"),
+        (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=fsdp2"),
         (f"{ROLLOUT}.name=vllm", f"set {ROLLOUT}.name=embedded"),
         (f"{ROLLOUT}.name=sglang", f"set {ROLLOUT}.name=embedded"),
         ("trainer.logger=[console,swanlab]", "set trainer.logger=[console,file,wandb]"),
@@ -208,6 +207,13 @@ def test_values_of_verl_are_refused_with_the_remedy(override: str, remedy: str) 
         load(override)
     assert remedy in str(caught.value)
     assert "expected" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp2", "single"])
+def test_launch_lines_for_fsdp_are_taken_for_one_process_and_for_several(name: str) -> None:
+    for nodes in (1, 2):
+        config, _ = load(f"{ACTOR}.strategy={name}", f"trainer.nnodes={nodes}")
+        assert config.actor_rollout_ref.actor.strategy == "fsdp2"
 
 
 def test_a_fixed_micro_batch_size_switches_dynamic_batching_off() -> None:
@@ -286,7 +292,7 @@ def test_what_such_a_line_cannot_have_is_refused_all_at_once() -> None:
         )
     assert str(caught.value).startswith("3 settings cannot be used:")
     with pytest.raises(ConfigError) as caught:
-        load(f"{ROLLOUT}.name=vllm", "trainer.logger=[clearml]", f"{ACTOR}.strategy=fsdp")
+        load(f"{ROLLOUT}.name=vllm", "trainer.logger=[clearml]", f"{ACTOR}.strategy=megatron")
     assert str(caught.value).startswith("3 settings cannot be used:")
 
 

@@ -11,6 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PROGRAMS = r"(?:slipstream|python -m (?:pdb .*-m )?slipstream\.\w+|make)\s"
+VARIABLES = r"(?:[A-Z_]+=\S+ )+"
+"""Of the environment, before a command."""
+PLACE = re.compile(r"<|key=value|\.\.\.|\b[A-Z]{2,}\b(?!=)|=[A-Z]+\b")
+"""What the reader is to fill in."""
 
 
 def markdown() -> list[Path]:
@@ -35,6 +39,23 @@ def commands(page: Path) -> Iterator[Shown]:
     return commands_in(page.read_text(encoding="utf-8"), page)
 
 
+def sentences(page: Path) -> Iterator[Shown]:
+    """The whole commands that stand in a page's sentences: with settings or flags, and with nothing
+    that is left to the reader."""
+    text = page.read_text(encoding="utf-8")
+    for found in re.finditer(r"`([^`]+)`", re.sub(r"```.*?```", blank, text, flags=re.DOTALL)):
+        command = " ".join(found[1].split())
+        whole = re.match(PROGRAMS, command) and (command.startswith("make ") or "=" in command or
+                                                 " --" in command)  # fmt: skip
+        if whole and not PLACE.search(command):
+            yield Shown(page, text.count("\n", 0, found.start()) + 1, tuple(shlex.split(command)))
+
+
+def blank(block: re.Match[str]) -> str:
+    """As many lines without anything."""
+    return "\n" * block[0].count("\n")
+
+
 def commands_in(text: str, page: Path) -> Iterator[Shown]:
     """The commands of code blocks, indented or fenced, continuation lines joined."""
     number, lines = 0, text.splitlines()
@@ -42,6 +63,7 @@ def commands_in(text: str, page: Path) -> Iterator[Shown]:
     while number < len(lines):
         begun, text = number + 1, lines[number]
         number += 1
+        text = re.sub(rf"^(\s*){VARIABLES}(?={PROGRAMS})", r"\1", text)
         fenced ^= text.lstrip().startswith("```")
         if not (fenced or text.startswith("    ")) or not re.match(PROGRAMS, text.lstrip()):
             continue

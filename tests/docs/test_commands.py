@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 from typing import Any
 
 import pyarrow
@@ -20,10 +20,12 @@ import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
-from tests.docs.pages import ROOT, Shown, commands, commands_in, markdown
+from tests.docs.pages import ROOT, Shown, commands, commands_in, markdown, sentences
 from tests.report.made import make_run
 
 SHOWN = [shown for page in markdown() for shown in commands(page)]
+# What the log tells was true on its day.
+SHOWN += [shown for page in markdown() if page.name != "log.md" for shown in sentences(page)]
 SHOWN += [
     shown
     for command in cli.COMMANDS
@@ -69,10 +71,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def brevity(data_source, solution_str, ground_truth, extra_info=None, scale=1):
     return scale / len(solution_str)
 
-def accuracy_reward(completions, ground_truth, **kwargs):
-    return [float(answer in text) for text, answer in zip(completions, ground_truth)]
 """
-DUMP = {"input": "2 + 2 =", "output": "4", "text": "4", "gts": "4", "data_source": "exact_match"}
+DUMP = {
+    "input": "user: 2 + 2 =",
+    "messages": ROWS[0]["prompt"],
+    "output": "4",
+    "text": "4",
+    "gts": "4",
+    "data_source": "exact_match",
+    "extra_info": {"solution": "4"},
+}
+
+
+def shown_function(page: str, name: str) -> str:
+    """The source of a function that a page shows."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.search(rf"^    def {name}\(.*\n(?:        .*\n)+", text, flags=re.MULTILINE)
+    assert found is not None, f"{page} shows no {name}"
+    return dedent(found[0])
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +99,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / f"{name}.parquet")
     for name in ("train", "demonstrations"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (folder / "my_reward.py").write_text(REWARDS)
+    shown = shown_function("from_trl.md", "accuracy_reward")
+    (folder / "my_reward.py").write_text(REWARDS + shown)
     text = to_yaml(load_config([], recipe="tiny", notify=lambda _: None))
     for name in ("quickstart", "mine", "tiny", "one", "other", "plain", "drafted", "bench-model"):
         run = make_run(folder / "runs" / name, config=text)
@@ -93,11 +110,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / checkpoint).mkdir(parents=True)
     (folder / "checkpoints/slipstream/run" / CONFIG_FILE).write_text(text)
     (folder / "conf").mkdir()
-    (folder / "conf/mine.yaml").write_text("defaults: [tiny]\n")
+    for name in ("conf/mine.yaml", "my.yaml"):
+        (folder / name).write_text("defaults: [tiny]\n")
     (folder / "dump.jsonl").write_text(json.dumps(DUMP) + "\n")
     raw = folder / "downloads"
     for name, row in {
         "gsm8k/main": {"question": "Two and two?", "answer": "2 + 2 = 4\n#### 4"},
+        "gsm8k/socratic": {"question": "Two and two?", "answer": "Sum? 2 + 2 = 4\n#### 4"},
         "MATH": {"problem": "Half?", "solution": r"\boxed{\frac{1}{2}}", "level": "Level 1",
                  "type": "Algebra"},
     }.items():  # fmt: skip
@@ -161,8 +180,11 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
 
 
 def filled(words: Sequence[str]) -> list[str]:
-    """With something in the places that a page leaves to the reader."""
-    return [part for word in words for part in ELIDED.get(word, [word])]
+    """With something in the places that a page leaves to the reader, and for a machine that need
+    not have the GPUs."""
+    placed = any(word.startswith("trainer.n_gpus_per_node=") for word in words)
+    more = ["trainer.device=cpu"] if placed else []
+    return [part for word in words for part in ELIDED.get(word, [word])] + more
 
 
 def call(words: Sequence[str]) -> int:
@@ -293,3 +315,16 @@ def test_scripts_of_examples_run_commands_that_are_validated(
     else:
         assert arguments[0].trainer.seed == 3
         assert arguments[0].speculative.eagle.spec_algorithm == "EAGLE3"
+
+
+def test_scripts_that_pages_name_exist() -> None:
+    named = {
+        name
+        for page in markdown()
+        if page.name != "log.md"
+        for name in re.findall(r"python (-m bench\.\w+|bench/[\w/]+\.py)", page.read_text())
+    }
+    files = {re.sub(r"^-m bench\.(\w+)$", r"bench/\1.py", name) for name in named}
+    assert len(files) >= 5
+    missing = [name for name in files if not (ROOT / name).is_file()]
+    assert missing == []

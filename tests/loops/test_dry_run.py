@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from slipstream.loops.memory_estimate import MemoryEstimate, PhaseBytes, estimat
 from slipstream.loops.run import trial
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.config import ModelConfig
+from tests.docs.pages import ROOT
 from tests.loops.helpers import ACTOR, ROLLOUT, rl_only, tiny
 
 
@@ -242,3 +245,16 @@ def test_the_total_is_of_the_largest_phase_and_one_thing_at_a_time() -> None:
         },
     )
     assert estimate.total == 1120
+
+
+def test_the_memory_that_is_told_is_within_a_quarter_of_what_a_run_takes() -> None:
+    # The smallest case of `python -m bench.memory`, which has further ones.
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.memory", "quickstart"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"quickstart +estimated +\d\.\d\d GB .* used +\d\.\d\d GB: ", done.stdout)

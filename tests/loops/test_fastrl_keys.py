@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[str, str, str]] = {
     ),
     "train.ulysses_sequence_parallel_size": (
         "train.ulysses_sequence_parallel_size=2",
-        "needs several devices",
+        "every process has all layers",
         "set it to 1",
     ),
     "train.optim.total_training_steps": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def write_data(folder: Path) -> None:
             pyarrow.parquet.write_table(table, folder / config / f"{split}-00000-of-00001.parquet")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, *, layers: int = 2) -> None:
     folder.mkdir(parents=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +94,7 @@ def write_model(folder: Path) -> None:
     }
     ends = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
     files = {
-        "config.json": {**CONFIG, **ends, "vocab_size": 336},
+        "config.json": {**CONFIG, **ends, "vocab_size": 336, "num_hidden_layers": layers},
         "tokenizer_config.json": settings,
         "generation_config.json": {
             **ends,
@@ -223,3 +224,53 @@ def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, s
     assert "updates of a step 1 of 8 prompts = 64 samples" in lines
     # Each of Ray's machines has room for one process.
     assert "Ray runtime started" in Path("ray-others.log").read_text()
+
+
+def run_script(name: str, environment: dict[str, str], *more: str) -> None:
+    done = subprocess.run(
+        ["bash", ROOT / "examples" / name, *more],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_script_of_a_draft_head_trains_one(large: dict[str, str]) -> None:
+    shutil.rmtree(MODEL)
+    # An EAGLE-3 head sees three layers.
+    write_model(Path(MODEL), layers=8)
+    run_script(
+        "eagle_train.sh",
+        {**large, "OUT": "head"},
+        *("data.max_prompt_length=96", "data.max_response_length=16"),
+        *("speculative.draft.total_training_steps=3", "speculative.draft.optim.lr_warmup_steps=1"),
+        "speculative.eagle.draft_vocab_size=64",
+        *("trainer.device=cpu", "trainer.num_threads=1"),
+    )
+    head = json.loads(Path("head/global_step_3/draft/config.json").read_text())
+    assert (head["draft_vocab_size"], head["vocab_size"]) == (64, 336)
+    assert list(dict(read_jsonl(Path("head/metrics.jsonl")))) == [0, 1, 2, 3]
+
+
+def test_the_script_that_measures_drafting_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quick = "trainer.num_threads=1", "trainer.device=cpu"
+    sft = ["sft", "--recipe", "tiny", "trainer.default_local_dir=run", *quick]
+    assert cli.main(sft) == 0
+    draft = "speculative.draft.total_training_steps=3", "speculative.draft.optim.lr_warmup_steps=1"
+    assert cli.main(["draft", "--checkpoint", "run", *draft, *quick]) == 0
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run_script(
+        "bench_sd.sh",
+        {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RUN": "run"},
+        *("--rounds", "1", "--candidates", "48", "--new-tokens", "8", "--no-selector"),
+        *("--threads", "1", "--batch", "1", "--plan", "1_1_2", "4_4_16"),
+    )
+    rows = json.loads(Path("run/bench_sd.json").read_text())["rows"]
+    assert {row["contender"] for row in rows} == {"off", "1_1_2", "4_4_16"}
+    assert Path("run/bench_sd.png").stat().st_size > 10_000

@@ -316,6 +316,17 @@ def test_contexts_in_which_frequencies_would_change_are_refused(name: str, reaso
         logits(decoder, random_ids(1, limit.tokens + 1))
 
 
+def test_what_yarn_reaches_is_said_where_the_file_allows_less() -> None:
+    own = scaled("yarn").config
+    short, whole = replace(own, max_position_embeddings=64), int(4.0 * ORIGINAL)
+    assert short.context_limit.tokens == 64
+    assert f"'yarn' reaches {whole}" in short.context_limit.reason
+    assert f"write max_position_embeddings={whole} into" in short.context_limit.reason
+    allowed = replace(own, max_position_embeddings=whole).context_limit
+    assert allowed.tokens == whole
+    assert "reaches" not in allowed.reason
+
+
 def test_a_longer_context_is_another_law_in_transformers(tmp_path: Path) -> None:
     """Why it is refused: there all tokens change with the length of the whole."""
     decoder = scaled("longrope")

@@ -58,12 +58,25 @@ def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
             "rollout/num_dropped_groups/zero_variance": 5.0,
             "training/skipped_batch": 1.0,
             "rollout/num_carried_over": 2.0,
+            # Shares, of the samples of the step.
+            "rollout/num_samples": 64.0,
+            "response/aborted_ratio": 3 / 64,
+            "rollout_corr/rollout_is_veto_fraction": 6 / 64,
+            "rollout_corr/rollout_rs_masked_fraction": 0.3,
+            "rollout_corr/rollout_rs_seq_masked_fraction": 12 / 64,
+            "rollout_corr/rollout_rs_token_k1_seq_masked_fraction": 11 / 64,
+            "val-aux/math/num_failed": 8.0,
         },
     }
     (run,) = read_runs([make_run(tmp_path, more=more)])
     assert payload([run])["runs"][0]["lost"] == [
+        ["responses with tokens that the rollout correction rejected", 12],
+        ["responses with tokens that the rollout correction rejected: token_k1", 11],
+        ["validation samples failed: math", 8],
         ["groups left out: zero variance", 7],
+        ["responses vetoed by the rollout correction", 6],
         ["samples failed: no answer within s", 4],
+        ["samples stopped from outside", 3],
         ["samples carried over to a later step (not lost)", 2],
         ["groups left out: surplus", 1],
         ["steps without an update: nothing to train on", 1],

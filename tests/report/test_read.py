@@ -97,6 +97,21 @@ def test_a_run_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -> N
     ]
 
 
+def test_samples_are_found_from_elsewhere_or_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = "trainer:\n  rollout_data_dir: dumps\n"
+    folder = make_run(tmp_path / "begun/runs/mine", config=settings)
+    monkeypatch.chdir(tmp_path)
+    gone = read_run(folder)
+    assert gone.tokens == {}
+    assert "trainer.rollout_data_dir=dumps is not here: no samples are shown" in gone.notes
+    (folder / "rollouts").rename(tmp_path / "begun/dumps")
+    found = read_run(folder)
+    assert list(found.tokens) == [1, 3, 4]
+    assert found.notes == []
+
+
 def test_whether_it_runs_is_told_by_its_lock(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     events = (folder / "events.jsonl").read_text().splitlines(keepends=True)

@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.errors import ConfigError, DataError
 from slipstream.report.watch import HOST, PORT, Source, make_server
+from tests.docs.pages import ROOT
 from tests.report.conftest import Show
 from tests.report.made import STEP, line, make_run
 
@@ -171,3 +174,19 @@ def test_a_port_can_be_had_again_at_once(tmp_path: Path) -> None:
         assert data(port)[0] == 200
     with make_server(Source([folder]), port) as server:
         assert server.server_address[1] == port
+
+
+def test_the_address_is_said_at_once_through_a_pipe(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "slipstream.cli", "watch", make_run(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline(), process.stdout.readline()]
+        process.terminate()
+    assert said[0] == f"watching {tmp_path}\n"
+    assert said[1].startswith(f"open http://{HOST}:")

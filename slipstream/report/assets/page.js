@@ -24,6 +24,14 @@ function el(tag, attrs = {}, ...children) {
 }
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (i) => css(`--c${i % 10}`);
+function partColor(name) {
+  // One and the same wherever a part of the time is drawn: ten colours, then those paler, then deeper.
+  const known = D.parts.indexOf(name), i = known < 0 ? D.parts.length : known, round = Math.floor(i / 10);
+  if (round === 0) return color(i);
+  const dark = document.documentElement.dataset.theme === "dark", toward = (round === 1) === dark ? 0 : 255;
+  const n = parseInt(color(i).slice(1), 16), mixed = [n >> 16, (n >> 8) & 255, n & 255].map((v) => Math.round(0.52 * v + 0.48 * toward));
+  return `#${mixed.map((v) => v.toString(16).padStart(2, "0")).join("")}`;
+}
 function short(v) {
   if (v === null || v === undefined) return "–";
   const a = Math.abs(v);
@@ -94,7 +102,7 @@ function seriesOf(chart, hidden) {
   chart.lines.forEach((line, place) => {
     const x = line.x.map((i) => D.runs[line.run].steps[chart.about][axis][i]);
     const off = hidden.has(place);
-    const stroke = many && labels.length === 1 ? color(line.run) : color(labels.indexOf(line.label));
+    const stroke = chart.stacked ? partColor(line.label) : many && labels.length === 1 ? color(line.run) : color(labels.indexOf(line.label));
     const dash = many && labels.length > 1 ? RUN_DASH[line.run] : [];
     const name = many ? `${D.runs[line.run].name}${labels.length > 1 ? ` · ${line.label}` : ""}` : line.label;
     const entry = { name, stroke, dash, place, off, box: chart.stacked };
@@ -215,7 +223,7 @@ function ledgerCard(run) {
   if (!ledger) return el("div", { class: "card wide" }, title(run, "Where the time went"), el("p", { class: "note" }, "Not known: the run has not begun, or an earlier version made it."));
   const parts = Object.entries(ledger.parts).filter(([name]) => name !== "not measured");
   const rest = ledger.parts["not measured"];
-  const order = parts.map(([name], i) => [name, color(i), ledger.parts[name]]);
+  const order = parts.map(([name]) => [name, partColor(name), ledger.parts[name]]);
   if (rest > 0) order.push(["not measured", css("--line"), rest]);
   const row = ([name, fill, s]) => {
     const box = el("i", { class: "box" }); box.style.background = fill;
@@ -251,7 +259,7 @@ function ganttCard(run) {
 function lostCard(run) {
   const rows = run.lost.map(([what, count]) => el("tr", {}, el("td", {}, what), el("td", { class: "n" }, count.toLocaleString("en"))));
   return el("div", { class: "card" }, title(run, "Dropped, failed, begun again"),
-    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, run.steps.rl.step.length ? "Nothing: every rollout was scored and trained on." : "No step of RL has been logged."));
+    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, run.steps.rl.step.length ? "Nothing that is counted: no group left out, no sample failed, stopped, vetoed or rejected, no update left out." : "No step of RL has been logged."));
 }
 function plansCard(run) {
   if (!run.plans) return null;
