@@ -24,6 +24,7 @@ from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops import build
 from slipstream.loops.context import initial_policy
 from slipstream.loops.stages import Stages, end_process
+from slipstream.metrics.timeline import Timeline
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import Policy
 from slipstream.training.compute_thread import ComputeThread
@@ -61,9 +62,11 @@ class Wanted:
 
 
 @contextlib.contextmanager
-def open_team(config: Config, stages: Stages, compute: ComputeThread) -> Iterator[Team | None]:
+def open_team(
+    config: Config, stages: Stages, compute: ComputeThread, timeline: Timeline
+) -> Iterator[Team | None]:
     """The other processes of a run that computes on `compute`, for the body; None where there are
-    none."""
+    none. Their beginning and their end are spans of the `timeline`."""
     count = build.process_count(config)
     if count == 1:
         yield None
@@ -74,18 +77,20 @@ def open_team(config: Config, stages: Stages, compute: ComputeThread) -> Iterato
         message = f"another process of the run failed: {type(error).__name__}: {error}"
         (stages.on_stuck or end_now)(message)
 
-    cluster = Cluster(
-        count,
-        device=build.device_of(config).type,
-        timeout_s=config.trainer.stage_timeout_s + stages.grace_s,
-        threads=build.thread_count(config),
-        on_failure=on_failure,
-    )
+    with timeline.span("setup"):
+        cluster = Cluster(
+            count,
+            device=build.device_of(config).type,
+            timeout_s=config.trainer.stage_timeout_s + stages.grace_s,
+            threads=build.thread_count(config),
+            on_failure=on_failure,
+        )
     try:
         compute.run(cluster.use_gpu)
         yield cluster.team
     finally:
-        cluster.close()
+        with timeline.span("close"):
+            cluster.close()
 
 
 def end_now(message: str) -> None:

@@ -133,7 +133,7 @@ def opened(
             try:
                 with (
                     _timeline(config, interrupt) as timeline,
-                    open_team(config, stages, compute) as team,
+                    open_team(config, stages, compute, timeline) as team,
                 ):
                     run = open_run(
                         config, folder, progress, interrupt, compute, stages, parts, timeline, team

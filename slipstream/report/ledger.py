@@ -49,6 +49,7 @@ SPANS = {
     "compare": "comparison of decoding",
     "draft": "draft head before RL",
     "sft_control": "continued SFT",
+    "close": "end of other processes",
 }
 STARTUP, SFT, DUMP = "start-up", "SFT", "writing rollouts"
 LOST, REST = "work lost to a stop", "not measured"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.report.ledger import ledger_of
+from slipstream.report.read import read_run
 from tests.loops.helpers import (
     ACTOR,
     ROLLOUT,
@@ -93,6 +95,11 @@ def test_two_processes_write_what_one_does(tmp_path: Path, reward: Path, shape: 
             small = 1e-6 if name == "actor/kl_loss" else 1e-4
             assert theirs == pytest.approx(ours, rel=0.1, abs=small)
             assert name != "actor/kl_loss" or ours > 10 * small
+    # The other processes' beginning and end are parts of the time, too.
+    ledger = ledger_of(read_run(two))
+    assert ledger is not None
+    assert ledger.parts["end of other processes"] > 0
+    assert ledger.unexplained < 0.05
 
 
 def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path, reward: Path) -> None:
