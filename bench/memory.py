@@ -32,7 +32,7 @@ _SHORT = (
     *("sft.optim.lr_scheduler_type=constant", "sft.optim.min_lr_ratio=0"),
     *("trainer.total_training_steps=2", "trainer.test_freq=1", "data.val_size=64"),
 )
-_FULL = ("actor_rollout_ref.rollout.ignore_eos=true",)
+_FULL = ("actor_rollout_ref.rollout.ignore_eos=true", "trainer.device=cpu")
 
 CASES: dict[str, tuple[str, ...]] = {
     "quickstart": ("--recipe", "quickstart"),

@@ -25,9 +25,10 @@ from slipstream.config.launch import (
     exit_status,
     parser,
     positive,
+    print_settings,
     read_overrides,
 )
-from slipstream.config.load import CONFIG_FILE, to_yaml
+from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import command_begins
@@ -59,7 +60,7 @@ def _train_flags(command: argparse.ArgumentParser) -> None:
 def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
     config = config_from(args, overrides)
     if args.cfg:
-        print(to_yaml(config), end="")
+        print_settings(config)
         return 0
     mode = resolve_mode(config)
     if args.dry_run:
@@ -122,7 +123,7 @@ def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
         )
     config = config_from(args, overrides, file=file, complete=False)
     if args.cfg:
-        print(to_yaml(config), end="")
+        print_settings(config)
         return 0
     from slipstream.loops.run import evaluate
 
@@ -157,7 +158,7 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
         overrides = [*given, *overrides]
     config = config_from(args, overrides, file=file)
     if args.cfg:
-        print(to_yaml(config), end="")
+        print_settings(config)
         return 0
     from slipstream.loops.draft_phase import main as draft
 
@@ -337,7 +338,7 @@ def _run_config(args: argparse.Namespace, rest: list[str]) -> int:
 
         print("\n\n".join(describe(key) for key in keys))
     if overrides or not keys:
-        print(to_yaml(config_from(args, overrides, complete=False)), end="")
+        print_settings(config_from(args, overrides, complete=False))
     return 0
 
 

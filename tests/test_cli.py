@@ -383,3 +383,20 @@ def test_the_program_is_named_as_it_can_be_called_from_here(
     assert program() == "venv/bin/slipstream"
     beside.unlink()
     assert program() == "slipstream"
+
+
+def test_settings_can_be_read_back_where_the_terminal_lacks_a_letter(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "slipstream.cli", "sft", "--recipe", "tiny", "--cfg", "job"),
+            "trainer.default_local_dir='runs/é'",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (tmp_path / "back.yaml").write_text(done.stdout)
+    back = load_config([], file=tmp_path / "back.yaml", notify=lambda _: None)
+    assert back.trainer.default_local_dir == "runs/é"

@@ -87,7 +87,10 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 """Our key -> other names of its values, also inside lists."""
 
 _SLICES = "of several processes each holds a slice of every layer, gathered a layer at a time"
-_RAY = "Ray places what trainer.nnodes and trainer.n_gpus_per_node ask for, with its own settings"
+_RAY = (
+    "Ray comes in for the processes of trainer.nnodes and trainer.n_gpus_per_node alone, with its "
+    "own settings"
+)
 _REWARD_MODEL = "the reward model is computed in this process, beside the policy"
 _CRITIC = "the critic is trained in this process, beside the policy"
 _ENGINE = "it tunes an external serving engine, and the run uses its own"
@@ -227,7 +230,11 @@ _BYTES = Neutral(
 
 ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": _one("tensor parallelism"),
-    f"{_ROLLOUT}.data_parallel_size": _one("data parallelism"),
+    f"{_ROLLOUT}.data_parallel_size": Neutral(
+        (1, None),
+        "there are as many engines as processes (trainer.nnodes, trainer.n_gpus_per_node); set it "
+        "to 1",
+    ),
     f"{_ROLLOUT}.expert_parallel_size": _one("expert parallelism"),
     f"{_ROLLOUT}.pipeline_model_parallel_size": _one("pipeline parallelism"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": _one("sequence parallelism"),

@@ -151,9 +151,21 @@ def program() -> str:
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
+def print_settings(config: Config) -> None:
+    """The resolved tree on standard output, to be read back; in ASCII where that has no more."""
+    text = to_yaml(config)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        import yaml
+
+        text = yaml.safe_dump(yaml.safe_load(text), sort_keys=False)
+    print(text, end="")
+
+
 def exit_status(call: Callable[[], int], *, debug: bool) -> int:
     """Run a command and turn its errors into one line on standard error and an exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # A name that the terminal's encoding lacks is escaped, as on standard error, and ends no
         # command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -206,7 +218,7 @@ def launch_training(
         config = config_from(args, overrides)
         _note_defaults(config, overrides, system, system_defaults)
         if args.cfg:
-            print(to_yaml(config), end="")
+            print_settings(config)
             return 0
         work = dry_run if args.dry_run else train
         return work(config, resolve_mode(config))

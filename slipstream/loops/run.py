@@ -135,11 +135,13 @@ def opened(
                     _timeline(config, interrupt) as timeline,
                     open_team(config, stages, compute, timeline) as team,
                 ):
-                    run = open_run(
-                        config, folder, progress, interrupt, compute, stages, parts, timeline, team
-                    )
-                    _tell_of_compiling(run)
-                    _settle_threads(run)
+                    with timeline.span("setup"):
+                        run = open_run(
+                            *(config, folder, progress, interrupt, compute, stages),
+                            *(parts, timeline, team),
+                        )
+                        _tell_of_compiling(run)
+                        _settle_threads(run)
                     # A full collection would look through all modules again: a tenth of a second,
                     # in the middle of a rollout.
                     gc.freeze()
@@ -158,6 +160,7 @@ def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline
     machine = this_machine()
     timeline.start(
         command_began(),
+        cwd=str(Path.cwd()),
         argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
         environment={
             "cpu": machine.cpu,
@@ -256,23 +259,25 @@ def announce(run: Run, mode: Mode) -> None:
 
 async def _train(run: Run, mode: Mode) -> bool:
     """The phases of `mode`; False if the run was stopped before its end."""
-    start = initial_policy(run.config)
     phases = mode.split("+")
-    check_resumable(run, phases)
-    check_validation(run)
+    with run.span("setup"):
+        start = initial_policy(run.config)
+        check_resumable(run, phases)
+        check_validation(run)
     if run.config.trainer.val_only:
         await _validate_only(run, start)
         return True
-    policy = build.model_config(run.config, run.tokenizer, start)
-    if isinstance(policy, ForeignConfig):
-        run.progress.note(
-            f"transformers computes the policy, a {policy.family}, without dropout; log-probs of "
-            "rollout and trainer are equal up to rounding"
-        )
-    check_phases(run, mode, policy)
-    rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
-    if "sft" not in phases and start is None:
-        start = result_of_sft(run)
+    with run.span("setup"):
+        policy = build.model_config(run.config, run.tokenizer, start)
+        if isinstance(policy, ForeignConfig):
+            run.progress.note(
+                f"transformers computes the policy, a {policy.family}, without dropout; log-probs "
+                "of rollout and trainer are equal up to rounding"
+            )
+        check_phases(run, mode, policy)
+        rl_checkpoint = run.resume_folder("rl") if "rl" in phases else None
+        if "sft" not in phases and start is None:
+            start = result_of_sft(run)
     if "sft" in phases:
         if rl_checkpoint is not None:
             start = start_of_rl(run, rl_checkpoint)

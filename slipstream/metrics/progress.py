@@ -61,7 +61,7 @@ class SteadyConsole(Console):
     a character; rich's own ends the process, or fails."""
 
     def __init__(self, *, file: IO[str], **more: Any) -> None:
-        if isinstance(file, io.TextIOWrapper) and file.errors == "strict":
+        if isinstance(file, io.TextIOWrapper) and file.errors != "replace":
             # Rich writes characters of its own, too: it shortens lines with one that ASCII lacks.
             file.reconfigure(errors="replace")
         super().__init__(file=file, **more)

@@ -63,6 +63,7 @@ PARTS = (
 )
 """All that are known, in the order in which they are told."""
 
+_SHOWN = {**SPANS, "sft": SFT, "rl": "RL"}
 _BY_ITSELF = ("finished", "interrupted")
 """How a process ends that loses nothing."""
 
@@ -154,7 +155,8 @@ def _leaves(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def gantt(processes: Sequence[Process]) -> list[tuple[str, float, float]]:
-    """`(name, begin, end)` of all spans, in seconds since the first process began."""
+    """`(what, begin, end)` of all spans, in seconds since the first process began; parts of the
+    time by the names that they have there."""
     if not processes:
         return []
     zero = processes[0].begin
@@ -162,7 +164,13 @@ def gantt(processes: Sequence[Process]) -> list[tuple[str, float, float]]:
 
     def walk(spans: Sequence[Span]) -> None:
         for span in spans:
-            rows.append((span.name, span.begin - zero, span.begin - zero + span.seconds))
+            rows.append(
+                (
+                    _SHOWN.get(span.name, span.name),
+                    span.begin - zero,
+                    span.begin - zero + span.seconds,
+                )
+            )
             walk(span.inner)
 
     for process in processes:

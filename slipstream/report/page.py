@@ -41,13 +41,17 @@ _LOST = {
     "training/num_failed_rewards/": "samples failed: ",
 }
 _SHARES = {
-    "response/aborted_ratio": "samples stopped from outside",
-    "rollout_corr/rollout_is_veto_fraction": "responses vetoed by the rollout correction",
+    "response/aborted_ratio": ("samples stopped from outside", "samples"),
+    "rollout_corr/rollout_is_veto_fraction": (
+        "responses vetoed by the rollout correction",
+        "trained",
+    ),
     "rollout_corr/rollout_rs_seq_masked_fraction": (
-        "responses with tokens that the rollout correction rejected"
+        "responses with tokens that the rollout correction rejected",
+        "trained",
     ),
 }
-"""Shares of a step's samples."""
+"""Shares of a step's samples: of all, or of those that are trained on, without failed ones."""
 _BY_RULE = re.compile(r"rollout_corr/rollout_rs_(?P<rule>.+)_seq_masked_fraction")
 _UNSCORED = re.compile(r"val-aux/(?P<source>.+)/num_failed")
 _COUNTED = {
@@ -137,7 +141,7 @@ def _run(run: RunData) -> dict[str, Any]:
             "unexplained": number(ledger.unexplained),
         },
         "gantt": [[name, number(a), number(b)] for name, a, b in _longest(gantt(run.processes))],
-        "lost": _lost(run.steps),
+        "lost": _lost(run.rl),
         "plans": _plans(run.steps),
         "lengths": run.lengths,
         "samples": [
@@ -207,26 +211,31 @@ def _lost(steps: Sequence[Record]) -> list[list[Any]]:
     found: dict[str, float] = {}
     for record in steps:
         samples = record.data.get("rollout/num_samples", 0.0)
+        out = ("training/num_failed_rewards", "training/num_lone_samples")
+        trained = samples - sum(record.data.get(name, 0.0) for name in out)
         for name, value in record.data.items():
-            label, shared = _loss(name)
+            label, of = _loss(name)
             if label is not None and value:
-                found[label] = found.get(label, 0.0) + value * (samples if shared else 1)
+                times = {"samples": samples, "trained": trained}.get(of, 1.0)
+                found[label] = found.get(label, 0.0) + value * times
     counts = ((label, round(count)) for label, count in found.items())
     return [[label, count] for label, count in sorted(counts, key=lambda x: -x[1]) if count]
 
 
-def _loss(metric: str) -> tuple[str | None, bool]:
-    """What a metric says was lost, None for nothing, and whether as a share of the samples."""
+def _loss(metric: str) -> tuple[str | None, str]:
+    """What a metric says was lost, None for nothing; and what it is a share of: all "samples",
+    those "trained" on, or "" for a count."""
     if metric in _SHARES:
-        return _SHARES[metric], True
+        return _SHARES[metric]
     if match := _BY_RULE.fullmatch(metric):
-        return f"{_SHARES['rollout_corr/rollout_rs_seq_masked_fraction']}: {match['rule']}", True
+        label, of = _SHARES["rollout_corr/rollout_rs_seq_masked_fraction"]
+        return f"{label}: {match['rule']}", of
     if match := _UNSCORED.fullmatch(metric):
-        return f"validation samples failed: {match['source']}", False
+        return f"validation samples failed: {match['source']}", ""
     for prefix, text in _LOST.items():
         if metric.startswith(prefix):
-            return text + metric.removeprefix(prefix).replace("_", " "), False
-    return _COUNTED.get(metric), False
+            return text + metric.removeprefix(prefix).replace("_", " "), ""
+    return _COUNTED.get(metric), ""
 
 
 def _plans(steps: Sequence[Record]) -> dict[str, Any] | None:

@@ -180,15 +180,15 @@ def _is_draft_run(records: list[Record]) -> bool:
 
 def _rollout_folder(run: RunData) -> Path:
     """Where samples are: a relative `trainer.rollout_data_dir` is of the folder that the run was
-    begun in: one that the run's folder lies in, or this one."""
+    begun in, which an earlier version did not write down; then it is of this one."""
     configured = run.trainer.get("rollout_data_dir")
-    if not isinstance(configured, str):
+    if not isinstance(configured, str) or not configured:
         return run.folder / "rollouts"
-    places = [parent / configured for parent in (*run.folder.resolve().parents, Path())]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None and run.steps:
+    begun = run.processes[-1].facts.get("cwd", "") if run.processes else ""
+    folder = Path(str(begun)) / configured
+    if run.steps and not folder.is_dir():
         run.notes.append(f"trainer.rollout_data_dir={configured} is not here: no samples are shown")
-    return found or places[-1]
+    return folder
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:

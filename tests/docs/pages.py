@@ -42,8 +42,8 @@ def commands(page: Path) -> Iterator[Shown]:
 def sentences(page: Path) -> Iterator[Shown]:
     """The whole commands that stand in a page's sentences: with settings or flags, and with nothing
     that is left to the reader."""
-    text = page.read_text(encoding="utf-8")
-    for found in re.finditer(r"`([^`]+)`", re.sub(r"```.*?```", blank, text, flags=re.DOTALL)):
+    text = re.sub(r"```.*?```", blank, page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for found in re.finditer(r"`([^`]+)`", text):
         command = " ".join(found[1].split())
         whole = re.match(PROGRAMS, command) and (command.startswith("make ") or "=" in command or
                                                  " --" in command)  # fmt: skip

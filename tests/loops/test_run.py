@@ -17,6 +17,7 @@ import torch
 from slipstream.algorithms import registry
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.cli import main
+from slipstream.config.launch import program
 from slipstream.config.validate import BUILT_IN_LOGGERS, BUILT_IN_TASKS
 from slipstream.environment import registry as tasks
 from slipstream.environment.tokenizer import build_tokenizer
@@ -227,7 +228,7 @@ def test_the_picture_is_drawn_and_the_end_says_where_things_are(
         assert "|" not in lines[i + 3]
     assert lines[-4] == f"picture      {folder / 'run.png'}"
     assert lines[-3] == f"report       {folder / 'report.html'}"
-    assert lines[-1] == f"evaluate     slipstream eval --checkpoint {folder}"
+    assert lines[-1] == f"evaluate     {program()} eval --checkpoint {folder}"
     assert (folder / "run.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -175,11 +175,13 @@ def test_of_a_long_sample_the_end_is_shown(width: int) -> None:
         assert len(progress._sample) <= max(34, 3 * width)
 
 
+@pytest.mark.parametrize("errors", ["strict", "backslashreplace"])
 @pytest.mark.parametrize("width", [20, 40, 60])
-def test_a_terminal_without_unicode_that_is_too_narrow(width: int) -> None:
+def test_a_terminal_without_unicode_that_is_too_narrow(width: int, errors: str) -> None:
     """What does not fit is shortened, for which ASCII has no character."""
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    # Commands escape what they print; a bar has no room for that.
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors, write_through=True)
     console = SteadyConsole(file=stream, force_terminal=True, width=width, height=20)
     with Progress(console=console, plain=False) as progress:
         for phase in ("SFT", "RL"):

@@ -65,7 +65,7 @@ def test_phases_that_are_no_steps_count_whole_and_only_once(tmp_path: Path) -> N
     assert ledger is not None
     assert ledger.parts["draft head before RL"] == 5.0
     assert ledger.parts["checkpoints"] == 0.5
-    assert ("save_checkpoint", 21.0, 22.0) in gantt(run.processes)
+    assert ("checkpoints", 21.0, 22.0) in gantt(run.processes)
 
 
 def lines_of(path: Path, *events: dict[str, Any]) -> None:

@@ -61,10 +61,13 @@ def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
             # Shares, of the samples of the step.
             "rollout/num_samples": 64.0,
             "response/aborted_ratio": 3 / 64,
-            "rollout_corr/rollout_is_veto_fraction": 6 / 64,
+            # Of those that are trained on: four failed, and two were alone.
+            "training/num_failed_rewards": 4.0,
+            "training/num_lone_samples": 2.0,
+            "rollout_corr/rollout_is_veto_fraction": 6 / 58,
             "rollout_corr/rollout_rs_masked_fraction": 0.3,
-            "rollout_corr/rollout_rs_seq_masked_fraction": 12 / 64,
-            "rollout_corr/rollout_rs_token_k1_seq_masked_fraction": 11 / 64,
+            "rollout_corr/rollout_rs_seq_masked_fraction": 12 / 58,
+            "rollout_corr/rollout_rs_token_k1_seq_masked_fraction": 11 / 58,
             "val-aux/math/num_failed": 8.0,
         },
     }
@@ -78,6 +81,7 @@ def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
         ["samples failed: no answer within s", 4],
         ["samples stopped from outside", 3],
         ["samples carried over to a later step (not lost)", 2],
+        ["samples left out: all others of the group failed", 2],
         ["groups left out: surplus", 1],
         ["steps without an update: nothing to train on", 1],
     ]

@@ -100,13 +100,17 @@ def test_a_run_of_another_version_is_read_as_far_as_it_goes(tmp_path: Path) -> N
 def test_samples_are_found_from_elsewhere_or_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = "trainer:\n  rollout_data_dir: dumps\n"
-    folder = make_run(tmp_path / "begun/runs/mine", config=settings)
+    begun = tmp_path / "begun"
+    folder = make_run(tmp_path / "runs", config="trainer:\n  rollout_data_dir: dumps\n")
+    start, *events = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    first = json.dumps(json.loads(start) | {"cwd": str(begun)}) + "\n"
+    (folder / "events.jsonl").write_text("".join([first, *events]))
     monkeypatch.chdir(tmp_path)
     gone = read_run(folder)
     assert gone.tokens == {}
     assert "trainer.rollout_data_dir=dumps is not here: no samples are shown" in gone.notes
-    (folder / "rollouts").rename(tmp_path / "begun/dumps")
+    begun.mkdir()
+    (folder / "rollouts").rename(begun / "dumps")
     found = read_run(folder)
     assert list(found.tokens) == [1, 3, 4]
     assert found.notes == []

@@ -186,7 +186,10 @@ def test_the_address_is_said_at_once_through_a_pipe(tmp_path: Path) -> None:
         text=True,
     ) as process:
         assert process.stdout is not None
+        late = threading.Timer(60, process.kill)
+        late.start()
         said = [process.stdout.readline(), process.stdout.readline()]
+        late.cancel()
         process.terminate()
     assert said[0] == f"watching {tmp_path}\n"
     assert said[1].startswith(f"open http://{HOST}:")

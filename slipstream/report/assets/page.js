@@ -243,14 +243,14 @@ function ledgerCard(run) {
 function ganttCard(run) {
   if (!run.gantt.length) return null;
   const names = [...new Set(run.gantt.map((r) => r[0]))], end = Math.max(...run.gantt.map((r) => r[2]));
-  const rows = names.map((name, i) => {
+  const rows = names.map((name) => {
     const line = el("div", { class: "bar" }); line.style.height = "14px"; line.style.position = "relative"; line.style.margin = "3px 0"; line.style.flex = "1";
     for (const [n, a, b] of run.gantt) if (n === name) {
       const span = el("span", { title: `${name}: ${seconds(a)} to ${seconds(b)}` });
-      Object.assign(span.style, { position: "absolute", left: `${100 * a / end}%`, width: `max(2px, ${100 * (b - a) / end}%)`, background: color(i) });
+      Object.assign(span.style, { position: "absolute", left: `${100 * a / end}%`, width: `max(2px, ${100 * (b - a) / end}%)`, background: partColor(name) });
       line.append(span);
     }
-    const label = el("span", { class: "note" }, name.replace("_", " ")); label.style.width = "120px";
+    const label = el("span", { class: "note" }, name); label.style.width = "120px";
     const row = el("div", {}, label, line); row.style.display = "flex"; row.style.alignItems = "center";
     return row;
   });
