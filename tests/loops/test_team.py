@@ -99,7 +99,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path, reward: Path, shape: 
     ledger = ledger_of(read_run(two))
     assert ledger is not None
     assert ledger.parts["end of other processes"] > 0
-    assert ledger.unexplained < 0.05
+    assert ledger.unexplained < 0.08
 
 
 def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path, reward: Path) -> None:

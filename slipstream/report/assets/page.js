@@ -250,7 +250,7 @@ function ganttCard(run) {
       Object.assign(span.style, { position: "absolute", left: `${100 * a / end}%`, width: `max(2px, ${100 * (b - a) / end}%)`, background: partColor(name) });
       line.append(span);
     }
-    const label = el("span", { class: "note" }, name); label.style.width = "120px";
+    const label = el("span", { class: "note" }, name); label.style.width = "150px";
     const row = el("div", {}, label, line); row.style.display = "flex"; row.style.alignItems = "center";
     return row;
   });
