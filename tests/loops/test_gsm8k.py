@@ -163,16 +163,10 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     }
 
 
-def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
-    """What a script says that only tries, of all but the GPUs, and the head, which is of the large
-    model."""
+def run_script(name: str, environment: dict[str, str], *more: str) -> str:
+    """What a script of examples/ prints."""
     done = subprocess.run(
-        [
-            *("bash", ROOT / "examples" / script, "--dry-run"),
-            *("trainer.device=cpu", "trainer.num_threads=1"),
-            *("speculative.spec_strategy=history", "speculative.eagle.spec_model_path=null"),
-            *more,
-        ],
+        ["bash", ROOT / "examples" / name, *more],
         env=environment,
         capture_output=True,
         text=True,
@@ -180,7 +174,20 @@ def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
+    """What a script says that only tries, of all but the GPUs, and the head, which is of the large
+    model."""
+    said = run_script(
+        script,
+        environment,
+        *("--dry-run", "trainer.device=cpu", "trainer.num_threads=1"),
+        *("speculative.spec_strategy=history", "speculative.eagle.spec_model_path=null"),
+        *more,
+    )
+    lines = [" ".join(line.split()) for line in said.splitlines()]
     assert any(line.startswith("RL 1/1") for line in lines)
     assert not Path("runs").exists()
     return lines
@@ -224,18 +231,6 @@ def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, s
     assert "updates of a step 1 of 8 prompts = 64 samples" in lines
     # Each of Ray's machines has room for one process.
     assert "Ray runtime started" in Path("ray-others.log").read_text()
-
-
-def run_script(name: str, environment: dict[str, str], *more: str) -> None:
-    done = subprocess.run(
-        ["bash", ROOT / "examples" / name, *more],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_script_of_a_draft_head_trains_one(large: dict[str, str]) -> None:
