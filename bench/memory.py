@@ -32,7 +32,9 @@ _SHORT = (
     *("sft.optim.lr_scheduler_type=constant", "sft.optim.min_lr_ratio=0"),
     *("trainer.total_training_steps=2", "trainer.test_freq=1", "data.val_size=64"),
 )
-_FULL = ("actor_rollout_ref.rollout.ignore_eos=true", "trainer.device=cpu")
+_FULL = ("actor_rollout_ref.rollout.ignore_eos=true",)
+# What is measured is this machine's memory, not a GPU's.
+_HERE = ("trainer.device=cpu",)
 
 CASES: dict[str, tuple[str, ...]] = {
     "quickstart": ("--recipe", "quickstart"),
@@ -81,7 +83,7 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def _settings(name: str) -> list[str]:
-    return [*CASES[name], *_SHORT, *_FULL]
+    return [*CASES[name], *_SHORT, *_FULL, *_HERE]
 
 
 def estimate(name: str) -> None:

@@ -43,8 +43,7 @@ def _before_reading(app: Sphinx, page: str, source: list[str]) -> None:
         inside = (folder / match[1]).resolve().is_relative_to(HERE)
         return match[0] if inside else f"](path:{match[1]})"
 
-    text = re.sub(r"\]\((\.\./[^)#]+)(#[^)]*)?\)", outside, source[0])
-    source[0] = text
+    source[0] = re.sub(r"\]\((\.\./[^)#]+)(#[^)]*)?\)", outside, source[0])
 
 
 def _formula(writer: HTML5Translator, node: nodes.math) -> None:

@@ -295,10 +295,9 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
 """Key of a feature that this version does not have -> the values that leave it off."""
 
 REFUSED_VALUES: dict[str, dict[Any, str]] = {
-    f"{_ACTOR}.strategy": dict.fromkeys(
-        ("megatron",),
-        f"several processes train by FSDP2 in this version; set {_ACTOR}.strategy=fsdp2",
-    ),
+    f"{_ACTOR}.strategy": {
+        "megatron": f"several processes train by FSDP2 in this version; set {_ACTOR}.strategy=fsdp2"
+    },
     f"{_ROLLOUT}.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm"),
         "external engines are not in this version; "

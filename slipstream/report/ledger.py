@@ -164,13 +164,8 @@ def gantt(processes: Sequence[Process]) -> list[tuple[str, float, float]]:
 
     def walk(spans: Sequence[Span]) -> None:
         for span in spans:
-            rows.append(
-                (
-                    _SHOWN.get(span.name, span.name),
-                    span.begin - zero,
-                    span.begin - zero + span.seconds,
-                )
-            )
+            begin = span.begin - zero
+            rows.append((_SHOWN.get(span.name, span.name), begin, begin + span.seconds))
             walk(span.inner)
 
     for process in processes:

@@ -45,9 +45,8 @@ def sentences(page: Path) -> Iterator[Shown]:
     text = re.sub(r"```.*?```", blank, page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for found in re.finditer(r"`([^`]+)`", text):
         command = " ".join(found[1].split())
-        whole = re.match(PROGRAMS, command) and (command.startswith("make ") or "=" in command or
-                                                 " --" in command)  # fmt: skip
-        if whole and not PLACE.search(command):
+        whole = command.startswith("make ") or "=" in command or " --" in command
+        if re.match(PROGRAMS, command) and whole and not PLACE.search(command):
             yield Shown(page, text.count("\n", 0, found.start()) + 1, tuple(shlex.split(command)))
 
 

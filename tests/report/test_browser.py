@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.report.ledger import PARTS
 from slipstream.report.page import write_report
 from tests.report.conftest import Show
 from tests.report.made import make_run
@@ -56,6 +57,22 @@ def test_it_says_what_the_run_did(show: Show, report: str) -> None:
         head = shown.page.inner_text("#top")
         assert "finished" in head
         assert "40.0 → 60.0 %" in head
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_each_part_of_the_time_has_a_colour_of_its_own(
+    show: Show, report: str, scheme: str
+) -> None:
+    with show(report, scheme=scheme) as shown:
+        colours = shown.page.evaluate("D.parts.map(partColor)")
+        assert len(set(colours)) == len(colours) == len(PARTS)
+        # In the bar of the wall time, and in what ran when.
+        for part in ("validation", "checkpoints"):
+            drawn = shown.page.locator(f'.bar span[title^="{part}: "]').evaluate_all(
+                "found => found.map((one) => one.style.background)"
+            )
+            assert len(drawn) >= 2
+            assert len(set(drawn)) == 1
 
 
 def test_drafted_tokens_are_coloured_and_tell_their_log_prob(show: Show, report: str) -> None:
