@@ -11,7 +11,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.errors import ConfigError, DataError
-from slipstream.rewards.foreground import load_function, main, read_dump
+from slipstream.rewards.foreground import load_function, main, read_dump, score_line
 
 MINE = """
 import threading
@@ -86,6 +86,19 @@ def test_async_functions_of_trl(rows: Path, mine: str) -> None:
         "later: 2 responses, 0 failed",
         "  score          mean 1.5000, least 0, most 3",
     ]
+
+
+def test_after_a_prompt_of_messages_trl_functions_get_messages(tmp_path: Path) -> None:
+    (tmp_path / "spoken.py").write_text(
+        "def spoken(completions, prompts):\n"
+        "    return [float(c[0]['content'] == '5' and p[0]['role'] == 'user')"
+        " for c, p in zip(completions, prompts)]\n"
+    )
+    asked = [{"role": "user", "content": "2 + 3?"}]
+    path = dump(tmp_path, {"input": "user: 2 + 3?", "messages": asked, "output": "5"})
+    function = load_function(f"{tmp_path / 'spoken.py'}:spoken")
+    (line,) = read_dump(path)
+    assert score_line(function, line, reraise=True).score.value == 1.0
 
 
 def test_the_built_in_ones_by_data_source(tmp_path: Path) -> None:
