@@ -159,7 +159,10 @@ def test_contract(several: Team, case: Case) -> None:
 
 def test_calls_are_begun_in_their_order_and_each_is_answered() -> None:
     host = Host(os.getcwd(), [], None)
-    host.make_parts(lambda ranks: {"engine": OwnEngine(fake(), None)})  # type: ignore[arg-type]
+    engine = fake()
+    host.make_parts(lambda ranks: {"engine": OwnEngine(engine, None)})  # type: ignore[arg-type]
+    # All tokens would take eight seconds: what is asked for is not done before it is aborted.
+    slow_down(engine)(0.1)
     request = make_request("a", max_tokens=80, ignore_eos=True)
     host.engine(1, "abort", "abort", (None,))
     assert host.answers(0.2) == []
