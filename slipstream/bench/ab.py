@@ -111,6 +111,7 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     arms = arms_of(head, trees=trees)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
     moved: list[float] = []
+    device = device_of(config)
     for number in range(bench.rounds):
         with TemporaryDirectory() as folder:
             targets = {name: Path(folder) / name for name in arms}
@@ -122,9 +123,9 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             # Once: all end with the same weights, or the comparison has failed.
             if not number:
                 last = targets[PLAIN]
-                moved.append(nats_moved(start, policy_folder(last), last_rollouts(last)))
-    device = device_of(config).type
-    rows = [_row(bench, name, outcomes, head, device) for name in arms]
+                ended = policy_folder(last), last_rollouts(last)
+                moved.append(nats_moved(start, *ended, device))
+    rows = [_row(bench, name, outcomes, head, device.type) for name in arms]
     return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
 
 

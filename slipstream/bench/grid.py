@@ -25,7 +25,6 @@ from slipstream.bench.record import Row, Spread, median_of
 from slipstream.bench.speculation import (
     PLAIN,
     SpeculationBench,
-    Tokens,
     check_same,
     make_eagle,
     row_of,
@@ -67,8 +66,6 @@ BATCH_TOKENS, LONGEST = 1024, 4
 as it usually is. Requests that begin together end some steps apart, the more so the deeper drafts
 are: of ten steps that is much, and it says more about smaller batches than about this one."""
 
-_Batches = Sequence[tuple[Responses, Tokens]]
-"""With the tokens that plain decoding writes."""
 _Floats = npt.NDArray[np.float64]
 
 
@@ -84,15 +81,14 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
         length = _length(bench, natural, size, count)
         pool = cut_to(natural, count, length)
         say(f"batch {size}, responses of {length}")
-        plain = make_engine(trained, bench.dtype)
         turns = _Turns()
         drafting = make_engine(
             trained, bench.dtype, proposer=make_eagle(trained, bench.dtype), selector=turns
         )
-        batches = []
-        for i in range(0, count, size):
-            batch = Responses(pool.requests[i : i + size], pool.lengths[i : i + size])
-            batches.append((batch, [g.token_ids for g in plain.run(batch.requests)]))
+        batches = [
+            Responses(pool.requests[i : i + size], pool.tokens[i : i + size])
+            for i in range(0, count, size)
+        ]
         fixed = _fixed_plans(bench, size, drafting, turns, batches)
         if not bench.selectors:
             rows += [
@@ -100,6 +96,7 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             ]
             say(grid_table(rows))
             continue
+        plain = make_engine(trained, bench.dtype)
         found = _beside_the_best(bench, size, length, fixed, plain, drafting, turns, batches)
         say(f"{grid_table(found)}\n{_summary(found)}")
         rows += found
@@ -217,12 +214,12 @@ class _Batch:
     """Share of the tokens that plain decoding writes."""
 
     @classmethod
-    def by(cls, bench: SpeculationBench, engine: Engine, batch: Responses, known: Tokens) -> _Batch:
-        """Raises EngineError where it does not write the `known` tokens (`check_same`)."""
+    def by(cls, bench: SpeculationBench, engine: Engine, batch: Responses) -> _Batch:
+        """Raises EngineError where it does not write the batch's tokens (`check_same`)."""
         before, start = engine.stats(), perf_counter()
         written = [g.token_ids for g in engine.run(batch.requests)]
         seconds = perf_counter() - start
-        same = check_same(bench, "a draft plan", written, known)
+        same = check_same(bench, "a draft plan", written, batch.tokens)
         return cls(seconds, engine.stats().since(before), same)
 
 
@@ -244,17 +241,17 @@ def _warm_up(
     bench: SpeculationBench,
     engine: Engine,
     turns: _Turns,
-    again: Iterator[tuple[Responses, Tokens]],
+    again: Iterator[Responses],
 ) -> None:
     """On a GPU: what a plan does often is recorded, and in turns with all others no plan does."""
     for plan in bench.in_grid:
         turns.whose, steps = PredefinedSelector(plan), 0
         while steps < RECORDED:
-            steps += _Batch.by(bench, engine, *next(again)).stats.decode_steps
+            steps += _Batch.by(bench, engine, next(again)).stats.decode_steps
 
 
 def _fixed_plans(
-    bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: _Batches
+    bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: Sequence[Responses]
 ) -> list[_Fixed]:
     # Of few requests it takes more steps to know what is accepted. A batch has few full steps where
     # drafts are long.
@@ -264,7 +261,7 @@ def _fixed_plans(
         _warm_up(bench, engine, turns, again)
     found = turns.whose = _PlansInTurns(size, plans)
     while min(map(len, found.made.values())) < wanted:
-        _Batch.by(bench, engine, *next(again))
+        _Batch.by(bench, engine, next(again))
     whole = min(map(len, found.seconds.values()))
     took = [[mean(turn or [np.nan]) for turn in found.seconds[p][:whole]] for p in plans]
     logs, _ = apart(np.log(took))
@@ -296,14 +293,16 @@ def _beside_the_best(
     plain: Engine,
     drafting: Engine,
     turns: _Turns,
-    batches: _Batches,
+    batches: Sequence[Responses],
 ) -> list[Row]:
     best = max(fixed, key=lambda f: f.over_off)
+    # The first time takes memory, and on a GPU recordings.
+    _Batch.by(bench, plain, batches[0])
     learners = {f"{SELECTOR} {i}": CostModelSelector(bench.in_grid) for i in range(LEARNERS)}
     for turns.whose in learners.values():
         again, steps = cycle(batches), 0
         while steps < LEARNED:
-            steps += _Batch.by(bench, drafting, *next(again)).stats.decode_steps
+            steps += _Batch.by(bench, drafting, next(again)).stats.decode_steps
     strategies: dict[str, StrategySelector] = {
         _name(plan): PredefinedSelector(plan) for plan in dict.fromkeys([OFF, best.plan])
     }
@@ -316,7 +315,7 @@ def _beside_the_best(
         for name in order if number % 2 == 0 else reversed(order):
             turns.whose = strategies.get(name, turns.whose)
             engine = plain if name == PLAIN else drafting
-            done[name].append(_Batch.by(bench, engine, *batch))
+            done[name].append(_Batch.by(bench, engine, batch))
     logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
     longer = dict(zip(names, logs, strict=True))
     learned = mean(longer[name] for name in learners)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.bench.trained import CPU
 from slipstream.drafter.sequences import policy_features
 from slipstream.errors import DataError
 from slipstream.models.decoder import PackedDecoder
@@ -20,9 +21,9 @@ from slipstream.models.hf_io import load_checkpoint
 
 
 @torch.no_grad()
-def nats_moved(first: Path, last: Path, rollouts: Path) -> float:
+def nats_moved(first: Path, last: Path, rollouts: Path, device: torch.device = CPU) -> float:
     """KL(last || first) in nats, mean over the response tokens of a file of `rollouts`, over the
-    whole vocabulary at temperature 1.
+    whole vocabulary at temperature 1, computed on `device` in fp32.
 
     Where `last` wrote the rollouts it is the mean over states that it visits. Raises DataError for
     a file without response tokens, CheckpointError for folders that hold no policy.
@@ -30,7 +31,8 @@ def nats_moved(first: Path, last: Path, rollouts: Path) -> float:
     texts = [_tokens(line) for line in rollouts.read_text().splitlines()]
     if not any(response for _, response in texts):
         raise DataError(f"{rollouts} holds no response tokens, so there is nothing to compare on")
-    old, new = (load_checkpoint(folder).pack(torch.float32) for folder in (first, last))
+    policies = (load_checkpoint(folder, device=device) for folder in (first, last))
+    old, new = (policy.pack(torch.float32) for policy in policies)
     whole = [[*prompt, *response] for prompt, response in texts]
     total, count = 0.0, 0
     pairs = zip(policy_features(old, whole), policy_features(new, whole), strict=True)

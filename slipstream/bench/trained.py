@@ -72,11 +72,16 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Requests, and the lengths that their responses have: of themselves, or, once chosen, because
-    they are told to, for on a GPU other batches round to other tokens."""
+    """Requests, and what plain decoding writes for them. Once chosen, they are told to write so
+    many tokens, for on a GPU other batches round to other ones."""
 
     requests: Sequence[GenerateRequest]
-    lengths: Sequence[int]
+    tokens: Sequence[Sequence[int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the responses."""
+        return [len(tokens) for tokens in self.tokens]
 
 
 def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) -> Responses:
@@ -92,7 +97,7 @@ def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) 
         for i, prompt in enumerate(trained.prompts)
     ]
     engine = make_engine(trained, dtype)
-    return Responses(requests, [len(g.token_ids) for g in engine.run(requests)])
+    return Responses(requests, [g.token_ids for g in engine.run(requests)])
 
 
 def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
@@ -109,21 +114,22 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
 
     Raises ConfigError where the policy's responses have no such tail: less than `LONG_TAIL`.
     """
-    normal, longest = NormalDist(), max(responses.lengths)
+    lengths = responses.lengths
+    normal, longest = NormalDist(), max(lengths)
     last = normal.inv_cdf((count - 0.5) / count)
     sigma = math.log(spread) / last
-    left = sorted(range(len(responses.lengths)), key=responses.lengths.__getitem__)
+    left = sorted(range(len(lengths)), key=lengths.__getitem__)
     chosen = []
     for i in reversed(range(count)):
         wanted = longest / spread * math.exp(sigma * normal.inv_cdf((i + 0.5) / count))
-        nearest = min(left, key=lambda j: abs(responses.lengths[j] - wanted))
+        nearest = min(left, key=lambda j: abs(lengths[j] - wanted))
         left.remove(nearest)
         chosen.append(nearest)
     # In the order of their prompts, which says nothing of their lengths.
     chosen.sort()
     picked = Responses(
-        [_of_length(responses.requests[i], responses.lengths[i]) for i in chosen],
-        [responses.lengths[i] for i in chosen],
+        [_of_length(responses.requests[i], lengths[i]) for i in chosen],
+        [responses.tokens[i] for i in chosen],
     )
     if max(picked.lengths) < LONG_TAIL * median(picked.lengths):
         raise ConfigError(
@@ -138,13 +144,17 @@ def cut_to(responses: Responses, count: int, length: int) -> Responses:
 
     Raises ConfigError where there are too few of them.
     """
-    fitting = [r for r, n in zip(responses.requests, responses.lengths, strict=True) if n >= length]
+    pairs = zip(responses.requests, responses.tokens, strict=True)
+    fitting = [(request, tokens) for request, tokens in pairs if len(tokens) >= length]
     if len(fitting) < count:
         raise ConfigError(
             f"only {len(fitting)} of {len(responses.requests)} responses have {length} tokens, and "
             f"{count} are needed; lower --new-tokens or --batch"
         )
-    return Responses([_of_length(r, length) for r in fitting[:count]], [length] * count)
+    return Responses(
+        [_of_length(request, length) for request, _ in fitting[:count]],
+        [tokens[:length] for _, tokens in fitting[:count]],
+    )
 
 
 def _of_length(request: GenerateRequest, length: int) -> GenerateRequest:

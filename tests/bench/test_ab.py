@@ -125,7 +125,7 @@ def test_where_trees_are_allowed_chains_run_beside_them(
 
     monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
-    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
+    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts, device: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
     monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     wide = ("speculative.eagle.spec_topk=2", "speculative.eagle.spec_verify_tokens=6")
@@ -214,7 +214,7 @@ def test_rows_hold_one_run_against_the_other(
 
     monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
-    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts: 0.25)
+    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts, device: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
     monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     rows = ab.run(AbBench(policy=policy), lambda text: None)

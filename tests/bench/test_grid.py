@@ -83,12 +83,16 @@ def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch
         replace(bench, plans=(chain, chain))
 
 
+def of_lengths(lengths: list[int]) -> Responses:
+    return Responses([], [[0] * length for length in lengths])
+
+
 def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
-    bench, long = SpeculationBench(policy=Path("toy")), Responses([], [613] * 20 + [200] * 30)
+    bench, long = SpeculationBench(policy=Path("toy")), of_lengths([613] * 20 + [200] * 30)
     lengths = [grid._length(bench, long, size, 20) for size in (1, 4, 8, 16, 64)]
     assert lengths == [256, 256, 128, 64, 64]
     assert grid._length(bench, long, 4, 24) == 200
-    assert grid._length(bench, Responses([], [50] * 24), 4, 24) == 64  # which are refused then
+    assert grid._length(bench, of_lengths([50] * 24), 4, 24) == 64  # which are refused then
 
 
 def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:

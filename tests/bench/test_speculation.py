@@ -32,7 +32,8 @@ from tests.inference.helpers import make_request, shared_decoder
 
 
 def responses(lengths: list[int]) -> Responses:
-    return Responses([make_request(f"r{i}", max_tokens=500) for i in range(len(lengths))], lengths)
+    requests = [make_request(f"r{i}", max_tokens=500) for i in range(len(lengths))]
+    return Responses(requests, [[*range(length)] for length in lengths])
 
 
 def test_a_long_tail_is_chosen_from_natural_lengths() -> None:
@@ -61,6 +62,7 @@ def test_responses_are_cut_to_one_length() -> None:
     cut = cut_to(responses([5, 12, 9, 30, 10]), 3, 9)
     assert [r.request_id for r in cut.requests] == ["r1", "r2", "r3"]
     assert {r.params.max_tokens for r in cut.requests} == {9}
+    assert cut.tokens == [[*range(9)]] * 3
     with pytest.raises(ConfigError, match="only 1 of 5 responses have 20 tokens, and 3 are needed"):
         cut_to(responses([5, 12, 9, 30, 10]), 3, 20)
 

@@ -155,7 +155,11 @@ def _wait(done: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_it_stands_still_until_it_may_go_on(setup: WorkerSetup) -> None:
+def test_it_stands_still_until_it_may_go_on(
+    setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How it ends, not how soon.
+    monkeypatch.setattr("slipstream.drafter.worker._CLOSING_SECONDS", PATIENCE)
     worker = DraftWorker(replace(setup, stands_still=True))
     try:
         worker.learn(rows(), ends_of(shared_decoder()), step=1)
