@@ -176,7 +176,9 @@ class DraftPass:
         else:
             unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
             self._columns = _Columns(head, kv, slots_NC, positions, num_keys)
-            self._mask_NCS = _of_heads(_additive(unseen, kv.dtype), head)
+            mask_NCS, heads = _additive(unseen, kv.dtype), head.config.num_kv_heads
+            # For each key-value head of each sequence.
+            self._mask_NCS = mask_NCS.repeat_interleave(heads, 0) if heads > 1 else mask_NCS
 
     def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
         """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
@@ -194,6 +196,8 @@ class DraftPass:
             assert self._columns is not None
             assert self._mask_NCS is not None
             mask = self._mask_NCS[:, columns]
+            if T > 1:
+                mask = mask.repeat(1, head.config.group_size, 1)
             attention = _ColumnAttention(self._columns, columns, columns, mask)
             out = head.step(ids_NT, states_NTD, self._embedding, attention)
         return out.view(n, T, -1)
@@ -234,12 +238,13 @@ class LevelPass:
         n, T = ids_NF.shape
         columns = slice(level * self._topk, level * self._topk + T)
         if level:
-            self._mask_NFS = of_parents(self._mask_NFS, parents_NF)
+            mask_NFS = of_parents(self._mask_NFS, parents_NF)
         else:
-            self._mask_NFS = self._mask_NFS.expand(-1, T, -1)
-        own_NF1 = self._slots_NC[:, columns, None]
-        self._mask_NFS = self._mask_NFS.scatter(2, own_NF1, 0.0)
-        mask = _of_heads(self._mask_NFS, self._head)
+            mask_NFS = self._mask_NFS.repeat(1, T, 1)
+        self._mask_NFS = mask_NFS.scatter_(2, self._slots_NC[:, columns, None], 0.0)
+        c, S = self._head.config, mask_NFS.shape[-1]
+        of_all = mask_NFS[:, None, None].expand(-1, c.num_kv_heads, c.group_size, -1, -1)
+        mask = of_all.reshape(n * c.num_kv_heads, -1, S)
         attention = _ColumnAttention(self._columns, columns, slice(level, level + 1), mask)
         out = self._head.step(ids_NF, states_NFD, self._embedding, attention)
         return out.view(n, T, -1)
@@ -253,12 +258,6 @@ def of_parents(x_NFX: Tensor, parents_NG: Tensor) -> Tensor:
 def _additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
     mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device)
     return mask.masked_fill_(unseen, float("-inf"))
-
-
-def _of_heads(mask_NTS: Tensor, head: PackedDraft) -> Tensor:
-    """For each key-value head of each sequence: (N * H, T, S)."""
-    heads = head.config.num_kv_heads
-    return mask_NTS.repeat_interleave(heads, 0) if heads > 1 else mask_NTS
 
 
 class _Columns:
@@ -287,12 +286,11 @@ class _Columns:
 class _ColumnAttention:
     """`Attention` of some columns by torch's operations."""
 
-    def __init__(
-        self, shared: _Columns, columns: slice, positions: slice, mask_NTS: Tensor
-    ) -> None:
-        """At some of the positions that have been turned to; a mask for each key-value head."""
+    def __init__(self, shared: _Columns, columns: slice, positions: slice, mask: Tensor) -> None:
+        """At some of the positions that have been turned to; `mask` is (N * H, 1 or G * T, S): for
+        each key-value head the queries of its group, one after the other."""
         self._shared, self._columns, self._positions = shared, columns, positions
-        self._mask = mask_NTS
+        self._mask = mask
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
         s, b = self._shared, self._columns
@@ -305,9 +303,6 @@ class _ColumnAttention:
         q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
         s.lines.index_copy_(0, s.index[:, :, b].flatten(), torch.cat([k, v]).view(-1, K))
         grouped = q.view(n, T, H, Q // H, K).permute(0, 2, 3, 1, 4).reshape(n * H, -1, K)
-        mask = self._mask
-        if T > 1:
-            mask = mask.repeat(1, Q // H, 1)
-        scores = torch.baddbmm(mask, grouped, s.keys, alpha=K**-0.5)
+        scores = torch.baddbmm(self._mask, grouped, s.keys, alpha=K**-0.5)
         attended = torch.bmm(torch.softmax(scores, -1), s.values)
         return attended.view(n, H, Q // H, T, K).permute(0, 3, 1, 2, 4).reshape(n * T, Q * K)

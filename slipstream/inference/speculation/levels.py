@@ -9,6 +9,8 @@ V vocabulary, A tokens in a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,10 +65,10 @@ def tree_by_levels(
         head, batch.policy.embedding, kv, given.ends_N, num_keys, max(steps - 1, 1), topk
     )
     hidden_NFD = given.hidden_ND[:, None]
-    scores_NF = torch.zeros(N, 1, dtype=torch.float64, device=device)
-    numbers_NF = torch.full((N, 1), -1, device=device)
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    count = 0
+    scores_NF = torch.zeros(N, 1, device=device)
+    found: list[tuple[Tensor, Tensor]] = []
+    # Of each level those that are followed, by their places in it.
+    followed: list[Tensor] = []
     for level in range(steps):
         F = hidden_NFD.shape[1]
         logits_MV = head.logits(hidden_NFD.flatten(0, 1), lm_head)
@@ -77,17 +79,29 @@ def tree_by_levels(
         promised_NFk = torch.log_softmax(best_NFW / given.scale, -1)[..., :topk]
         tokens_NC = likely_NFW[..., :topk].flatten(1)
         scores_NC = (scores_NF[..., None] + promised_NFk).flatten(1)
-        found.append((tokens_NC, numbers_NF.repeat_interleave(topk, 1), scores_NC))
+        found.append((tokens_NC, scores_NC))
         if level + 1 == steps or (batch.worth > 0 and float(scores_NC.max()) < batch.least):
             break
         scores_NF, best_NF = scores_NC.topk(topk)
+        followed.append(best_NF)
         parents_NF = best_NF // topk
         ids_NF = tokens_NC.gather(1, best_NF)
         hidden_NFD = run.run(level, ids_NF, of_parents(hidden_NFD, parents_NF), parents_NF)
-        numbers_NF = count + best_NF
-        count += F * topk
-    tokens, parents, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    tokens, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    parents = _parents(followed[: len(found) - 1], N, topk, device)
     return tokens, parents, scores, gaps_NW
+
+
+def _parents(followed: Sequence[Tensor], N: int, topk: int, device: torch.device) -> Tensor:
+    """Numbers (N, C) of the candidates' parents, level by level; -1 for those of the first."""
+    root_N1 = torch.full((N, 1), -1, device=device)
+    if not followed:
+        return root_N1.expand(-1, topk)
+    # The first level has `topk` candidates, the others as many for each that is followed.
+    wide = topk * topk
+    begins = torch.arange(topk - wide, topk + wide * (len(followed) - 1), wide, device=device)
+    numbers_NLF = torch.stack(list(followed), 1) + begins.clamp(min=0)[:, None]
+    return torch.cat([root_N1, numbers_NLF.flatten(1)], 1).repeat_interleave(topk, 1)
 
 
 class _Laws:
@@ -109,8 +123,9 @@ class _Laws:
             self._noise_NAV = self._noise(0, steps)
 
     def scores(self, logits_NFV: Tensor, step: int) -> Tensor:
-        """Of logits (N, F, V), for the tokens `step` after the first, in fp64."""
-        wide = logits_NFV.double()
+        """Of logits (N, F, V), for the tokens `step` after the first, in fp32: what is drafted
+        may be another token of two that are as good, for the policy chooses."""
+        wide = logits_NFV
         if self._heat_N11 is not None:
             wide = wide / self._heat_N11
         if not self._rows.any_sampled:
@@ -124,6 +139,6 @@ class _Laws:
         after_A = torch.arange(start, start + count, device=device)
         positions_NA = self._positions_N[:, None] + after_A
         keys = rows.keys_N2.repeat_interleave(count, 0)
-        noise = gumbel_noise(keys, positions_NA.flatten(), self._vocab_size)
+        noise = gumbel_noise(keys, positions_NA.flatten(), self._vocab_size).float()
         noise_NAV = noise.view(len(rows.keys_N2), count, -1)
         return noise_NAV if self._greedy_N11 is None else noise_NAV.masked_fill(self._greedy_N11, 0)
