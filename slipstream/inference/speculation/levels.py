@@ -9,8 +9,6 @@ V vocabulary, A tokens in a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -88,11 +86,10 @@ def tree_by_levels(
         ids_NF = tokens_NC.gather(1, best_NF)
         hidden_NFD = run.run(level, ids_NF, of_parents(hidden_NFD, parents_NF), parents_NF)
     tokens, scores = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-    parents = _parents(followed[: len(found) - 1], N, topk, device)
-    return tokens, parents, scores, gaps_NW
+    return tokens, _parents(followed, N, topk, device), scores, gaps_NW
 
 
-def _parents(followed: Sequence[Tensor], N: int, topk: int, device: torch.device) -> Tensor:
+def _parents(followed: list[Tensor], N: int, topk: int, device: torch.device) -> Tensor:
     """Numbers (N, C) of the candidates' parents, level by level; -1 for those of the first."""
     root_N1 = torch.full((N, 1), -1, device=device)
     if not followed:
@@ -100,7 +97,7 @@ def _parents(followed: Sequence[Tensor], N: int, topk: int, device: torch.device
     # The first level has `topk` candidates, the others as many for each that is followed.
     wide = topk * topk
     begins = torch.arange(topk - wide, topk + wide * (len(followed) - 1), wide, device=device)
-    numbers_NLF = torch.stack(list(followed), 1) + begins.clamp(min=0)[:, None]
+    numbers_NLF = torch.stack(followed, 1) + begins.clamp(min=0)[:, None]
     return torch.cat([root_N1, numbers_NLF.flatten(1)], 1).repeat_interleave(topk, 1)
 
 
