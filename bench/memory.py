@@ -3,8 +3,9 @@
     python -m bench.memory [NAME ...]
 
 Each case is estimated in one process, and run in another, whose peak of resident memory the system
-tells when it ends. Responses are made as long as they may be. Prints both and their ratio, and
-fails where one is further than a quarter from the other.
+tells when it ends to a small one that began it: a peak counts what the one before took. Responses
+are made as long as they may be. Prints both and their ratio, and fails where one is further than a
+quarter from the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from slipstream.config.load import load_config
 from slipstream.config.mode import resolve_mode
 
 WITHIN = 0.25
+
+_ESTIMATE, _USED = "--estimate", "--used"
 
 _WIDE = (
     "actor_rollout_ref.model.init.hidden_size=512",
@@ -105,8 +108,8 @@ def estimate(name: str) -> None:
     print(json.dumps({"total": found.total, "base": found.base, "parts": parts}))
 
 
-def used(name: str) -> int:
-    """Peak of resident bytes of the run."""
+def used(name: str) -> None:
+    """In a process of its own: print the peak of resident bytes of the run."""
     with TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "slipstream.cli", "train", *_settings(name)]
         with subprocess.Popen(
@@ -121,16 +124,24 @@ def used(name: str) -> int:
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise SystemExit(f"{name}: the run ended with status {process.returncode}: {said}")
-        return usage.ru_maxrss * 1024
+        print(usage.ru_maxrss * 1024)
+
+
+def _apart(what: str, name: str) -> str:
+    """The last line of what a process of its own prints."""
+    line = [sys.executable, "-m", "bench.memory", what, name]
+    try:
+        said = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(error.returncode) from None
+    return said.splitlines()[-1]
 
 
 def main(names: Sequence[str]) -> None:
     worst = 0.0
     for name in names or CASES:
-        line = [sys.executable, "-m", "bench.memory", "--estimate", name]
-        answer = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
-        found = json.loads(answer.splitlines()[-1])
-        peak = used(name)
+        found = json.loads(_apart(_ESTIMATE, name))
+        peak = int(_apart(_USED, name))
         ratio = found["total"] / peak
         worst = max(worst, abs(ratio - 1))
         print(
@@ -146,7 +157,9 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--estimate"]:
+    if sys.argv[1:2] == [_ESTIMATE]:
         estimate(sys.argv[2])
+    elif sys.argv[1:2] == [_USED]:
+        used(sys.argv[2])
     else:
         main(sys.argv[1:])

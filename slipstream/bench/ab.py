@@ -120,8 +120,9 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             run_in_turns(lines, say, config.actor_rollout_ref.model.external_lib)
             for name in arms:
                 outcomes[name].append(read_outcome(targets[name]))
-            # Once: all end with the same weights, or the comparison has failed.
-            if not number:
+            # Once: all end with the same weights, or the comparison has failed. At the end, for
+            # what it takes of a GPU the next runs would lack.
+            if number == bench.rounds - 1:
                 last = targets[PLAIN]
                 ended = policy_folder(last), last_rollouts(last)
                 moved.append(nats_moved(start, *ended, device))

@@ -211,15 +211,17 @@ class _Batch:
     seconds: float
     stats: EngineStats
     same: float
-    """Share of the tokens that plain decoding writes."""
+    """Share of the tokens that plain decoding wrote, in a batch of all candidates."""
 
     @classmethod
-    def by(cls, bench: SpeculationBench, engine: Engine, batch: Responses) -> _Batch:
+    def by(
+        cls, bench: SpeculationBench, engine: Engine, batch: Responses, name: str = "a draft plan"
+    ) -> _Batch:
         """Raises EngineError where it does not write the batch's tokens (`check_same`)."""
         before, start = engine.stats(), perf_counter()
         written = [g.token_ids for g in engine.run(batch.requests)]
         seconds = perf_counter() - start
-        same = check_same(bench, "a draft plan", written, batch.tokens)
+        same = check_same(bench, name, written, batch.tokens)
         return cls(seconds, engine.stats().since(before), same)
 
 
@@ -297,7 +299,8 @@ def _beside_the_best(
 ) -> list[Row]:
     best = max(fixed, key=lambda f: f.over_off)
     # The first time takes memory, and on a GPU recordings.
-    _Batch.by(bench, plain, batches[0])
+    for batch in batches:
+        _Batch.by(bench, plain, batch, PLAIN)
     learners = {f"{SELECTOR} {i}": CostModelSelector(bench.in_grid) for i in range(LEARNERS)}
     for turns.whose in learners.values():
         again, steps = cycle(batches), 0
@@ -315,7 +318,7 @@ def _beside_the_best(
         for name in order if number % 2 == 0 else reversed(order):
             turns.whose = strategies.get(name, turns.whose)
             engine = plain if name == PLAIN else drafting
-            done[name].append(_Batch.by(bench, engine, batch))
+            done[name].append(_Batch.by(bench, engine, batch, name))
     logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
     longer = dict(zip(names, logs, strict=True))
     learned = mean(longer[name] for name in learners)
@@ -326,7 +329,13 @@ def _beside_the_best(
 
     mine = [batch for name in learners for batch in done[name]]
     return [
-        row(PLAIN, _spread(done[PLAIN]), over_plain=1.0, accept_length=1.0),
+        row(
+            PLAIN,
+            _spread(done[PLAIN]),
+            over_plain=1.0,
+            accept_length=1.0,
+            same_tokens=mean(b.same for b in done[PLAIN]),
+        ),
         *(
             _fixed_row(bench, size, length, plan, OVER_PLAIN, off_over_plain * plan.over_off)
             for plan in fixed

@@ -72,8 +72,8 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Requests, and what plain decoding writes for them. Once chosen, they are told to write so
-    many tokens, for on a GPU other batches round to other ones."""
+    """Requests, and what plain decoding wrote for them, all in one batch. Once chosen, they are
+    told to write so many tokens, for on a GPU other batches round to other ones."""
 
     requests: Sequence[GenerateRequest]
     tokens: Sequence[Sequence[int]]

@@ -287,8 +287,9 @@ class _ColumnAttention:
     """`Attention` of some columns by torch's operations."""
 
     def __init__(self, shared: _Columns, columns: slice, positions: slice, mask: Tensor) -> None:
-        """At some of the positions that have been turned to; `mask` is (N * H, 1 or G * T, S): for
-        each key-value head the queries of its group, one after the other."""
+        """At some of the positions that have been turned to; `mask` is (N * H, 1, S), or instead of
+        1 for each query head of a key-value head's group all T columns, one head after the other.
+        """
         self._shared, self._columns, self._positions = shared, columns, positions
         self._mask = mask
 

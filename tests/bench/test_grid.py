@@ -17,7 +17,7 @@ from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, ru
 from slipstream.bench.record import median_of
 from slipstream.bench.speculation import PLAIN, TREES, SpeculationBench, plans
 from slipstream.bench.trained import Responses, Trained
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import StepRecord
 from slipstream.models.draft_head import DraftHead
@@ -147,7 +147,8 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_toy(monkeypatch, [(3, 4, 5)] * 2, 20)
     make = trained.make_engine
-    seeds = iter(range(100))
+    # Plain decoding was by 0.
+    seeds = iter(range(1, 100))
 
     def wrong(*args: object, **settings: object) -> object:
         engine = make(*args, **settings)  # type: ignore[arg-type]
@@ -161,7 +162,12 @@ def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(grid, "make_engine", wrong)
     bench = SpeculationBench(
-        policy=Path("toy"), rounds=1, batches=(1,), new_tokens=6, least_responses=1
+        policy=Path("toy"),
+        rounds=1,
+        batches=(1,),
+        new_tokens=6,
+        least_responses=1,
+        selectors=False,
     )
-    with pytest.raises(Exception, match="wrote other tokens than plain decoding"):
+    with pytest.raises(EngineError, match="a draft plan wrote other tokens than plain decoding"):
         run_grid(bench, print)

@@ -173,7 +173,7 @@ async def prior_ids_go_on(h: Harness) -> None:
 @case
 async def abort_by_id(h: Harness) -> None:
     engine = h.protocol
-    h.gate(0.004)
+    h.gate(0.02)
     results: dict[str, Generation] = {}
     aborted: list[Generation] = []
 
@@ -225,7 +225,7 @@ async def abort_all(h: Harness) -> None:
 async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
     engine = h.protocol
     full = await engine.generate(endless("again", 50))
-    h.gate(0.004)
+    h.gate(0.02)
     parts: list[Generation] = []
 
     async def one() -> None:
@@ -247,7 +247,7 @@ async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
 async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, *(endless(f"c{i}", 40) for i in range(3)))
-    h.gate(0.004)
+    h.gate(0.01)
     for victim in range(3):  # the first one leads
         results: dict[str, Generation] = {}
         scopes = [anyio.CancelScope() for _ in range(3)]
@@ -302,7 +302,7 @@ async def a_call_with_a_deadline(h: Harness) -> None:
 async def pause_and_resume(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, endless("p0", 40), endless("p1", 40))
-    h.gate(0.004)
+    h.gate(0.01)
     results: dict[str, Generation] = {}
 
     async def one(name: str) -> None:

@@ -70,8 +70,8 @@ def tree_by_levels(
     for level in range(steps):
         F = hidden_NFD.shape[1]
         logits_MV = head.logits(hidden_NFD.flatten(0, 1), lm_head)
-        wide_NFV = laws.scores(logits_MV.view(N, F, -1), level)
-        best_NFW, likely_NFW = wide_NFV.topk(min(WIDTH, wide_NFV.shape[-1]))
+        scores_NFV = laws.scores(logits_MV.view(N, F, -1), level)
+        best_NFW, likely_NFW = scores_NFV.topk(min(WIDTH, scores_NFV.shape[-1]))
         if not level:
             gaps_NW = (best_NFW - best_NFW[..., :1])[:, 0]
         promised_NFk = torch.log_softmax(best_NFW / given.scale, -1)[..., :topk]
@@ -120,16 +120,16 @@ class _Laws:
             self._noise_NAV = self._noise(0, steps)
 
     def scores(self, logits_NFV: Tensor, step: int) -> Tensor:
-        """Of logits (N, F, V), for the tokens `step` after the first, in fp32: what is drafted
-        may be another token of two that are as good, for the policy chooses."""
-        wide = logits_NFV
+        """Of logits (N, F, V), for the tokens `step` after the first, in fp32: of two tokens that
+        are equally good there either may be drafted, for the policy decides."""
+        scores_NFV = logits_NFV
         if self._heat_N11 is not None:
-            wide = wide / self._heat_N11
+            scores_NFV = scores_NFV / self._heat_N11
         if not self._rows.any_sampled:
-            return wide
+            return scores_NFV
         if self._noise_NAV is not None:
-            return wide + self._noise_NAV[:, step : step + 1]
-        return wide + self._noise(step, 1)
+            return scores_NFV + self._noise_NAV[:, step : step + 1]
+        return scores_NFV + self._noise(step, 1)
 
     def _noise(self, start: int, count: int) -> Tensor:
         rows, device = self._rows, self._positions_N.device

@@ -99,8 +99,9 @@ def drafted(
     assert tokens.shape == (5, 2 + 2 * 4)
     assert torch.equal(tokens, expected[0])
     assert torch.equal(parents, expected[1])
-    assert torch.allclose(scores, expected[2], rtol=1e-5)
-    assert torch.allclose(gaps, expected[3], rtol=1e-5)
+    # Padding may change in which order torch adds up.
+    torch.testing.assert_close(scores, expected[2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gaps, expected[3], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
