@@ -110,8 +110,7 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     trees = eagle.spec_topk > 1 and eagle.tune_algorithm in ("COST", "PREDEFINED")
     arms = arms_of(head, trees=trees)
     outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
-    moved: list[float] = []
-    device = device_of(config)
+    moved, device = 0.0, device_of(config)
     for number in range(bench.rounds):
         with TemporaryDirectory() as folder:
             targets = {name: Path(folder) / name for name in arms}
@@ -125,9 +124,9 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             if number == bench.rounds - 1:
                 last = targets[PLAIN]
                 ended = policy_folder(last), last_rollouts(last)
-                moved.append(nats_moved(start, *ended, device))
+                moved = nats_moved(start, *ended, device)
     rows = [_row(bench, name, outcomes, head, device.type) for name in arms]
-    return [replace(row, values={**row.values, "nats_moved": moved[0]}) for row in rows]
+    return [replace(row, values={**row.values, "nats_moved": moved}) for row in rows]
 
 
 def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:

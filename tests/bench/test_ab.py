@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.bench import ab
 from slipstream.bench.ab import (
@@ -214,7 +215,13 @@ def test_rows_hold_one_run_against_the_other(
 
     monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
-    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts, device: 0.25)
+    computed_on: list[str] = []
+
+    def moved(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
+        computed_on.append(device.type)
+        return 0.25
+
+    monkeypatch.setattr(ab, "nats_moved", moved)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
     monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     rows = ab.run(AbBench(policy=policy), lambda text: None)
@@ -232,6 +239,10 @@ def test_rows_hold_one_run_against_the_other(
     # In the second round one of the runs ends elsewhere.
     rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
     assert summary(rows)["identical"] is False
+    # Once for all rounds, and where the runs were.
+    monkeypatch.setattr(ab, "device_of", lambda config: torch.device("cuda"))
+    ab.run(AbBench(policy=policy), lambda text: None)
+    assert computed_on == ["cpu", "cpu", "cuda"]
 
 
 def test_a_curve_is_of_parts_as_equal_as_can_be() -> None:

@@ -50,7 +50,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     assert values[PLAIN]["accept_length"] == values["off"]["accept_length"] == 1.0
     assert 1.0 < values["1_1_2"]["accept_length"] <= 2.0
     assert values["7_1_8"]["accept_length"] > 1.0
-    assert values[PLAIN]["over_plain"] == 1.0
+    assert values[PLAIN]["over_plain"] == values[PLAIN]["same_tokens"] == 1.0
     assert 0 < values[SELECTOR]["over_best_fixed"] < 2
     assert values[SELECTOR]["standard_error"] > 0
     lines = grid_table(rows).splitlines()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream.bench.moved import nats_moved
+from slipstream.bench.trained import CPU
 from slipstream.errors import DataError
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
@@ -37,7 +38,7 @@ def rollouts(path: Path) -> Path:
 @torch.no_grad()
 def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
     old, new = a_policy(tmp_path / "old"), a_policy(tmp_path / "new", shift=0.1)
-    found = nats_moved(tmp_path / "old", tmp_path / "new", rollouts(tmp_path / "r.jsonl"))
+    found = nats_moved(tmp_path / "old", tmp_path / "new", rollouts(tmp_path / "r.jsonl"), CPU)
     terms = []
     for prompt, response in TEXTS:
         text = prompt + response
@@ -51,14 +52,14 @@ def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
 
 def test_a_policy_has_not_moved_from_itself(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
-    assert nats_moved(tmp_path / "old", tmp_path / "old", rollouts(tmp_path / "r.jsonl")) == 0
+    assert nats_moved(tmp_path / "old", tmp_path / "old", rollouts(tmp_path / "r.jsonl"), CPU) == 0
 
 
 def test_without_responses_there_is_nothing_to_compare_on(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt_ids": [1], "response_ids": []}) + "\n")
     with pytest.raises(DataError, match="no response tokens"):
-        nats_moved(tmp_path / "old", tmp_path / "old", tmp_path / "r.jsonl")
+        nats_moved(tmp_path / "old", tmp_path / "old", tmp_path / "r.jsonl", CPU)
 
 
 def _all_log_probs(policy: Decoder, text: list[int]) -> torch.Tensor:
