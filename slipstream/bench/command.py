@@ -380,6 +380,12 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
         help="draft heads to compare with each other, in turns, instead of plans by batch size",
     )
     speculation.add_argument(
+        "--bound",
+        action="store_true",
+        help="the best tree beside the best chain by batch size, and what it could be at most if "
+        "all but its rows were free, instead of the selector",
+    )
+    speculation.add_argument(
         "--plan",
         metavar="PLAN",
         nargs="+",
@@ -898,6 +904,8 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     )
     if args.heads is not None:
         return _heads(args, bench)
+    if args.bound:
+        return _bound(args, bench)
     rows = grid.run_grid(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
@@ -912,12 +920,26 @@ def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     from slipstream.bench import heads
     from slipstream.errors import ConfigError
 
-    if args.plot is not None or not args.selectors:
-        raise ConfigError("--plot and --no-selector are of plans by batch size; leave out --heads")
+    if args.plot is not None or not args.selectors or args.bound:
+        raise ConfigError(
+            "--plot, --no-selector and --bound are of plans by batch size; leave out --heads"
+        )
     fixed = bench.plans or heads.PLANS
     rows = heads.run_heads(bench, args.heads, partial(print, file=sys.stderr, flush=True), fixed)
     _print_heading("draft heads in turns", rows)
     print(heads.heads_table(rows), flush=True)
+    return rows
+
+
+def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
+    from slipstream.bench import tree_bound
+    from slipstream.errors import ConfigError
+
+    if args.plot is not None or not args.selectors:
+        raise ConfigError("--plot and --no-selector are of the whole table; leave out --bound")
+    rows = tree_bound.run_bound(bench, partial(print, file=sys.stderr, flush=True))
+    _print_heading("trees beside chains by batch size", rows)
+    print(tree_bound.bound_table(rows), flush=True)
     return rows
 
 

@@ -29,7 +29,14 @@ from slipstream.bench.speculation import (
     make_eagle,
     row_of,
 )
-from slipstream.bench.trained import Responses, cut_to, load_trained, make_engine, natural_responses
+from slipstream.bench.trained import (
+    Responses,
+    Trained,
+    cut_to,
+    load_trained,
+    make_engine,
+    natural_responses,
+)
 from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import EngineStats
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -74,25 +81,16 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     them the mean, each of which has decoded `LEARNED` steps of that size before. Without selectors
     a row for each plan, over steps without drafts of the same engine."""
     trained = load_trained(bench.policy, bench.device, bench.candidates)
-    natural = natural_responses(trained, bench.temperature, bench.dtype)
-    rows = []
-    for size in bench.batches:
-        count = max(2 * size, bench.least_responses // size * size)
-        length = _length(bench, natural, size, count)
-        pool = cut_to(natural, count, length)
-        say(f"batch {size}, responses of {length}")
-        turns = _Turns()
+    rows: list[Row] = []
+    for work in workloads(bench, trained, say):
+        turns, size, length, batches = Turns(), work.size, work.length, work.batches
         drafting = make_engine(
             trained, bench.dtype, proposer=make_eagle(trained, bench.dtype), selector=turns
         )
-        batches = [
-            Responses(pool.requests[i : i + size], pool.tokens[i : i + size])
-            for i in range(0, count, size)
-        ]
-        fixed = _fixed_plans(bench, size, drafting, turns, batches)
+        fixed = fixed_plans(bench, size, drafting, turns, batches)
         if not bench.selectors:
             rows += [
-                _fixed_row(bench, size, length, plan, OVER_OFF, plan.over_off) for plan in fixed
+                fixed_row(bench, size, length, plan, OVER_OFF, plan.over_off) for plan in fixed
             ]
             say(grid_table(rows))
             continue
@@ -101,6 +99,32 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
         say(f"{grid_table(found)}\n{_summary(found)}")
         rows += found
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class FullBatches:
+    """Batches of `size` responses of `length` tokens each."""
+
+    size: int
+    length: int
+    batches: Sequence[Responses]
+
+
+def workloads(
+    bench: SpeculationBench, trained: Trained, say: Callable[[str], None]
+) -> Iterator[FullBatches]:
+    """Of each of the bench's batch sizes, from what the policy writes to its prompts."""
+    natural = natural_responses(trained, bench.temperature, bench.dtype)
+    for size in bench.batches:
+        count = max(2 * size, bench.least_responses // size * size)
+        length = _length(bench, natural, size, count)
+        pool = cut_to(natural, count, length)
+        say(f"batch {size}, responses of {length}")
+        batches = [
+            Responses(pool.requests[i : i + size], pool.tokens[i : i + size])
+            for i in range(0, count, size)
+        ]
+        yield FullBatches(size, length, batches)
 
 
 def _length(bench: SpeculationBench, natural: Responses, size: int, count: int) -> int:
@@ -151,7 +175,7 @@ def over_of(rows: Sequence[Row]) -> str:
     return OVER_OFF if any(OVER_OFF in row.values for row in rows) else OVER_PLAIN
 
 
-class _Turns:
+class Turns:
     """`StrategySelector` of an engine that several contenders share: whose turn it is decides."""
 
     def __init__(self) -> None:
@@ -226,7 +250,7 @@ class _Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fixed:
+class Fixed:
     """A plan at one batch size: seconds of a step, speed over no drafts, tokens a step."""
 
     plan: DraftPlan
@@ -242,7 +266,7 @@ class _Fixed:
 def _warm_up(
     bench: SpeculationBench,
     engine: Engine,
-    turns: _Turns,
+    turns: Turns,
     again: Iterator[Responses],
 ) -> None:
     """On a GPU: what a plan does often is recorded, and in turns with all others no plan does."""
@@ -252,9 +276,11 @@ def _warm_up(
             steps += _Batch.by(bench, engine, next(again)).stats.decode_steps
 
 
-def _fixed_plans(
-    bench: SpeculationBench, size: int, engine: Engine, turns: _Turns, batches: Sequence[Responses]
-) -> list[_Fixed]:
+def fixed_plans(
+    bench: SpeculationBench, size: int, engine: Engine, turns: Turns, batches: Sequence[Responses]
+) -> list[Fixed]:
+    """What each plan of the bench does in steps of full batches, all in turns, in an engine by
+    whose `turns` plans are chosen."""
     # Of few requests it takes more steps to know what is accepted. A batch has few full steps where
     # drafts are long.
     wanted = bench.rounds * max(10, 400 // size)
@@ -269,7 +295,7 @@ def _fixed_plans(
     logs, _ = apart(np.log(took))
     made = {plan: mean(found.made[plan]) for plan in plans}
     return [
-        _Fixed(
+        Fixed(
             plan=plan,
             seconds=Spread.of([s for turn in found.seconds[plan] for s in turn]),
             over_off=made[plan] / exp(longer - logs[0]),
@@ -279,9 +305,10 @@ def _fixed_plans(
     ]
 
 
-def _fixed_row(
-    bench: SpeculationBench, size: int, length: int, plan: _Fixed, over: str, times: float
+def fixed_row(
+    bench: SpeculationBench, size: int, length: int, plan: Fixed, over: str, times: float
 ) -> Row:
+    """Of a plan that is `times` as fast as what `over` names."""
     values = {over: times, "accept_length": plan.accept_length}
     case = f"batch {size}"
     return row_of(bench, case, plan.name, plan.seconds, values, new_tokens=length)
@@ -291,10 +318,10 @@ def _beside_the_best(
     bench: SpeculationBench,
     size: int,
     length: int,
-    fixed: Sequence[_Fixed],
+    fixed: Sequence[Fixed],
     plain: Engine,
     drafting: Engine,
-    turns: _Turns,
+    turns: Turns,
     batches: Sequence[Responses],
 ) -> list[Row]:
     best = max(fixed, key=lambda f: f.over_off)
@@ -337,7 +364,7 @@ def _beside_the_best(
             same_tokens=mean(b.same for b in done[PLAIN]),
         ),
         *(
-            _fixed_row(bench, size, length, plan, OVER_PLAIN, off_over_plain * plan.over_off)
+            fixed_row(bench, size, length, plan, OVER_PLAIN, off_over_plain * plan.over_off)
             for plan in fixed
         ),
         row(

@@ -80,7 +80,13 @@ def test_what_a_rollout_cannot_be_asked_for(
     [
         ("--plan 5_1_6 5_1_6", "--plan 5_1_6 5_1_6: name each once"),
         ("--plan 0_0_1", "no drafts are measured anyway"),
-        ("--heads a b --plot x.png", "--plot and --no-selector are of plans by batch size; leave"),
+        (
+            "--heads a b --plot x.png",
+            "--plot, --no-selector and --bound are of plans by batch size",
+        ),
+        ("--heads a b --bound", "--plot, --no-selector and --bound are of plans by batch size"),
+        ("--bound --plot x.png", "--plot and --no-selector are of the whole table; leave out --b"),
+        ("--bound --plan 3_1_4", "--plan 3_1_4: no tree to compare with chains; name one"),
         ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
         ("--heads a a", "--heads a a: name each once"),
     ],

@@ -16,28 +16,15 @@ from slipstream.bench import grid, trained
 from slipstream.bench.grid import SELECTOR, SETTLED, TURN, apart, grid_table, run_grid
 from slipstream.bench.record import median_of
 from slipstream.bench.speculation import PLAIN, TREES, SpeculationBench, plans
-from slipstream.bench.trained import Responses, Trained
+from slipstream.bench.trained import Responses
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import StepRecord
-from slipstream.models.draft_head import DraftHead
-from tests.inference.helpers import shared_decoder
-
-
-def with_toy(
-    monkeypatch: pytest.MonkeyPatch, prompts: list[tuple[int, ...]], max_model_len: int = 40
-) -> Trained:
-    """A policy that nobody trained, and a head, in the place of a run's."""
-    decoder = shared_decoder()
-    head = DraftHead(decoder.config)
-    head.init_weights(1)
-    toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=max_model_len)
-    monkeypatch.setattr(grid, "load_trained", lambda folder, device, most: toy)
-    return toy
+from tests.bench.toy import with_toy
 
 
 def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = with_toy(monkeypatch, [(3, 4, 5 + i) for i in range(8)])
+    toy = with_toy(monkeypatch, grid, [(3, 4, 5 + i) for i in range(8)])
     monkeypatch.setattr(grid, "LEARNED", 20)
     bench = SpeculationBench(
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
@@ -62,7 +49,7 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
 
 
 def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_toy(monkeypatch, [(3, 4, 5 + i) for i in range(4)])
+    with_toy(monkeypatch, grid, [(3, 4, 5 + i) for i in range(4)])
     chain, tree = DraftPlan.parse("3_1_4"), DraftPlan.parse("2_2_4")
     bench = SpeculationBench(
         policy=Path("toy"),
@@ -145,7 +132,7 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
 
 
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_toy(monkeypatch, [(3, 4, 5)] * 2, 20)
+    with_toy(monkeypatch, grid, [(3, 4, 5)] * 2, 20)
     make = trained.make_engine
     # Plain decoding was by 0.
     seeds = iter(range(1, 100))
