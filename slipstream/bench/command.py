@@ -382,8 +382,9 @@ def _add_speculation_flags(speculation: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         "--bound",
         action="store_true",
-        help="the best tree beside the best chain by batch size, and what it could be at most if "
-        "all but its rows were free, instead of the selector",
+        help="instead of the table and the selector: by batch size the best tree beside the best "
+        "chain, and how fast a tree would be that took no more than a chain of as many levels and "
+        "what the policy takes for its further rows",
     )
     speculation.add_argument(
         "--plan",
@@ -523,7 +524,7 @@ def _is_ab(args: argparse.Namespace) -> bool:
 
 def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
     """What the rows come to, by name."""
-    from slipstream.bench import ab, decode, lossless, speculation, trl
+    from slipstream.bench import ab, decode, lossless, speculation, tree_bound, trl
 
     if args.benchmark == "decode":
         return {"cases": decode.cases(rows)}
@@ -533,6 +534,8 @@ def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, obje
         return lossless.counts(rows)
     if args.benchmark == "rollout" and args.policy is not None:
         return speculation.gains(rows)
+    if args.benchmark == "speculation" and args.bound:
+        return tree_bound.summary(rows)
     if _is_ab(args):
         return ab.summary(rows)
     return {}
@@ -935,8 +938,8 @@ def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     from slipstream.bench import tree_bound
     from slipstream.errors import ConfigError
 
-    if args.plot is not None or not args.selectors:
-        raise ConfigError("--plot and --no-selector are of the whole table; leave out --bound")
+    if args.plot is not None:
+        raise ConfigError("--plot draws the whole table; leave out --bound")
     rows = tree_bound.run_bound(bench, partial(print, file=sys.stderr, flush=True))
     _print_heading("trees beside chains by batch size", rows)
     print(tree_bound.bound_table(rows), flush=True)

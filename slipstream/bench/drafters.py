@@ -1,6 +1,6 @@
 """Proposers of benchmarks: the real ones, counted, and stand-ins whose acceptance is set.
 
-Called by `lossless` and `speculation`.
+Called by `lossless`, `speculation` and `tree_bound`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class LyingOracle:
         lies: float,
         seed: int = 0,
         ragged: bool = False,
+        taps: tuple[int, ...] = (),
     ) -> None:
         """`known` responses by request id; each draft is another token with probability `lies`.
         `ragged` chains have random lengths up to what is planned. Of a tree, the right drafts are
-        anywhere among wrong ones."""
+        anywhere among wrong ones. It is given what `taps` ask for (`Tapping`), as a head would
+        be."""
+        self.taps = taps
         self._known = known
         self._ragged = ragged
         self._vocab_size = vocab_size

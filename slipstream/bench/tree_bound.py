@@ -1,50 +1,61 @@
-"""What draft trees could gain over chains at most on this machine (`slipstream bench speculation
---bound`).
+"""What draft trees could gain over chains at most (`slipstream bench speculation --bound`).
 
-Whether a tree beats the best chain depends on the engine, too, which has more to do for it. So
-beside what both do: what a tree would do if it had nothing more to do than what it cannot do
-without. Its levels depend on each other as a chain's do, so it takes at least as long as a chain of
-as many; and of the rows that it has more than that chain, at least as long as the policy takes for
-them when they are drafted for nothing. Wider levels of the head, attention along paths, choosing
-and laying out nodes are free. What it yields is measured.
+How fast a tree is depends on this engine, too, which has more to do for it than for a chain. So
+beside what both do: the speed that the tree would have if it had nothing more to do than what it
+cannot do without. Its levels depend on each other as a chain's do, so it takes at least as long as
+a chain of as many; and for the rows that it has more than that chain, as long as the policy takes
+for them. Wider levels of the head, attention along paths, choosing and laying out nodes are free.
+What it yields is measured.
+
+That is of the trees that were named, with all of their rows, and of chains as this engine drafts
+them. The cost model's selector leaves out what promises too little, which costs rows and yields.
 
 Used by `command`; settings are those of `speculation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import hypot
 
 from slipstream.bench.drafters import LyingOracle
-from slipstream.bench.grid import OVER_OFF, FullBatches, Turns, fixed_plans, fixed_row, workloads
-from slipstream.bench.record import Row, median_of
-from slipstream.bench.speculation import SpeculationBench, make_eagle
-from slipstream.bench.trained import Trained, load_trained, make_engine
+from slipstream.bench.fixed_plans import FixedPlans, FullBatches, workloads
+from slipstream.bench.grid import OVER_OFF, over_off_row
+from slipstream.bench.record import Row, Spread, median_of
+from slipstream.bench.speculation import SpeculationBench, chains, make_eagle
+from slipstream.bench.trained import Trained, load_trained
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 UNDRAFTED = " undrafted"
-"""Ends the name of a plan whose drafts are made by nobody, in no time, and all wrong."""
+"""Ends the name of a chain whose drafts are made by nobody, in no time, and all wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Of a plan, over steps without drafts, and its relative standard error."""
+
+    plan: DraftPlan
+    speed: float
+    error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Of one batch size: the fastest chain and tree, by speed over steps without drafts, and the
-    tree that could be the fastest, by what it would be if all but its rows were free."""
+    """Of one batch size: the fastest chain and the fastest tree; and, of all trees as fast as they
+    could be at most, the fastest."""
 
     case: str
-    chain: DraftPlan
-    chain_speed: float
-    tree: DraftPlan
-    tree_speed: float
-    possible: DraftPlan
-    possible_speed: float
+    chain: Speed
+    tree: Speed
+    possible: Speed
 
 
 def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
-    """For each batch size a row for each plan, and for each number of rows that a tree or a chain
-    as deep has, one of what the policy takes for them; all over steps without drafts.
+    """For each batch size a row for each plan, a chain as deep as each tree among them, and one for
+    each number of rows that these have, of what the policy takes for them; all over steps without
+    drafts. Without chains among the plans, those of `chains` are there.
 
     Raises ConfigError without a tree among the plans.
     """
@@ -55,103 +66,138 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             f"--plan {' '.join(map(str, asked))}: no tree to compare with chains; name one, such "
             "as 6_3_16"
         )
+    usual = [] if len(trees) < len(asked) else chains()[1:]
     as_deep = [DraftPlan.chain(tree.steps) for tree in trees]
-    bench = replace(bench, plans=tuple(dict.fromkeys([*asked, *as_deep])))
-    sizes = sorted({plan.verify_tokens for plan in [*trees, *as_deep]})
-    undrafted = replace(bench, plans=tuple(DraftPlan.chain(rows - 1) for rows in sizes))
+    rows_of = sorted({plan.verify_tokens for plan in [*trees, *as_deep]})
+    bench = replace(bench, plans=tuple(dict.fromkeys([*usual, *asked, *as_deep])))
+    undrafted = replace(bench, plans=tuple(DraftPlan.chain(rows - 1) for rows in rows_of))
     trained = load_trained(bench.policy, bench.device, bench.candidates)
     rows: list[Row] = []
     for work in workloads(bench, trained, say):
-        rows += _by_the_head(bench, trained, work)
-        rows += _by_nobody(undrafted, trained, work)
+        head = FixedPlans(bench, trained, work, make_eagle(trained, bench.dtype))
+        nobody = FixedPlans(undrafted, trained, work, _always_wrong(trained, work, max(rows_of)))
+        # In turns: the machine is to be in the same mood for both.
+        while not (head.known and nobody.known):
+            head.decode()
+            nobody.decode()
+        rows += [over_off_row(bench, work, plan) for plan in head.found()]
+        rows += [
+            replace(row, contender=row.contender + UNDRAFTED)
+            for plan in nobody.found()
+            if plan.plan != OFF
+            for row in [over_off_row(undrafted, work, plan)]
+        ]
         say(bound_table(rows))
     return rows
 
 
-def _by_the_head(bench: SpeculationBench, trained: Trained, work: FullBatches) -> list[Row]:
-    turns, head = Turns(), make_eagle(trained, bench.dtype)
-    engine = make_engine(trained, bench.dtype, proposer=head, selector=turns)
-    return [
-        fixed_row(bench, work.size, work.length, plan, OVER_OFF, plan.over_off)
-        for plan in fixed_plans(bench, work.size, engine, turns, work.batches)
-    ]
-
-
-def _by_nobody(bench: SpeculationBench, trained: Trained, work: FullBatches) -> list[Row]:
+def _always_wrong(trained: Trained, work: FullBatches, most: int) -> LyingOracle:
+    """Drafts for `work`, up to `most` of them beyond its end, too."""
     known = {
-        request.request_id: tokens
+        request.request_id: [*tokens, *[0] * most]
         for batch in work.batches
         for request, tokens in zip(batch.requests, batch.tokens, strict=True)
     }
-    wrong = LyingOracle(known, vocab_size=trained.decoder.config.vocab_size, lies=1.0)
-    turns = Turns()
-    engine = make_engine(trained, bench.dtype, proposer=wrong, selector=turns)
-    rows = [
-        fixed_row(bench, work.size, work.length, plan, OVER_OFF, plan.over_off)
-        for plan in fixed_plans(bench, work.size, engine, turns, work.batches)
-    ]
-    return [
-        replace(row, contender=row.contender + UNDRAFTED) for row in rows if row.contender != "off"
-    ]
+    vocabulary, taps = trained.decoder.config.vocab_size, trained.head.taps
+    return LyingOracle(known, vocab_size=vocabulary, lies=1.0, taps=taps)
 
 
 def bounds(rows: Sequence[Row]) -> list[Bound]:
     """By batch size, from the rows of `run_bound`."""
-    found = []
-    for case in dict.fromkeys(row.case for row in rows):
-        values = {row.contender: row.values for row in rows if row.case == case}
-        plans = [
-            DraftPlan.parse(name) for name in values if name != "off" and UNDRAFTED not in name
-        ]
-        tokens = {plan: median_of(values[str(plan)]["accept_length"]) for plan in plans}
-        speed = {plan: median_of(values[str(plan)][OVER_OFF]) for plan in plans}
-        # In steps without drafts, of which each engine has its own beside what it does.
-        takes = {
-            DraftPlan.parse(name.removesuffix(UNDRAFTED)).verify_tokens: 1
-            / median_of(of_plan[OVER_OFF])
-            for name, of_plan in values.items()
-            if name.endswith(UNDRAFTED)
-        }
-        possible = {}
-        for plan in plans:
-            if plan.topk > 1:
-                chain = DraftPlan.chain(plan.steps)
-                further = max(0.0, takes[plan.verify_tokens] - takes[chain.verify_tokens])
-                possible[plan] = tokens[plan] / (tokens[chain] / speed[chain] + further)
-        chain = max((p for p in plans if p.topk == 1), key=speed.__getitem__)
-        tree = max(possible, key=speed.__getitem__)
-        most = max(possible, key=possible.__getitem__)
-        found.append(
-            Bound(
-                case=case,
-                chain=chain,
-                chain_speed=speed[chain],
-                tree=tree,
-                tree_speed=speed[tree],
-                possible=most,
-                possible_speed=possible[most],
-            )
+    cases = dict.fromkeys(row.case for row in rows)
+    return [
+        _bound(case, {row.contender: row.values for row in rows if row.case == case})
+        for case in cases
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """What a plan takes, in steps without drafts, and yields."""
+
+    takes: float
+    takes_error: float
+    tokens: float
+    tokens_error: float
+
+    @classmethod
+    def of(cls, values: Mapping[str, float | Spread]) -> _Steps:
+        tokens = median_of(values["accept_length"])
+        takes = tokens / median_of(values[OVER_OFF])
+        return cls(
+            takes,
+            takes * median_of(values["steps_off_error"]),
+            tokens,
+            median_of(values["accept_length_error"]),
         )
-    return found
+
+
+def _bound(case: str, values: Mapping[str, Mapping[str, float | Spread]]) -> Bound:
+    drafted, undrafted = dict[DraftPlan, _Steps](), dict[int, _Steps]()
+    for name, of_plan in values.items():
+        if name.endswith(UNDRAFTED):
+            rows = DraftPlan.parse(name.removesuffix(UNDRAFTED)).verify_tokens
+            undrafted[rows] = _Steps.of(of_plan)
+        elif name != "off":
+            drafted[DraftPlan.parse(name)] = _Steps.of(of_plan)
+    by_plan = {plan: _speed(plan, did) for plan, did in drafted.items()}
+    possible = []
+    for plan, did in drafted.items():
+        if plan.topk == 1:
+            continue
+        chain = DraftPlan.chain(plan.steps)
+        mine, its = undrafted[plan.verify_tokens], undrafted[chain.verify_tokens]
+        further = mine.takes - its.takes
+        # More rows do not take less, nor fewer more.
+        fewer = plan.verify_tokens < chain.verify_tokens
+        further = min(further, 0.0) if fewer else max(further, 0.0)
+        error = hypot(drafted[chain].takes_error, mine.takes_error, its.takes_error)
+        takes = drafted[chain].takes + further
+        possible.append(_speed(plan, replace(did, takes=takes, takes_error=error)))
+    return Bound(
+        case=case,
+        chain=max((s for p, s in by_plan.items() if p.topk == 1), key=_fast),
+        tree=max((s for p, s in by_plan.items() if p.topk > 1), key=_fast),
+        possible=max(possible, key=_fast),
+    )
+
+
+def _speed(plan: DraftPlan, did: _Steps) -> Speed:
+    error = hypot(did.takes_error / did.takes, did.tokens_error / did.tokens)
+    return Speed(plan=plan, speed=did.tokens / did.takes, error=error)
+
+
+def _fast(speed: Speed) -> float:
+    return speed.speed
 
 
 def bound_table(rows: Sequence[Row]) -> str:
-    """A line for each batch size: the best chain, the best tree, the tree that could be best."""
-    lines = [
-        f"  {'over off':<12}{'best chain':>18}{'best tree':>18}{'of chain':>10}"
-        f"{'tree at most':>18}{'of chain':>10}"
-    ]
-    for b in bounds(rows):
-        cells = [
-            f"{f'{plan} {speed:.2f}':>18}"
-            for plan, speed in (
-                (b.chain, b.chain_speed),
-                (b.tree, b.tree_speed),
-                (b.possible, b.possible_speed),
-            )
-        ]
-        lines.append(
-            f"  {b.case:<12}{cells[0]}{cells[1]}{b.tree_speed / b.chain_speed:10.2f}"
-            f"{cells[2]}{b.possible_speed / b.chain_speed:10.2f}"
-        )
+    """A line for each batch size: the best chain, the best tree, the tree that could be best; and
+    the speeds of both as parts of the chain's, with standard errors."""
+    part = f"{'of chain':>14}"
+    heading = f"{'best chain':>18}{'best tree':>18}{part}{'tree at most':>18}{part}"
+    lines = [f"  {'over off':<12}{heading}"]
+    for bound in bounds(rows):
+        line = f"  {bound.case:<12}{_cell(bound.chain)}"
+        for tree in (bound.tree, bound.possible):
+            of_chain = tree.speed / bound.chain.speed
+            error = of_chain * hypot(tree.error, bound.chain.error)
+            line += f"{_cell(tree)}{f'{of_chain:.2f} ±{error:.2f}':>14}"
+        lines.append(line)
     return "\n".join(lines)
+
+
+def _cell(speed: Speed) -> str:
+    return f"{f'{speed.plan} {speed.speed:.2f}':>18}"
+
+
+def summary(rows: Sequence[Row]) -> dict[str, object]:
+    """By batch size, the parts of the best chain's speed that the best tree has and a tree could
+    have at most."""
+    return {
+        bound.case: {
+            "tree_over_chain": bound.tree.speed / bound.chain.speed,
+            "tree_at_most_over_chain": bound.possible.speed / bound.chain.speed,
+        }
+        for bound in bounds(rows)
+    }

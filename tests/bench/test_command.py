@@ -85,13 +85,13 @@ def test_what_a_rollout_cannot_be_asked_for(
             "--plot, --no-selector and --bound are of plans by batch size",
         ),
         ("--heads a b --bound", "--plot, --no-selector and --bound are of plans by batch size"),
-        ("--bound --plot x.png", "--plot and --no-selector are of the whole table; leave out --b"),
+        ("--bound --plot x.png", "--plot draws the whole table; leave out --bound"),
         ("--bound --plan 3_1_4", "--plan 3_1_4: no tree to compare with chains; name one"),
         ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
         ("--heads a a", "--heads a a: name each once"),
     ],
 )
-def test_how_heads_cannot_be_compared(
+def test_what_a_table_of_plans_or_heads_cannot_be_asked_for(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "speculation", *flags.split()]) == 2
