@@ -29,7 +29,7 @@ from slipstream.config.launch import (
     read_overrides,
 )
 from slipstream.config.load import CONFIG_FILE
-from slipstream.config.mode import resolve_mode
+from slipstream.config.mode import HEAD_ALONE, resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import command_begins
 
@@ -154,6 +154,7 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
             # Where the run itself went on from is not where its draft head does.
             "trainer.resume_mode=auto",
             "trainer.resume_from_path=null",
+            *HEAD_ALONE,
         ]
         overrides = [*given, *overrides]
     config = config_from(args, overrides, file=file)

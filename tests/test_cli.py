@@ -224,6 +224,20 @@ def test_draft_uses_the_settings_of_the_run_but_not_its_folder(
     assert calls[1][1].trainer.default_local_dir == str(tmp_path / "mine")
 
 
+def test_draft_can_train_what_a_run_that_co_trains_could_not_begin_with(
+    calls: Calls, tmp_path: Path
+) -> None:
+    learns = "speculative.enable=true", "speculative.train.enable_drafter_training=true"
+    theirs = load_config([*learns, f"trainer.default_local_dir={tmp_path}"], recipe="tiny")
+    (tmp_path / CONFIG_FILE).write_text(to_yaml(theirs))
+    few = "speculative.eagle.spec_algorithm=EAGLE3", "speculative.eagle.draft_vocab_size=16"
+    assert cli.main(["draft", "--checkpoint", str(tmp_path), *few]) == 0
+    speculative = calls[0][1].speculative
+    assert speculative.eagle.draft_vocab_size == 16
+    assert not speculative.enable
+    assert not speculative.train.enable_drafter_training
+
+
 def test_draft_takes_a_policy_from_the_settings_too(calls: Calls) -> None:
     line = ["draft", "actor_rollout_ref.model.path=base", "data.train_files=a.parquet"]
     assert cli.main(line) == 0

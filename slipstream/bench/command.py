@@ -535,7 +535,7 @@ def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, obje
     if args.benchmark == "rollout" and args.policy is not None:
         return speculation.gains(rows)
     if args.benchmark == "speculation" and args.bound:
-        return tree_bound.summary(rows)
+        return {"trees_over_chains": tree_bound.summary(rows)}
     if _is_ab(args):
         return ab.summary(rows)
     return {}

@@ -28,6 +28,7 @@ from slipstream.checkpoint.files import write_json
 from slipstream.checkpoint.state import draft_folder, huggingface_folder
 from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
@@ -304,9 +305,7 @@ async def train_head(run: Run, policy: Path) -> Path | None:
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={policy}",
             "actor_rollout_ref.model.init=null",
-            "speculative.enable=false",
-            "speculative.eagle.spec_model_path=null",
-            "speculative.train.enable_drafter_training=false",
+            *HEAD_ALONE,
         ],
         file=run.folder / CONFIG_FILE,
     )

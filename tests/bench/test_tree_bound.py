@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from math import hypot
 from pathlib import Path
 
 import pytest
 
+from slipstream import cli
 from slipstream.bench import tree_bound
 from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.speculation import SpeculationBench, chains
@@ -146,3 +148,23 @@ def test_chains_alone_have_nothing_to_be_compared_with() -> None:
     bench = SpeculationBench(policy=Path("toy"), plans=(DraftPlan.parse("3_1_4"),))
     with pytest.raises(ConfigError, match=r"--plan 3_1_4: no tree to compare with chains; name"):
         run_bound(bench, print)
+
+
+def test_the_command_prints_the_table_and_writes_what_it_comes_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [row("batch 2", *measured) for measured in MEASURED]
+    asked = []
+
+    def measured(bench: SpeculationBench, say: object) -> list[Row]:
+        asked.append(bench.batches)
+        return rows
+
+    monkeypatch.setattr(tree_bound, "run_bound", measured)
+    out = tmp_path / "bound.json"
+    flags = ["--bound", "--batch", "2", "--dtype", "float32", "--json", str(out)]
+    assert cli.main(["bench", "speculation", *flags]) == 0
+    assert asked == [(2,)]
+    assert bound_table(rows) in capsys.readouterr().out
+    written = json.loads(out.read_text())["trees_over_chains"]["batch 2"]
+    assert written["tree_over_chain"] == pytest.approx(1.3 / 1.6)
