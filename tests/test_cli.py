@@ -238,6 +238,23 @@ def test_draft_can_train_what_a_run_that_co_trains_could_not_begin_with(
     assert not speculative.train.enable_drafter_training
 
 
+def test_draft_goes_on_from_the_head_that_a_run_drafts_with(calls: Calls, tmp_path: Path) -> None:
+    theirs = load_config(
+        [
+            "speculative.enable=true",
+            "speculative.eagle.spec_model_path=runs/head",
+            f"trainer.default_local_dir={tmp_path}",
+        ],
+        recipe="tiny",
+    )
+    (tmp_path / CONFIG_FILE).write_text(to_yaml(theirs))
+    assert cli.main(["draft", "--checkpoint", str(tmp_path)]) == 0
+    anew = "speculative.eagle.spec_model_path=null"
+    assert cli.main(["draft", "--checkpoint", str(tmp_path), anew]) == 0
+    begun = [config.speculative.eagle.spec_model_path for _, config, *_ in calls]
+    assert begun == ["runs/head", None]
+
+
 def test_draft_takes_a_policy_from_the_settings_too(calls: Calls) -> None:
     line = ["draft", "actor_rollout_ref.model.path=base", "data.train_files=a.parquet"]
     assert cli.main(line) == 0

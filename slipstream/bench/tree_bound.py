@@ -82,10 +82,9 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
             nobody.decode()
         rows += [over_off_row(bench, work, plan) for plan in head.found()]
         rows += [
-            replace(row, contender=row.contender + UNDRAFTED)
+            replace(over_off_row(undrafted, work, plan), contender=plan.name + UNDRAFTED)
             for plan in nobody.found()
             if plan.plan != OFF
-            for row in [over_off_row(undrafted, work, plan)]
         ]
         say(bound_table(rows))
     return rows

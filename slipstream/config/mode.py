@@ -13,13 +13,9 @@ from slipstream.errors import ConfigError
 
 Mode = Literal["sft", "rl", "sft+rl"]
 
-HEAD_ALONE = (
-    "speculative.enable=false",
-    "speculative.eagle.spec_model_path=null",
-    "speculative.train.enable_drafter_training=false",
-)
-"""What makes a run's settings those of training a draft head for its policy: with which head RL
-drafts, and whether one learns beside it, is nothing to that."""
+HEAD_ALONE = ("speculative.enable=false", "speculative.train.enable_drafter_training=false")
+"""What makes a run's settings those of training a draft head for its policy: whether RL drafts, and
+whether a head learns beside it, is nothing to that."""
 
 
 def resolve_mode(config: Config, *, given_data: bool = False) -> Mode:

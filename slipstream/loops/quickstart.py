@@ -305,6 +305,7 @@ async def train_head(run: Run, policy: Path) -> Path | None:
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={policy}",
             "actor_rollout_ref.model.init=null",
+            "speculative.eagle.spec_model_path=null",
             *HEAD_ALONE,
         ],
         file=run.folder / CONFIG_FILE,
