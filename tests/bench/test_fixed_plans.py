@@ -11,9 +11,10 @@ import pytest
 
 from slipstream.bench import fixed_plans
 from slipstream.bench.fixed_plans import SETTLED, TURN, apart
+from slipstream.bench.record import Spread
 from slipstream.bench.speculation import SpeculationBench, plans
 from slipstream.bench.trained import Responses
-from slipstream.inference.speculation.plan import OFF
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import StepRecord
 
 
@@ -76,3 +77,22 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
         assert exp(by - found[0]) == pytest.approx(exp(true), rel=0.015)
     # 0.03 of noise in 60 turns.
     assert error == pytest.approx(1.2533 * 0.03 / 60**0.5, rel=0.35)
+
+
+def test_a_plan_is_as_fast_as_what_it_yields_over_what_it_takes() -> None:
+    plan = fixed_plans.Fixed(
+        plan=DraftPlan.parse("3_1_4"),
+        seconds=Spread.of([0.1]),
+        steps_off=2.0,
+        steps_off_error=0.01,
+        accept_length=3.0,
+        accept_length_error=0.1,
+    )
+    assert plan.over_off == 1.5
+    assert plan.name == "3_1_4"
+
+
+def test_the_error_of_a_mean_falls_with_what_was_counted() -> None:
+    # A deviation of 2 / sqrt(3), by four values.
+    assert fixed_plans._standard_error([1.0, 3.0, 1.0, 3.0]) == pytest.approx(3**-0.5)
+    assert fixed_plans._standard_error([5.0]) == 0
