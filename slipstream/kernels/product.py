@@ -23,7 +23,11 @@ from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 _AHEAD = 16384
 """Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
-too short for memory that several rows keep busy. Single rows gain nothing."""
+too short for memory that several rows keep busy."""
+
+_TWO_PANELS = 1 << 17
+"""Where two panels have no more bytes than this, a tile of two asks for the next two instead: what
+lies a little ahead of the first of them is in the second, of which nothing need be asked for."""
 
 _BLOCK = 96
 """Rows whose inputs stay in the cache while panels go by."""
@@ -57,13 +61,14 @@ def _fp32(x, panels, bias, out, M, N, K, begin, end):
     x_step, panel_step, out_step = 4 * K, 4 * PANEL * K, 4 * N
     total = N // PANEL
     if 1 <= M <= 2:
+        ahead = 2 * panel_step if 2 * panel_step <= _TWO_PANELS else _AHEAD
         p = begin
         while p + 2 <= end:
             w, b, o = panels + p * panel_step, bias + 4 * PANEL * p, out + 4 * PANEL * p
             if M == 1:
-                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + _AHEAD, 64)
+                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + ahead, 64)
             else:
-                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + _AHEAD, 64)
+                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + ahead, 64)
             p += 2
         begin = p
     block = 0
@@ -107,7 +112,8 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         o = out + block * out_step
         # Several tiles ask for the next two panels, so that memory is read at an even pace; so do
         # wide ones, whose processors guess less of it.
-        ahead = 2 * panel_step if wide or rows > MOST_ROWS else _AHEAD // 2
+        several = wide or rows > MOST_ROWS
+        ahead = 2 * panel_step if several or 2 * panel_step <= _TWO_PANELS else _AHEAD // 2
         panels_bf16(
             xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
             rows, ahead, wide,

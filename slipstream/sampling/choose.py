@@ -115,6 +115,9 @@ ELEMENTS_AT_ONCE = 1 << 18
 """On CPU, rows are taken in blocks of so many logits: larger temporaries are fresh memory each
 time, which costs as much as what is computed in it."""
 
+FEWEST_AT_ONCE = 4
+"""And of so many rows at least, or as many as there are threads: they share a draw by rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -134,7 +137,7 @@ class Choice:
 def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
     """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
     count, vocab_size = logits_NV.shape
-    at_once = max(1, ELEMENTS_AT_ONCE // vocab_size)
+    at_once = max(FEWEST_AT_ONCE, torch.get_num_threads(), ELEMENTS_AT_ONCE // vocab_size)
     if count <= at_once or logits_NV.is_cuda:
         return _choose(logits_NV, positions_N, rows)
     parts = []

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from slipstream.kernels import draw as kernel
 from slipstream.sampling import choose, gumbel_noise, key_words
-from slipstream.sampling.choose import SamplingRows, draw, first_argmax
+from slipstream.sampling.choose import (
+    ELEMENTS_AT_ONCE,
+    FEWEST_AT_ONCE,
+    SamplingRows,
+    draw,
+    first_argmax,
+)
 
 
 @dataclass(frozen=True)
@@ -232,9 +239,27 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(9) * 7
     whole = choose(logits, positions, rows)
-    for elements in (1, 3 * logits.shape[1]):
-        monkeypatch.setattr(sys.modules["slipstream.sampling.choose"], "ELEMENTS_AT_ONCE", elements)
+    module = sys.modules["slipstream.sampling.choose"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for elements, fewest in ((1, 1), (3 * logits.shape[1], 1), (1, 4)):
+        monkeypatch.setattr(module, "ELEMENTS_AT_ONCE", elements)
+        monkeypatch.setattr(module, "FEWEST_AT_ONCE", fewest)
         parts = choose(logits, positions, rows)
         assert torch.equal(parts.tokens, whole.tokens)
         assert torch.equal(parts.log_probs, whole.log_probs)
         assert torch.equal(parts.sampling_log_probs, whole.sampling_log_probs)
+
+
+def test_rows_of_a_large_vocabulary_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one row at a time one thread would do all of it."""
+    drawn, whole = [], kernel.draw
+
+    def recorded(*given: int) -> None:
+        drawn.append(given[-2])
+        whole(*given)
+
+    monkeypatch.setattr(kernel, "draw", recorded)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    rows = make_rows([Setting()] * 10)
+    choose(torch.zeros(10, ELEMENTS_AT_ONCE), torch.arange(10), rows)
+    assert drawn == [FEWEST_AT_ONCE, FEWEST_AT_ONCE, 10 - 2 * FEWEST_AT_ONCE]
