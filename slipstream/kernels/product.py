@@ -57,11 +57,17 @@ def some_outputs(x, panels, bias, out, M, N, K, size, begin, end):
 
 
 @kernel
+def _ahead_of_two(panel_step, otherwise):
+    """How far in advance a single tile of two panels asks."""
+    return 2 * panel_step if 2 * panel_step <= _TWO_PANELS else otherwise
+
+
+@kernel
 def _fp32(x, panels, bias, out, M, N, K, begin, end):
     x_step, panel_step, out_step = 4 * K, 4 * PANEL * K, 4 * N
     total = N // PANEL
     if 1 <= M <= 2:
-        ahead = 2 * panel_step if 2 * panel_step <= _TWO_PANELS else _AHEAD
+        ahead = _ahead_of_two(panel_step, _AHEAD)
         p = begin
         while p + 2 <= end:
             w, b, o = panels + p * panel_step, bias + 4 * PANEL * p, out + 4 * PANEL * p
@@ -113,7 +119,7 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         # Several tiles ask for the next two panels, so that memory is read at an even pace; so do
         # wide ones, whose processors guess less of it.
         several = wide or rows > MOST_ROWS
-        ahead = 2 * panel_step if several or 2 * panel_step <= _TWO_PANELS else _AHEAD // 2
+        ahead = 2 * panel_step if several else _ahead_of_two(panel_step, _AHEAD // 2)
         panels_bf16(
             xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
             rows, ahead, wide,

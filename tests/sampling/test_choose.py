@@ -250,7 +250,10 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(parts.sampling_log_probs, whole.sampling_log_probs)
 
 
-def test_rows_of_a_large_vocabulary_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("threads", "together"), [(1, FEWEST_AT_ONCE), (6, 6)])
+def test_rows_of_a_large_vocabulary_are_drawn_together(
+    threads: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By one row at a time one thread would do all of it."""
     drawn, whole = [], kernel.draw
 
@@ -259,7 +262,7 @@ def test_rows_of_a_large_vocabulary_are_drawn_together(monkeypatch: pytest.Monke
         whole(*given)
 
     monkeypatch.setattr(kernel, "draw", recorded)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    rows = make_rows([Setting()] * 10)
-    choose(torch.zeros(10, ELEMENTS_AT_ONCE), torch.arange(10), rows)
-    assert drawn == [FEWEST_AT_ONCE, FEWEST_AT_ONCE, 10 - 2 * FEWEST_AT_ONCE]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows = make_rows([Setting()] * (2 * together + 1))
+    choose(torch.zeros(2 * together + 1, ELEMENTS_AT_ONCE), torch.arange(2 * together + 1), rows)
+    assert drawn == [together, together, 1]
