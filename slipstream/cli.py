@@ -34,7 +34,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import command_begins
 
 DRAFT_LAYOUTS = ("vllm", "sglang")
-"""Keys of `models.draft_layouts.LAYOUTS`, which would import torch."""
+"""Keys of `models.draft.layouts.LAYOUTS`, which would import torch."""
 
 _SETTINGS = "[--recipe NAME | --config FILE] [key=value ...]"
 
@@ -64,10 +64,10 @@ def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     mode = resolve_mode(config)
     if args.dry_run:
-        from slipstream.loops.dry_run import dry_run
+        from slipstream.preflight.dry_run import dry_run
 
         return dry_run(config, mode)
-    from slipstream.loops.run import train
+    from slipstream.run.train import train
 
     return train(config, mode)
 
@@ -125,7 +125,7 @@ def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.loops.run import evaluate
+    from slipstream.run.train import evaluate
 
     return evaluate(config, checkpoint, args.problems, args.output)
 
@@ -161,7 +161,7 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.loops.draft_phase import main as draft
+    from slipstream.run.draft_phase import main as draft
 
     return draft(config)
 
@@ -235,7 +235,7 @@ def _data_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _run_data(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.environment.preprocess import convert
+    from slipstream.data.preprocess import convert
 
     for path, rows in convert(args.name, args.source, args.output).items():
         print(f"{rows:>8} rows  {path}")
@@ -271,7 +271,7 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
 
 def _run_export(args: argparse.Namespace, _: list[str]) -> int:
     checkpoint = _existing_checkpoint(args.checkpoint)
-    from slipstream.loops.run import export
+    from slipstream.run.train import export
 
     return export(checkpoint, args.output, args.dtype, args.draft)
 
@@ -314,7 +314,7 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.loops.quickstart import main as quickstart
+    from slipstream.run.quickstart import main as quickstart
 
     return quickstart(
         args.output,
@@ -398,7 +398,7 @@ def _doctor_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.loops.doctor import doctor
+    from slipstream.preflight.doctor import doctor
 
     return doctor(args.folder, as_json=args.json)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import Context
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -81,3 +84,24 @@ class DaemonThreads:
             del run  # and what it holds
             with self._lock:
                 self._idle.append(inbox)
+
+
+def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: its affinity, and the quota of its control group, as
+    containers have one (version 2, `cpu.max`; version 1, `cpu/cpu.cfs_quota_us`)."""
+    affine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota(root))))
+
+
+def _quota(root: Path) -> float:
+    """Of processor time, in cores."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = [word for file in files for word in (root / file).read_text().split()]
+            quota, period = map(float, words)
+        except (OSError, ValueError):
+            continue  # There is no such group, or no limit in it ("max").
+        if quota > 0:
+            return quota / period
+    return math.inf

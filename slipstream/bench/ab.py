@@ -25,15 +25,15 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from slipstream.bench.moved import nats_moved
+from slipstream.bench.interleaved_runs import SETTINGS, run_in_turns
+from slipstream.bench.policy_kl import nats_moved
 from slipstream.bench.record import Row, Spread, median_of, this_machine
 from slipstream.bench.rl_line import start_of
 from slipstream.bench.timing import ratio, step_ratio
-from slipstream.bench.turns import SETTINGS, run_in_turns
+from slipstream.build.policy import device_of
+from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
-from slipstream.loops.build_policy import device_of
-from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
 PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in chains"

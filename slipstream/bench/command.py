@@ -20,9 +20,9 @@ from slipstream.config.launch import add_debug_flag, positive
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.bench.speculation import SpeculationBench
-    from slipstream.bench.targets import Target
-    from slipstream.bench.trl_runs import TrlBench
+    from bench.trl_runs import TrlBench
+    from slipstream.bench.lossless.targets import Target
+    from slipstream.bench.speculation.rollout import SpeculationBench
 
 _KINDS = (
     "{rollout,decode,trl,peers,speculation,lossless,selector,train,learning,logprob,scoring,"
@@ -524,7 +524,11 @@ def _is_ab(args: argparse.Namespace) -> bool:
 
 def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
     """What the rows come to, by name."""
-    from slipstream.bench import ab, decode, lossless, speculation, tree_bound, trl
+    from bench import trl_compare as trl
+    from slipstream.bench import ab, decode
+    from slipstream.bench.lossless import check as lossless
+    from slipstream.bench.speculation import rollout as speculation
+    from slipstream.bench.speculation import tree_bound
 
     if args.benchmark == "decode":
         return {"cases": decode.cases(rows)}
@@ -614,7 +618,7 @@ def _decode(args: argparse.Namespace) -> list[Row]:
 
 
 def _trl(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import trl
+    from bench import trl_compare as trl
 
     rows = trl.run(_trl_bench(args), partial(print, file=sys.stderr, flush=True))
     _print("GRPO beside TRL", rows)
@@ -624,7 +628,7 @@ def _trl(args: argparse.Namespace) -> list[Row]:
 def _trl_bench(args: argparse.Namespace) -> TrlBench:
     import torch
 
-    from slipstream.bench.trl_runs import TrlBench
+    from bench.trl_runs import TrlBench
 
     return TrlBench(
         policy=args.policy,
@@ -640,7 +644,7 @@ def _trl_bench(args: argparse.Namespace) -> TrlBench:
 
 def _say_trl(rows: Sequence[Row]) -> bool:
     """Print whether speed and accuracy are as promised; whether they are."""
-    from slipstream.bench import trl
+    from bench import trl_compare as trl
 
     found = trl.summary(rows)
     speedups, not_below = trl.speedups(rows), found["not_below"]
@@ -653,7 +657,7 @@ def _say_trl(rows: Sequence[Row]) -> bool:
 
 
 def _peers(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import peers
+    from bench import peers_table as peers
     from slipstream.bench.record import read_rows
 
     rows = [row for file in args.files for row in read_rows(file)] or _measured_peers(args)
@@ -663,9 +667,10 @@ def _peers(args: argparse.Namespace) -> list[Row]:
 
 def _measured_peers(args: argparse.Namespace) -> list[Row]:
     """Decoding against transformers, and vLLM where it is installed, then GRPO against TRL."""
-    from slipstream.bench import decode, trl
+    from bench import trl_compare as trl
+    from bench.trl_runs import trl_command
+    from slipstream.bench import decode
     from slipstream.bench.contenders import vllm_command
-    from slipstream.bench.trl_runs import trl_command
     from slipstream.errors import ConfigError
 
     say = partial(print, file=sys.stderr, flush=True)
@@ -743,7 +748,7 @@ def _train_ab(args: argparse.Namespace) -> list[Row]:
 def _logprob(args: argparse.Namespace) -> list[Row]:
     import torch
 
-    from slipstream.bench import logprob
+    from bench import logprob
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -784,7 +789,7 @@ def _say_scoring(rows: Sequence[Row]) -> int:
 
 def _say_logprob(rows: Sequence[Row]) -> int:
     """Print which floors were missed; how many."""
-    from slipstream.bench import logprob
+    from bench import logprob
 
     missed = logprob.missed(rows)
     print(
@@ -796,7 +801,7 @@ def _say_logprob(rows: Sequence[Row]) -> int:
 
 
 def _export(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import export
+    from bench import export
 
     bench = export.ExportBench(
         policy=args.policy,
@@ -817,7 +822,7 @@ def _export(args: argparse.Namespace) -> list[Row]:
 def _say_export(rows: Sequence[Row]) -> bool:
     """Print how far vLLM's acceptance is from ours, and whether drafts change what it writes;
     whether all of that is as promised."""
-    from slipstream.bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
+    from bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
     from slipstream.bench.record import median_of
 
     furthest = max(abs(ratio_of(row) - 1) for row in rows)
@@ -839,7 +844,7 @@ def _say_export(rows: Sequence[Row]) -> bool:
 
 
 def _startup(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import startup
+    from bench import startup
 
     rows = startup.run(rounds=args.rounds)
     _print("start of the command line", rows)
@@ -848,7 +853,7 @@ def _startup(args: argparse.Namespace) -> list[Row]:
 
 
 def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import speculation
+    from slipstream.bench.speculation import rollout as speculation
     from slipstream.errors import ConfigError
 
     if args.case or args.new_tokens or args.shape != _BOTH or not args.memory:
@@ -890,7 +895,8 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
 
 
 def _speculation(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import grid, speculation
+    from slipstream.bench.speculation import grid
+    from slipstream.bench.speculation import rollout as speculation
     from slipstream.inference.speculation.plan import DraftPlan
 
     bench = speculation.SpeculationBench(
@@ -913,14 +919,14 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
     if args.plot is not None:
-        from slipstream.bench.heat_map import plot_grid
+        from slipstream.bench.speculation.heat_map import plot_grid
 
         print(f"  picture: {plot_grid(rows, args.plot)}")
     return rows
 
 
 def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
-    from slipstream.bench import heads
+    from slipstream.bench.speculation import heads
     from slipstream.errors import ConfigError
 
     if args.plot is not None or not args.selectors or args.bound:
@@ -935,7 +941,7 @@ def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
 
 
 def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
-    from slipstream.bench import tree_bound
+    from slipstream.bench.speculation import tree_bound
     from slipstream.errors import ConfigError
 
     if args.plot is not None:
@@ -947,9 +953,9 @@ def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
 
 
 def _lossless(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import lossless
-    from slipstream.bench.targets import random_target, trained_target
-    from slipstream.bench.waves import PROPOSERS, LosslessBench
+    from slipstream.bench.lossless import check as lossless
+    from slipstream.bench.lossless.targets import random_target, trained_target
+    from slipstream.bench.lossless.workloads import PROPOSERS, LosslessBench
     from slipstream.errors import ConfigError
 
     dtype = _settle_torch(args)
@@ -977,7 +983,7 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
 
 
 def _selector(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import regret
+    from bench import selector_regret as regret
 
     rows = regret.run(args.trace, seeds=args.seeds)
     print(
@@ -988,7 +994,7 @@ def _selector(args: argparse.Namespace) -> list[Row]:
 
 
 def _learning(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import learning
+    from bench import learning
 
     bench = learning.LearningBench(
         policy=args.policy, steps=args.steps, only=tuple(args.only), settings=tuple(args.set)
@@ -1003,7 +1009,7 @@ def _learning(args: argparse.Namespace) -> list[Row]:
 
 def _say_learning(rows: Sequence[Row]) -> int:
     """Print which algorithms have not raised the reward; how many."""
-    from slipstream.bench.learning import not_learned
+    from bench.learning import not_learned
 
     missed = not_learned(rows)
     print(f"  floor: a higher validation reward; missed by {', '.join(missed) or 'none'}")
@@ -1013,7 +1019,7 @@ def _say_learning(rows: Sequence[Row]) -> int:
 def _say_regret(rows: Sequence[Row]) -> int:
     """Print where the default selector is further from the best plans than it may be; in how many
     worlds."""
-    from slipstream.bench import regret
+    from bench import selector_regret as regret
 
     default = next(iter(regret.SELECTORS))
     missed = regret.missed(rows)
@@ -1024,7 +1030,7 @@ def _say_regret(rows: Sequence[Row]) -> int:
 
 def _report_differences(rows: Sequence[Row]) -> int:
     """Print the sum over all rows; how many tokens differ."""
-    from slipstream.bench.lossless import different, total
+    from slipstream.bench.lossless.check import different, total
 
     found = different(rows)
     print(

@@ -1,7 +1,7 @@
 """Every option: one frozen, typed, documented dataclass tree, and the only home of its defaults.
 
 Key names are those that VERL and FastRL users type. Knows nothing of files, overrides or rules
-between options (`load`, `validate`). Read by `loops.build`, which wires objects from it; the string
+between options (`load`, `validate`). Read by `build.parts`, which wires objects from it; the string
 under each field is its documentation (`docs.describe`, docs/config.md). Defaults may hold `${...}`
 interpolations, which `load.load_config` resolves: build a `Config` through it.
 """

@@ -55,7 +55,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
 
 
 BUILT_IN_TASKS = ("countdown", "reasoning_gym")
-"""What `environment.registry` knows by itself, to be asked without importing it."""
+"""What `data.registry` knows by itself, to be asked without importing it."""
 
 BUILT_IN_LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
 """The same of `metrics.loggers`."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import DataError
 from slipstream.models.decoder import HiddenStates
-from slipstream.models.draft_model import PackedDraft
+from slipstream.models.draft.model import PackedDraft
 from slipstream.models.linear import PackedLinear
 
 

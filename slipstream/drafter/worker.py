@@ -40,7 +40,7 @@ from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import Metrics
 from slipstream.drafter.worker_process import AWARE
 from slipstream.errors import TrainingError
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.types import PolicyVersion
 
 _SETUP = "setup.pickle"

@@ -19,13 +19,13 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
+from slipstream.kernels.draft_prefill import enter, lay_out, share, take_in
 from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.layers import layers_part, room_from
 from slipstream.kernels.memory import doubles_at, floats_at, hold, ints_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
-from slipstream.kernels.take_in import enter, lay_out, share, take_in
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 
 WIDTH = 8

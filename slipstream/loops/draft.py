@@ -1,7 +1,7 @@
 """The training loop of a draft head: rounds of responses, and training steps on each.
 
 A pure loop over what it is given; it does not know where responses come from or what is done with
-the head (`loops.draft_phase` does).
+the head (`run.draft_phase` does).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.deadlines import REMEDY, Stages
 from slipstream.drafter.sequences import PolicyEnds, passes
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import check_at_least_one
 from slipstream.loops.draft_data import SequenceSource
-from slipstream.loops.stages import REMEDY, Stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

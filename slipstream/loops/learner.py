@@ -27,6 +27,7 @@ from slipstream.algorithms import (
 )
 from slipstream.algorithms.advantages.whiten import WHITENING
 from slipstream.algorithms.registry import registered_name
+from slipstream.deadlines import Stages
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops.rl_batch import (
     KLInReward,
@@ -37,7 +38,6 @@ from slipstream.loops.rl_batch import (
     usable_samples,
 )
 from slipstream.loops.rl_config import RLTrainingConfig
-from slipstream.loops.stages import Stages
 from slipstream.metrics.timers import Timers
 from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import (

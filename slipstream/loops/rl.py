@@ -5,7 +5,7 @@
     metrics  = backend.forward_backward(batch)   policy gradient; then optim_step
     engines <- backend.publish()                 version + 1
 
-A pure loop over what it is given (`loops.build` wires it for the command line). By hand:
+A pure loop over what it is given (`build.parts` wires it for the command line). By hand:
 
     decoder = load_hf_model("model")
     backend = create_pytorch_backend(decoder, lr=1e-6)
@@ -27,17 +27,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
+from slipstream.deadlines import Stages
 from slipstream.errors import EngineError, TrainingError
 from slipstream.loops.learner import Critic, Learner
 from slipstream.loops.rl_batch import KLInReward, failure_of
 from slipstream.loops.rl_config import RLTrainingConfig
-from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
-from slipstream.loops.threads_choice import usable_cores
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import IdleCores, Timers, gen_split, step_split, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
+from slipstream.threads import usable_cores
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.types import FeatureSink, Group, PolicyVersion, WeightUpdate
 
@@ -95,7 +95,7 @@ class WeightReceiver(Protocol):
 
 
 class DrafterTraining(Protocol):
-    """A draft head that learns beside the policy (`loops.cotrain`)."""
+    """A draft head that learns beside the policy (`drafter.interval`)."""
 
     @property
     def sink(self) -> FeatureSink:

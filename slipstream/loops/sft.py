@@ -1,7 +1,7 @@
 """Supervised fine-tuning: batch, forward and backward, step, log.
 
 A pure loop over what it is given; it does not know where samples come from or what a backend is
-made of (`loops.build` does).
+made of (`build.parts` does).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.deadlines import Stages
 from slipstream.errors import ConfigError, DataError, check_at_least_one
-from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.training.losses import sft_loss

@@ -51,7 +51,7 @@ class KeyPlaces:
     data: Tensor
     """What the addresses are of: it lives as long as they do."""
     paths: Tensor | None = None
-    """(..., 1 + P): where rows stand on paths through draft trees, as `kernels.paths` has it."""
+    """(..., 1 + P): rows' positions on paths through a draft tree; see `kernels.tree_paths`."""
 
     @property
     def path_arguments(self) -> tuple[int, int]:

@@ -14,13 +14,6 @@ from torch import Tensor
 
 from slipstream.models.config import Family, ModelConfig
 from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
-from slipstream.models.foreign import (
-    ForeignConfig,
-    ForeignModel,
-    PackedForeign,
-    foreign_config,
-    load_foreign,
-)
 from slipstream.models.hf_io import (
     load_checkpoint,
     load_config,
@@ -29,6 +22,13 @@ from slipstream.models.hf_io import (
     read_json,
     read_tensors,
     save_checkpoint,
+)
+from slipstream.models.hf_policy import (
+    ForeignConfig,
+    ForeignModel,
+    PackedForeign,
+    foreign_config,
+    load_foreign,
 )
 from slipstream.models.lora import LoraLinear, lora_layers, named_weights
 from slipstream.models.sharded import ShardedDecoder, is_sharded, shard

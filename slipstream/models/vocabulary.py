@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
-from slipstream.models.foreign import ForeignConfig
+from slipstream.models.hf_policy import ForeignConfig
 
 
 def check_vocabulary(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.pick import pick_nodes
+from slipstream.kernels.select_nodes import pick_nodes
 
 
 @dataclass(frozen=True, slots=True)

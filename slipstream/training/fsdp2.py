@@ -2,7 +2,7 @@
 
 Every process has the same batch and computes its share of the rows; log-probs and metrics are those
 of all. Each call is collective: all processes make the same ones in the same order, and a process
-that fails where others do not leaves these waiting (`loops.stages` ends them). Losses are
+that fails where others do not leaves these waiting (`deadlines` ends them). Losses are
 normalised by counts of the whole mini-batch, so the update is that of one process but for the order
 of sums. Knows torch's process groups, not who starts processes or tells them what to do
 (`distributed`).

@@ -22,7 +22,7 @@ from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder
-from slipstream.models.foreign import ForeignModel
+from slipstream.models.hf_policy import ForeignModel
 from slipstream.models.lora import (
     base_digest,
     base_weights_only,

@@ -29,12 +29,12 @@ from slipstream.bench.ab import (
     summary,
 )
 from slipstream.bench.command import _say_ab
+from slipstream.bench.interleaved_runs import SETTINGS
 from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.turns import SETTINGS
+from slipstream.checkpoint.layout import policy_folder
 from slipstream.cli import main
 from slipstream.errors import CheckpointError, ConfigError, EngineError
-from slipstream.loops.snapshot import policy_folder
-from tests.loops.helpers import write_reward
+from tests.run.helpers import write_reward
 
 
 def a_run(folder: Path) -> Path:

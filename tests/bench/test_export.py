@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench import export
+from bench import export
+from bench.export import Accepted, ExportBench, parted, ratio_of
 from slipstream.bench.contenders import Contender, VllmSettings, Workload
-from slipstream.bench.export import Accepted, ExportBench, parted, ratio_of
 from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.trained import Trained
+from slipstream.bench.speculation.trained import Trained
 from slipstream.errors import ConfigError
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.models.helpers import make_decoder
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import logprob
 from slipstream import cli
-from slipstream.bench import logprob
 from slipstream.bench.record import Row, Spread, this_machine
 from slipstream.errors import ConfigError
 

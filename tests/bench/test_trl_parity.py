@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench import trl_parity
-from slipstream.bench.trl_parity import (
+from bench import trl_parity
+from bench.trl_parity import (
     CASES,
     TOLERANCE,
     Case,
@@ -21,7 +21,7 @@ from slipstream.bench.trl_parity import (
     ours,
     update_differences,
 )
-from slipstream.environment.countdown import CountdownTask
+from slipstream.data.countdown import CountdownTask
 from tests.bench.trl_record import FOLDER, UPDATE_SETTINGS, answered, recorded, updated
 
 

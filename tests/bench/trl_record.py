@@ -19,8 +19,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from slipstream.bench.peer_process import PeerProcess
-from slipstream.bench.trl_parity import (
+from bench.trl_parity import (
     CASES,
     Case,
     FixedBatch,
@@ -31,8 +30,9 @@ from slipstream.bench.trl_parity import (
     their_updates,
     theirs,
 )
-from slipstream.bench.trl_runs import trl_command
-from slipstream.environment.countdown import CountdownTask
+from bench.trl_runs import trl_command
+from slipstream.bench.peer_process import PeerProcess
+from slipstream.data.countdown import CountdownTask
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint

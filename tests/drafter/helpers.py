@@ -16,8 +16,8 @@ from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_features
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.models import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings
 from slipstream.types import GenerateRequest
 from tests.inference.helpers import make_engine, make_request, random_prompt

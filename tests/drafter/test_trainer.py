@@ -18,9 +18,9 @@ from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_head3 import Eagle3Head
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
 from tests.inference.helpers import VOCAB, make_decoder, shared_decoder

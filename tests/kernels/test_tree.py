@@ -8,8 +8,8 @@ import torch
 
 from slipstream.config.schema_speculative import MOST_BRANCHES
 from slipstream.kernels.tree import WIDTH
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_pass import DraftPass, TreeDrafter
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.forward import DraftPass, TreeDrafter
 from slipstream.sampling.noise import gumbel_noise
 from tests.inference.helpers import make_decoder
 

@@ -13,11 +13,11 @@ import anyio
 import pytest
 import torch
 
-from slipstream.environment.data_buffer import DataBuffer
+from slipstream.data.data_buffer import DataBuffer
+from slipstream.deadlines import Stages
 from slipstream.errors import ConfigError, RewardError, StageTimeoutError, TrainingError
 from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
-from slipstream.loops.stages import Stages
 from slipstream.metrics.names import check_names
 from slipstream.metrics.timers import STEP_PARTS, Timers
 from slipstream.rewards.protocol import Score

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.errors import CheckpointError, TrainingError
 from slipstream.inference.hf import HFCore
-from slipstream.models.foreign import ForeignModel, load_foreign
+from slipstream.models.hf_policy import ForeignModel, load_foreign
 from slipstream.training import OptimSettings, SingleProcessBackend, sft_loss
 from slipstream.types import SamplingParams, TrainBatch
 from tests.models.foreign import KINDS, save_foreign

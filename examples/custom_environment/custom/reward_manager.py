@@ -8,7 +8,7 @@ import torch
 from your_environment import YourEnvironment
 
 from slipstream.compat.verl import DataProto
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 
 
 class CustomRewardManager:

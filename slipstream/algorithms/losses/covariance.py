@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.algorithms.aggregation import LossAggMode
 from slipstream.algorithms.losses.common import TokenTerms, clipped_objective, token_terms
-from slipstream.algorithms.losses.lots import ranked, value_lots
+from slipstream.algorithms.losses.tie_break import ranked, value_lots
 from slipstream.algorithms.registry import (
     LossMetrics,
     PolicyLossSelection,

@@ -326,7 +326,7 @@ class DecodeView:
     """`PlacedKVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
 
     `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
-    its first new token. With `paths_NWP` (`kernels.paths`) tokens stand in draft trees.
+    its first new token. With `paths_NWP` (`kernels.tree_paths`) tokens stand in draft trees.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ def row_places(
     longest: int,
 ) -> KeyPlaces:
     """Of a decode step row by row: new tokens of `rows_M` in `slots_M`, at `positions_M`, which see
-    what `paths` says (`kernels.paths`); `longest` is the longest context with all of them."""
+    what `paths` says (`kernels.tree_paths`); `longest` is the longest context with all of them."""
     found = KeyPlaces.of(store.data, rows_M, slots_M, longest)
     return replace(found, seen_M=positions_M + 1, paths=paths)
 

@@ -24,6 +24,7 @@ from slipstream.inference.engine.kv_cache import (
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_buckets, checked_tensors
+from slipstream.models.copy_in_place import renew
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import (
     Decoder,
@@ -32,9 +33,8 @@ from slipstream.models.decoder import (
     takes_sequences_in_a_row,
 )
 from slipstream.models.hf_io import copy_tensors
-from slipstream.models.narrow import pack_in_place, write
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
-from slipstream.models.renew import renew
+from slipstream.models.single_copy_weights import pack_in_place, write
 from slipstream.sampling.choose import Choice, SamplingRows, choose
 from slipstream.types import WeightUpdate
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.recorder import Recorder
+from slipstream.inference.speculation.batched_trees import chain_by_columns, tree_by_levels
 from slipstream.inference.speculation.draft_graphs import (
     DraftGraphs,
     Drafting,
@@ -29,23 +30,17 @@ from slipstream.inference.speculation.draft_graphs import (
     ToTakeIn,
     most_columns,
 )
-from slipstream.inference.speculation.levels import chain_by_columns, tree_by_levels
+from slipstream.inference.speculation.draft_temperature import Sureness
+from slipstream.inference.speculation.pending_features import GONE, Row, Waiting, WaitingFeatures
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
-from slipstream.inference.speculation.sureness import Sureness
-from slipstream.inference.speculation.waiting import (
-    GONE,
-    Row,
-    Waiting,
-    WaitingFeatures,
-)
 from slipstream.inference.weights import checked_tensors
 from slipstream.kernels.tree import WIDTH
-from slipstream.models.draft_model import DraftModel, PackedDraft
-from slipstream.models.draft_pass import DraftPass, Ints, TreeDrafter
+from slipstream.models.copy_in_place import renew
+from slipstream.models.draft.forward import DraftPass, Ints, TreeDrafter
+from slipstream.models.draft.model import DraftModel, PackedDraft
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
-from slipstream.models.renew import renew
 from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench.drafters import LyingOracle
+from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.engine.graph_shapes import OFTEN
+from slipstream.inference.speculation.batched_trees import tree_by_levels
 from slipstream.inference.speculation.draft_graphs import (
     DraftGraphs,
     Drafting,
@@ -14,11 +15,10 @@ from slipstream.inference.speculation.draft_graphs import (
     ToTakeIn,
     most_columns,
 )
-from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.decoder import PackedDecoder
-from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.draft.eagle1 import DraftHead, PackedDraftHead
 from slipstream.sampling.choose import SamplingRows
 from tests.inference.helpers import make_decoder
 from tests.inference.stand_in import MIB, trace

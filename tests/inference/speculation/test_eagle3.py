@@ -16,7 +16,7 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models import Decoder
-from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     VOCAB,

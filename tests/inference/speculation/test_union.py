@@ -14,7 +14,7 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.union import UnionProposer
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.types import UpdateKind, WeightUpdate
 from tests.inference.helpers import all_bits, make_engine, mixed_requests, shared_decoder
 
