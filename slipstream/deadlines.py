@@ -30,7 +30,7 @@ REMEDY = "raise trainer.stage_timeout_s if it only needs more time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class Deadlines:
     """`timeout_s` is the deadline of each stage, `grace_s` what is added before `on_stuck`."""
 
     timeout_s: float = 3600.0
@@ -80,13 +80,13 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-def close_parts(stages: Stages, *parts: object) -> None:
+def close_parts(deadlines: Deadlines, *parts: object) -> None:
     """Give back threads and files of those `parts` that have any; waits for the work under way.
 
     Work that never ends keeps the error from being seen that it led to, so that one is said.
     """
     message = "closing: a thread of the engine or the trainer does not return"
-    with stages.last_resort(str(sys.exc_info()[1] or "") or message):
+    with deadlines.last_resort(str(sys.exc_info()[1] or "") or message):
         for part in parts:
             if isinstance(part, _Closable):
                 part.close()

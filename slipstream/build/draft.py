@@ -106,10 +106,10 @@ def make_parts(
     if draft.rollout_files is not None:
         records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
 
-    def answering(taps: tuple[int, ...] = ()) -> Responder:
+    def answering(aux_layers: tuple[int, ...] = ()) -> Responder:
         decode = decode_with(tokenizer)
         return Responder(
-            engine=Engine(decoder, limits, decode=decode, taps=taps),
+            engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
             params=sampling_params(config),
             seed=config.trainer.seed,
         )
@@ -125,7 +125,7 @@ def make_parts(
         return most_frequent(answers, size, decoder.config.vocab_size)
 
     head, _ = first_head(config, decoder, frequent)
-    responder = answering(head.taps)
+    responder = answering(head.aux_layers)
     held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
     if records is None:
@@ -141,7 +141,7 @@ def make_parts(
             samples=draft.samples_per_round,
             max_length=train.max_seq_len,
             seed=config.trainer.seed,
-            taps=head.taps,
+            aux_layers=head.aux_layers,
         )
     ends = PolicyEnds.of(decoder, limits.dtype)
     digest = hashlib.blake2b(digest_size=16)

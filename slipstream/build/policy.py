@@ -23,7 +23,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ContextLimit, Family, ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_checkpoint
-from slipstream.models.hf_policy import ForeignConfig, ForeignModel
+from slipstream.models.hf_policy import HFPolicy, HFPolicyConfig
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
@@ -115,13 +115,13 @@ def make_decoder(
 
 
 def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
-    """Give the policy the LoRA adapter that is to be trained, if any, which a `ForeignModel` cannot
+    """Give the policy the LoRA adapter that is to be trained, if any, which a `HFPolicy` cannot
     have. `first`: it has the weights
     that `model` names, on which the adapter in `lora_adapter_path` belongs.
 
     Raises ConfigError for names that match no layer, or a rank that is not the adapter's.
     """
-    if isinstance(decoder, ForeignModel):
+    if isinstance(decoder, HFPolicy):
         return
     model = config.actor_rollout_ref.model
     key = "actor_rollout_ref.model"
@@ -166,12 +166,12 @@ def model_config(
     if folder is None:
         return initial_config(config, tokenizer)
     found = policy_config(folder, config.actor_rollout_ref.model.implementation)
-    if isinstance(found, ForeignConfig):
-        check_foreign(config, found, folder)
+    if isinstance(found, HFPolicyConfig):
+        check_hf_policy(config, found, folder)
     return found
 
 
-def check_foreign(config: Config, policy: ForeignConfig, folder: Path) -> None:
+def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
     """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
     for problem, remedy in _beyond_transformers(config):
         raise ConfigError(
@@ -334,7 +334,7 @@ def make_backend(
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if recompute and isinstance(decoder, ForeignModel) and not decoder.recomputes:
+    if recompute and isinstance(decoder, HFPolicy) and not decoder.recomputes:
         raise ConfigError(
             "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers cannot "
             f"compute activations of a {decoder.config.family} again; set "
