@@ -20,7 +20,7 @@ from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
 from slipstream.build.speculation import first_head
 from slipstream.config.schema import Config
-from slipstream.config.schema_speculative import DrafterOptimConfig
+from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import PolicyEnds
@@ -163,7 +163,7 @@ def make_parts(
 
 
 def train_settings(
-    config: Config, head: DraftModel, optim: DrafterOptimConfig, total_steps: int
+    config: Config, head: DraftModel, optim: DrafterOptimSection, total_steps: int
 ) -> DraftTrainSettings:
     """What one training step of `head` does: `speculative.train`, with an optimizer for so many
     steps. Raises ConfigError for a loss that such a head does not have."""

@@ -15,8 +15,7 @@ import torch
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ModelConfig as ModelSettings
-from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.validate import no_decay
 from slipstream.data.tokenizer import vocabulary_in
 from slipstream.errors import CheckpointError, ConfigError
@@ -140,7 +139,7 @@ def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
         given, _ = read_adapter(adapter)
         for name, wanted, default, own in (
             ("lora_rank", model.lora_rank, 0, given.rank),
-            ("lora_alpha", model.lora_alpha, ModelSettings().lora_alpha, given.alpha),
+            ("lora_alpha", model.lora_alpha, ModelSection().lora_alpha, given.alpha),
         ):
             if wanted not in (default, own):
                 raise ConfigError(
@@ -279,7 +278,7 @@ def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
     return f"prompt and response {too_long(longest, limit, lengths + own)}"
 
 
-def optim_settings(optim: OptimConfig, total_steps: int, *, key: str) -> OptimSettings:
+def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
     """Optimizer and schedule of the section `key`; warm-up as a step count or as a share of all
     steps. Raises ConfigError where the steps leave nothing to decay over."""
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps

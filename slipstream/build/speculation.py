@@ -13,7 +13,7 @@ import torch
 
 from slipstream.checkpoint.layout import head_folder
 from slipstream.config.schema import Config
-from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
+from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.speculation.bandits import (
@@ -216,7 +216,7 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
         head_to_be(config, policy)
 
 
-def _check_depths(eagle: EagleConfig, max_model_len: int) -> None:
+def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
     """Drafts follow a prompt of one token and one that was sampled, at the least. Near the end of a
     context they are cut; what is deeper than any context is a mistake."""
     most, key = max_model_len - 2, "speculative.eagle"
@@ -252,7 +252,7 @@ def make_selector(config: Config) -> StrategySelector:
     )
 
 
-def _largest_plan(eagle: EagleConfig) -> DraftPlan:
+def _largest_plan(eagle: EagleSection) -> DraftPlan:
     """What the options ask for."""
     if eagle.spec_topk == 1 or eagle.spec_verify_tokens is None:
         return DraftPlan.chain(eagle.spec_steps)

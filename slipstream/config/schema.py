@@ -21,17 +21,17 @@ from slipstream.config.fields import (
     PositiveInt,
 )
 from slipstream.config.schema_actor import (
-    ActorRolloutRefConfig,
-    OptimConfig,
+    ActorRolloutRefSection,
+    OptimSection,
 )
-from slipstream.config.schema_algorithm import AlgorithmConfig
-from slipstream.config.schema_critic import CriticConfig
-from slipstream.config.schema_reward import CustomRewardFunctionConfig, RewardModelConfig
-from slipstream.config.schema_speculative import SpeculativeConfig
+from slipstream.config.schema_algorithm import AlgorithmSection
+from slipstream.config.schema_critic import CriticSection
+from slipstream.config.schema_reward import CustomRewardFunctionSection, RewardModelSection
+from slipstream.config.schema_speculative import SpeculativeSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomClassConfig:
+class CustomClassSection:
     """Your own data set class."""
 
     path: str | None = None
@@ -45,7 +45,7 @@ class CustomClassConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerConfig:
+class SamplerSection:
     """The order in which prompts are drawn."""
 
     class_path: str | None = None
@@ -60,7 +60,7 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DatagenConfig:
+class DatagenSection:
     """A generator that adds rows to the training files."""
 
     path: str | None = None
@@ -71,7 +71,7 @@ class DatagenConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
+class DataSection:
     """Prompts: a built-in task, or files in VERL's row format."""
 
     task: str | None = None
@@ -119,16 +119,16 @@ class DataConfig:
     """Leave out prompts longer than `max_prompt_length` before training starts."""
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Variables of the chat template, such as `enable_thinking`."""
-    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    custom_cls: CustomClassSection = field(default_factory=CustomClassSection)
     """Your own data set class."""
-    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    sampler: SamplerSection = field(default_factory=SamplerSection)
     """The order in which prompts are drawn."""
-    datagen: DatagenConfig = field(default_factory=DatagenConfig)
+    datagen: DatagenSection = field(default_factory=DatagenSection)
     """A generator that adds rows to the training files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftConfig:
+class SftSection:
     """Supervised fine-tuning (SFT) before RL, or without RL."""
 
     total_training_steps: NonNegativeInt = 0
@@ -147,12 +147,12 @@ class SftConfig:
     """Steps between checkpoints; -1: only after the last step."""
     test_freq: CountOrOff = -1
     """Steps between validations; -1: only after the last step."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
     """The optimizer of SFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerConfig:
+class TrainerSection:
     """The run: its length, folder, logs, checkpoints and deadlines."""
 
     mode: Literal["auto", "sft", "rl", "sft+rl"] = "auto"
@@ -219,23 +219,23 @@ class TrainerConfig:
 class Config:
     """Every option of a run."""
 
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataSection = field(default_factory=DataSection)
     """Prompts: a built-in task, or files in VERL's row format."""
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    actor_rollout_ref: ActorRolloutRefSection = field(default_factory=ActorRolloutRefSection)
     """The policy: how it is trained and sampled, and its reference."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     """From rewards to advantages."""
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_model: RewardModelSection = field(default_factory=RewardModelSection)
     """How responses are scored."""
-    custom_reward_function: CustomRewardFunctionConfig = field(
-        default_factory=CustomRewardFunctionConfig
+    custom_reward_function: CustomRewardFunctionSection = field(
+        default_factory=CustomRewardFunctionSection
     )
     """Your own reward function."""
-    sft: SftConfig = field(default_factory=SftConfig)
+    sft: SftSection = field(default_factory=SftSection)
     """Supervised fine-tuning (SFT) before RL, or without RL."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticSection = field(default_factory=CriticSection)
     """The value model, which `algorithm.adv_estimator=gae` needs."""
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: TrainerSection = field(default_factory=TrainerSection)
     """The run: its length, folder, logs, checkpoints and deadlines."""
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
     """Speculative decoding and its draft head."""

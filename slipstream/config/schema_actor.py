@@ -52,7 +52,7 @@ reference) over the whole vocabulary, `full_forward` is KL(reference || policy).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInitConfig:
+class ModelInitSection:
     """A randomly initialized decoder, for a run that trains from scratch."""
 
     family: Literal["qwen3", "qwen2", "llama", "mistral"] = "qwen3"
@@ -80,7 +80,7 @@ class ModelInitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelSection:
     """The policy: a checkpoint folder, or a random initialization."""
 
     path: str | None = None
@@ -114,12 +114,12 @@ class ModelConfig:
     lora_adapter_path: str | None = None
     """Adapter to continue training: a folder in peft's format for the model at `path`, a run, or a
     checkpoint. Its own configuration then sets rank, alpha and layers."""
-    init: ModelInitConfig | None = None
+    init: ModelInitSection | None = None
     """Architecture to initialize at random instead of loading `path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimConfig:
+class OptimSection:
     """An optimizer and its learning-rate schedule."""
 
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
@@ -148,7 +148,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossConfig:
+class PolicyLossSection:
     """The policy loss."""
 
     loss_mode: str = "vanilla"
@@ -169,7 +169,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorConfig:
+class ActorSection:
     """The policy update."""
 
     strategy: Literal["fsdp2"] = "fsdp2"
@@ -202,7 +202,7 @@ class ActorConfig:
     """`sapo`: temperature of the gate for positive advantages."""
     tau_neg: PositiveFloat = 1.05
     """`sapo`: temperature of the gate for all other advantages."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossSection = field(default_factory=PolicyLossSection)
     """The policy loss."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are combined into one number, over the whole mini-batch."""
@@ -230,12 +230,12 @@ class ActorConfig:
     log_prob_keep_bytes: NonNegativeInt = 600_000_000
     """Bytes of logits that a forward pass keeps for the backward pass. The backward pass computes
     all other logits again, which is slower. 0: keep none."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimSection = field(default_factory=OptimSection)
     """The policy's optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefConfig:
+class RefSection:
     """The reference policy of KL terms."""
 
     path: str | None = None
@@ -243,7 +243,7 @@ class RefConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValKwargsConfig:
+class ValKwargsSection:
     """Sampling during validation."""
 
     temperature: NonNegativeFloat = 0.0
@@ -262,7 +262,7 @@ class ValKwargsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutSection:
     """Generation of responses."""
 
     name: Literal["embedded", "hf", "fake"] = "embedded"
@@ -324,19 +324,19 @@ class RolloutConfig:
     """Instead of dropping responses that were cut off, continue them in the next step."""
     timeout_s: PositiveFloat | None = None
     """Deadline in seconds for the rollout of one step; null: `trainer.stage_timeout_s`."""
-    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    val_kwargs: ValKwargsSection = field(default_factory=ValKwargsSection)
     """Sampling during validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorRolloutRefConfig:
+class ActorRolloutRefSection:
     """The policy: how it is trained and sampled, and its reference."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelSection = field(default_factory=ModelSection)
     """The policy: a checkpoint folder, or a random initialization."""
-    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor: ActorSection = field(default_factory=ActorSection)
     """The policy update."""
-    ref: RefConfig = field(default_factory=RefConfig)
+    ref: RefSection = field(default_factory=RefSection)
     """The reference policy of KL terms."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
     """Generation of responses."""

@@ -20,7 +20,7 @@ from slipstream.config.schema_actor import KLEstimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KLCtrlConfig:
+class KLCtrlSection:
     """Coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -35,7 +35,7 @@ class KLCtrlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PFPPOConfig:
+class PFPPOSection:
     """Resampling of a batch's responses by their scores (PF-PPO)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
@@ -46,7 +46,7 @@ class PFPPOConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilterGroupsConfig:
+class FilterGroupsSection:
     """Dynamic sampling (DAPO): train only on groups whose responses differ in reward."""
 
     enable: bool = False
@@ -60,7 +60,7 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCorrectionConfig:
+class RolloutCorrectionSection:
     """Correction for rollouts from a policy other than the trained one: another engine, older
     weights, or truncated sampling."""
 
@@ -97,7 +97,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
+class AlgorithmSection:
     """From rewards to advantages."""
 
     adv_estimator: str = "grpo"
@@ -117,13 +117,13 @@ class AlgorithmConfig:
     kl_penalty: KLEstimator = "kl"
     """Estimator of the penalty: from the sampled tokens, or exact over the whole vocabulary
     (`full`, `full_forward`)."""
-    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+    kl_ctrl: KLCtrlSection = field(default_factory=KLCtrlSection)
     """Coefficient of the KL penalty in the reward."""
     use_pf_ppo: bool = False
     """Resample the responses of each batch by their scores before the update."""
-    pf_ppo: PFPPOConfig = field(default_factory=PFPPOConfig)
+    pf_ppo: PFPPOSection = field(default_factory=PFPPOSection)
     """Resampling of a batch's responses by their scores (PF-PPO)."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    filter_groups: FilterGroupsSection = field(default_factory=FilterGroupsSection)
     """Dynamic sampling (DAPO): train only on groups whose responses differ in reward."""
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
     """Correction for rollouts from a policy other than the trained one."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.config.fields import PositiveFloat, PositiveInt
-from slipstream.config.schema_actor import LossAggMode, OptimConfig
+from slipstream.config.schema_actor import LossAggMode, OptimSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticModelConfig:
+class CriticModelSection:
     """The checkpoint that the critic starts from."""
 
     path: str | None = None
@@ -29,14 +29,14 @@ class CriticModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticConfig:
+class CriticSection:
     """The value model, which `algorithm.adv_estimator=gae` needs."""
 
     enable: bool | None = None
     """Train a critic; null: if the advantage estimator needs one."""
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    model: CriticModelSection = field(default_factory=CriticModelSection)
     """The checkpoint that the critic starts from."""
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
     """The critic's optimizer."""
     ppo_mini_batch_size: PositiveInt | None = None
     """Prompts per optimizer step; null: `actor_rollout_ref.actor.ppo_mini_batch_size`."""

@@ -14,7 +14,7 @@ from slipstream.config.fields import FrozenMapping, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxFusionConfig:
+class SandboxFusionSection:
     """A Sandbox Fusion service, which runs the code in responses."""
 
     url: str | None = None
@@ -27,7 +27,7 @@ class SandboxFusionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxConfig:
+class SandboxSection:
     """Limits for a program in a response. Without a service, bubblewrap isolates it."""
 
     run_timeout_s: PositiveFloat = 5.0
@@ -51,7 +51,7 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnedRewardConfig:
+class LearnedRewardSection:
     """The checkpoint of a learned reward model."""
 
     path: str | None = None
@@ -61,13 +61,13 @@ class LearnedRewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelSection:
     """How responses are scored."""
 
     enable: bool = False
     """Score with the learned reward model of `reward_model.model` instead of a function. `terms`
     are added to its score."""
-    model: LearnedRewardConfig = field(default_factory=LearnedRewardConfig)
+    model: LearnedRewardSection = field(default_factory=LearnedRewardSection)
     """The learned reward model."""
     micro_batch_size_per_gpu: PositiveInt = 1
     """Responses that the learned model scores at once. Above 1, the last bits of a score may depend
@@ -91,14 +91,14 @@ class RewardModelConfig:
     num_workers: PositiveInt | None = None
     """Scoring calls that run at once; null: four, and up to 256 while the running calls only wait
     and compute nothing."""
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    sandbox_fusion: SandboxFusionSection = field(default_factory=SandboxFusionSection)
     """A service that runs code."""
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
     """Limits for code, and its isolation on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionSection:
     """Your own reward function."""
 
     path: str | None = None

@@ -23,7 +23,7 @@ MOST_BRANCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+class EagleSection:
     """The draft head, the shape of drafts, and how the shape is chosen."""
 
     spec_model_path: str | None = None
@@ -73,7 +73,7 @@ class EagleConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryConfig:
+class HistorySection:
     """Drafts from earlier text, without a draft head."""
 
     match_tokens: PositiveInt = 3
@@ -87,7 +87,7 @@ class HistoryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterOptimConfig:
+class DrafterOptimSection:
     """An optimizer of the draft head.
 
     Names are FastRL's, but the defaults differ. FastRL's learning rate of 1e-6 with 1000 warm-up
@@ -113,13 +113,13 @@ class DrafterOptimConfig:
     """Schedule of the learning rate after warm-up."""
 
 
-def _following() -> DrafterOptimConfig:
+def _following() -> DrafterOptimSection:
     """Return the optimizer for RL, where a trained head follows the policy until RL ends."""
-    return DrafterOptimConfig(lr=1e-4, muon_lr=0.003, lr_scheduler_type="constant")
+    return DrafterOptimSection(lr=1e-4, muon_lr=0.003, lr_scheduler_type="constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterTrainConfig:
+class DrafterTrainSection:
     """How a draft head is trained, during RL or separately. Its features are hidden states of the
     policy."""
 
@@ -185,12 +185,12 @@ class DrafterTrainConfig:
     """Width of the uniform noise that is added to the head's input features."""
     grad_clip: PositiveFloat | None = 1.0
     """Largest gradient norm; null: no limit."""
-    optim: DrafterOptimConfig = field(default_factory=_following)
+    optim: DrafterOptimSection = field(default_factory=_following)
     """Optimizer of the draft head during RL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
+class DraftSection:
     """`slipstream draft`: training of a draft head for a fixed policy, in rounds of new
     responses."""
 
@@ -208,12 +208,12 @@ class DraftConfig:
     """Chain depth up to which acceptance is measured."""
     save_freq: CountOrOff = 3
     """Rounds between checkpoints, each with a measurement; -1: only after the last round."""
-    optim: DrafterOptimConfig = field(default_factory=DrafterOptimConfig)
+    optim: DrafterOptimSection = field(default_factory=DrafterOptimSection)
     """Optimizer of the draft head for a fixed policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
+class SpeculativeSection:
     """Speculative decoding and its draft head."""
 
     enable: bool = False
@@ -227,12 +227,12 @@ class SpeculativeConfig:
     faster, as measured by the selector."""
     trace: bool = False
     """Record every choice of a draft plan in `speculation.jsonl` of the run folder."""
-    history: HistoryConfig = field(default_factory=HistoryConfig)
+    history: HistorySection = field(default_factory=HistorySection)
     """Drafts from earlier text, without a draft head."""
-    eagle: EagleConfig = field(default_factory=EagleConfig)
+    eagle: EagleSection = field(default_factory=EagleSection)
     """The draft head, the shape of drafts, and how the shape is chosen."""
-    train: DrafterTrainConfig = field(default_factory=DrafterTrainConfig)
+    train: DrafterTrainSection = field(default_factory=DrafterTrainSection)
     """How a draft head is trained, during RL or separately. Its features are hidden states of the
     policy."""
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    draft: DraftSection = field(default_factory=DraftSection)
     """Training of a draft head for a fixed policy: `slipstream draft`."""
