@@ -1,2 +1,5 @@
-"""The loops, to be read top to bottom: `sft`, `rl`, `evaluate`. `build` wires the objects that they
-run on, `run` is what the command line calls."""
+"""The training loops: `rl`, `sft`, `draft`, `evaluate`. Each reads from top to bottom.
+
+They are pure: they work on the objects that `build` makes from the configuration. The command line
+calls `run`, which calls them.
+"""

@@ -1,7 +1,6 @@
-"""The training loop of a draft head: rounds of responses, and training steps on each.
+"""The training loop of a draft head: get a round of responses, train on it, repeat.
 
-A pure loop over what it is given; it does not know where responses come from or what is done with
-the head (`run.draft_phase` does).
+The loop is pure: `run.draft_phase` calls it.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from slipstream.loops.draft_data import SequenceSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLoopSettings:
-    """`total_steps` training steps on `batch_size` sequences each, `steps_per_round` on the
-    sequences of one round; `seed` orders these. Raises ConfigError for counts below 1."""
+    """Sizes of the loop: `total_steps` steps of `batch_size` sequences each, with new sequences
+    every `steps_per_round` steps. `seed` sets the order of the sequences of a round.
+
+    Raises ConfigError for counts below 1.
+    """
 
     total_steps: int
     steps_per_round: int
@@ -43,13 +45,13 @@ def train_draft_head(
     after_step: Callable[[int, Metrics], None] | None = None,
     after_round: Callable[[Mapping[str, Any], bool], None] | None = None,
 ) -> bool:
-    """Train until `total_steps`; False where `stop` has ended it before.
+    """Train until `total_steps`. Returns False if `stop` ended the training earlier.
 
-    Goes on at the trainer's step; `source` must be where it was before the round of that step.
-    `after_round` gets the position of `source` to go on from and whether the loop ends; where a
-    round was stopped half-way, it is the position before it, and a continued training makes the
-    round again and passes over the steps that are done. Blocks; works on the caller's
-    thread. Either half of a round that never ends is `stages`' matter.
+    Continues at the trainer's step. `source` must be at its position before the round of that step.
+    `after_round` gets the position of `source` to resume from, and whether the loop ends. If a
+    round was stopped half-way, that is the position before the round: a resumed training creates
+    the round again and skips the steps that were done. Blocks the caller's thread. `deadlines`
+    limits the time of both halves of a round.
     """
     deadlines = deadlines or Deadlines()
     while trainer.step < settings.total_steps:
@@ -81,4 +83,4 @@ def train_draft_head(
 
 
 def _late(what: str) -> str:
-    return f"draft: {what}: a round was not done before trainer.stage_timeout_s; {REMEDY}"
+    return f"draft: {what}: a round exceeded trainer.stage_timeout_s; {REMEDY}"

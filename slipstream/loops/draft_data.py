@@ -1,8 +1,7 @@
-"""Rounds of sequences for a draft head: fresh responses of the policy, or recorded ones.
+"""Training data for a draft head, in rounds: fresh responses of the policy, or recorded ones.
 
-A round is a function of the policy, the settings and a position that can be restored, so that a
-resumed training sees the very batches it would have seen. Works on the compute thread. Made by
-`loops.draft`.
+A round depends only on the policy, the settings and a position that can be restored. So a resumed
+training sees the same batches. Runs on the compute thread.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ Stop = Callable[[], bool]
 
 
 class SequenceSource(Protocol):
-    """Rounds without end, with an exact position."""
+    """Endless rounds of sequences; the position can be saved and restored."""
 
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
-        """The sequences of one round; None where `stop` has become true, and the position is then
-        no longer meant to be used."""
+        """The sequences of one round; None if `stop` became true. Do not save the position after
+        None."""
         ...
 
     def state_dict(self) -> State: ...
@@ -50,7 +49,7 @@ class SequenceSource(Protocol):
 
 
 class PromptFeed(Protocol):
-    """Where prompts come from (`environment.DataBuffer`)."""
+    """Source of prompts (`data.data_buffer.DataBuffer`)."""
 
     def get_prompts(self, n: int) -> list[Prompt]: ...
 
@@ -61,7 +60,7 @@ class PromptFeed(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Responder:
-    """A policy that answers."""
+    """Generates one response per prompt with the policy."""
 
     engine: Engine
     params: SamplingParams
@@ -70,9 +69,9 @@ class Responder:
     def respond(
         self, prompts: Sequence[Prompt], namespace: str, stop: Stop = lambda: False
     ) -> list[HeldOut] | None:
-        """One response to each prompt, with features; None where `stop` became true.
+        """One response per prompt, with hidden states; None if `stop` became true.
 
-        Raises EngineError where a response fails.
+        Raises EngineError if a response fails.
         """
         requests = self._requests(prompts, namespace, states=True)
         for request in requests:
@@ -99,7 +98,7 @@ class Responder:
         return answers
 
     def answers(self, prompts: Sequence[Prompt], namespace: str) -> list[list[int]]:
-        """What `respond` gives, tokens of the responses alone."""
+        """The token ids of one response per prompt."""
         done = self.engine.run(self._requests(prompts, namespace, states=False))
         return [answer.token_ids for answer in done]
 
@@ -121,7 +120,7 @@ class Responder:
 
 
 class FreshResponses:
-    """`SequenceSource` that lets the policy answer the next prompts in every round."""
+    """A `SequenceSource` that generates responses to the next prompts in every round."""
 
     def __init__(
         self, responder: Responder, prompts: PromptFeed, *, samples: int, max_length: int
@@ -132,7 +131,7 @@ class FreshResponses:
         self._max_length = max_length
 
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
-        """See `SequenceSource`."""
+        """The sequences of the next round, as `SequenceSource` defines it."""
         answers = self._responder.respond(self._prompts.get_prompts(self._samples), "draft", stop)
         if answers is None:
             return None
@@ -146,8 +145,11 @@ class FreshResponses:
 
 
 class RecordedResponses:
-    """`SequenceSource` over rollouts that a run has recorded; features are computed again, by the
-    policy as it is now. Rounds follow a shuffled order, pass after pass."""
+    """A `SequenceSource` over the recorded rollouts of a run.
+
+    The policy computes their hidden states again, with its current weights. Every epoch has a
+    shuffled order.
+    """
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class RecordedResponses:
         seed: int,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """`records` are prompts and responses, as ids; `aux_layers` those of the head."""
+        """`records` are pairs of prompt ids and response ids; `aux_layers` are the head's."""
         self._policy, self._aux_layers = policy, aux_layers
         self._records = records
         self._samples = samples
@@ -170,7 +172,7 @@ class RecordedResponses:
         self._order: list[int] = []
 
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
-        """See `SequenceSource`."""
+        """The sequences of the next round, as `SequenceSource` defines it."""
         chosen = [self._record(self._taken + i) for i in range(self._samples)]
         self._taken += self._samples
         if stop():
@@ -212,9 +214,9 @@ class RecordedResponses:
 
 
 def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSequence]:
-    """The sequences that have something to draft, cut to `max_length` tokens.
+    """The sequences with at least one token to draft, cut to `max_length` tokens.
 
-    Raises DataError where there is none.
+    Raises DataError if none is left.
     """
     cut = [
         s
@@ -230,31 +232,32 @@ def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSeq
     kept = [s for s in cut if s.slots]
     if not kept:
         raise DataError(
-            f"none of {len(sequences)} responses has a token to draft within the first "
-            f"{max_length}: they have fewer than two tokens, or speculative.train.max_seq_len="
-            f"{max_length} ends in the prompts; raise it, or look at the policy's responses"
+            f"none of {len(sequences)} responses has a token to draft within its first "
+            f"{max_length} tokens: the responses have fewer than two tokens, or "
+            f"speculative.train.max_seq_len={max_length} is shorter than the prompts; raise it, or "
+            "look at the policy's responses"
         )
     return kept
 
 
 def most_frequent(answers: Iterable[Sequence[int]], size: int, vocab_size: int) -> list[int]:
-    """The `size` tokens that are most often in `answers`, in order; of those that are there equally
-    often, or never, the lowest."""
+    """The `size` most frequent tokens in `answers`, sorted by id. Of equally frequent tokens, the
+    lower id is preferred."""
     counts = Counter(token for answer in answers for token in answer)
     return sorted(sorted(range(vocab_size), key=lambda token: -counts[token])[:size])
 
 
 def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[list[int], list[int]]]:
-    """Prompt and response ids of recorded rollouts; failed samples are left out.
+    """Prompt ids and response ids of recorded rollouts, without failed samples.
 
-    `patterns` are files or glob patterns. Raises DataError naming file and line.
+    `patterns` are files or glob patterns. Raises DataError with file and line.
     """
     found: list[tuple[list[int], list[int]]] = []
     for pattern in patterns:
         files = sorted(glob.glob(pattern, recursive=True))
         if not files:
             raise DataError(
-                f"speculative.draft.rollout_files={pattern} is no file; give a run's "
+                f"speculative.draft.rollout_files={pattern} matches no file; give a run's "
                 "rollouts/N.jsonl, or a pattern such as 'runs/mine/rollouts/*.jsonl'"
             )
         for file in files:
@@ -264,7 +267,8 @@ def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[lis
                     found.append(record)
     if not found:
         raise DataError(
-            f"speculative.draft.rollout_files={','.join(patterns)} hold no response; give others"
+            f"speculative.draft.rollout_files={','.join(patterns)} contain no response; give "
+            f"other files"
         )
     return found
 
@@ -284,7 +288,7 @@ def _record(line: str, where: str, vocab_size: int) -> tuple[list[int], list[int
         ) from error
     if not prompt or not fits:
         raise DataError(
-            f"{where}: the ids are none of this policy's vocabulary of {vocab_size}, or the prompt "
-            "is empty; give rollouts of this policy"
+            f"{where}: ids outside this policy's vocabulary of {vocab_size} tokens, or an empty "
+            "prompt; give rollouts of this policy"
         )
     return prompt, response

@@ -1,7 +1,7 @@
-"""Evaluation: fixed prompts, fixed noise, scored responses.
+"""Evaluation: generates and scores responses to fixed prompts.
 
-The same problems with the same keys at every call, so that two evaluations differ by the policy
-alone and can be compared problem by problem.
+Prompts and noise keys are the same in every call. So two evaluations differ only by the policy, and
+can be compared prompt by prompt.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from slipstream.types import Group, Prompt, SamplingParams, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """`n` responses per prompt, at most `batch_size` prompts at a time (None: all).
+    """Sampling settings: `n` responses per prompt, `batch_size` prompts at a time (None: all).
 
-    `timeout_s` is the deadline of one such batch.
+    `timeout_s` is the deadline of one batch of prompts, in seconds.
     """
 
     params: SamplingParams
@@ -30,23 +30,23 @@ class EvalSettings:
     batch_size: int | None = None
     timeout_s: float = 3600.0
     by_source: Mapping[str, EvalSettings] = field(default_factory=dict)
-    """Those of single data sources."""
+    """Settings for single data sources; they replace the others."""
 
     def of(self, source: str) -> EvalSettings:
-        """The settings of prompts of one data source."""
+        """The settings for prompts of the data source `source`."""
         return self.by_source.get(source, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Scored groups in the order of the prompts, and what they amount to."""
+    """Scored groups in the order of the prompts, and their metrics."""
 
     groups: list[Group]
     metrics: dict[str, float]
 
     @property
     def correct(self) -> list[bool]:
-        """Whether each response is right, prompt by prompt, response by response."""
+        """For each response, in order of prompts: True if it is correct."""
         return [
             s.status is not Status.FAILED and s.reward_parts.get("acc", s.reward) > 0
             for group in self.groups
@@ -59,7 +59,7 @@ class Evaluation:
 
 
 class _Fixed:
-    """A prompt supply that hands out a list once."""
+    """A source of prompts that returns a list once."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._left = list(prompts)
@@ -75,14 +75,13 @@ async def evaluate(
     reward_manager: RewardManager,
     settings: EvalSettings,
 ) -> Evaluation:
-    """Generate and score `settings.n` responses to each prompt, or as many as the settings of its
-    data source say.
+    """Generate and score `n` responses to each prompt; settings may differ by data source.
 
-    Raises DataError without prompts and for settings of a source that no prompt has,
-    StageTimeoutError past the deadline, and RewardError where a failed reward must end the run.
+    Raises DataError if there are no prompts, or if settings name a data source without prompts;
+    StageTimeoutError after the deadline; RewardError if a failed reward must end the run.
     """
     if not prompts:
-        raise DataError("there is no prompt to evaluate on; set data.val_files or data.task")
+        raise DataError("there are no prompts to evaluate on; set data.val_files or data.task")
     check_sources(prompts, settings)
     parts: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -103,13 +102,13 @@ async def evaluate(
 
 
 def check_sources(prompts: Sequence[Prompt], settings: EvalSettings) -> None:
-    """Refuse settings of a data source that no prompt has. Raises DataError."""
+    """Raise DataError if settings name a data source that no prompt has."""
     sources = {prompt.data_source for prompt in prompts}
     for name in settings.by_source:
         if name not in sources:
             raise DataError(
-                f"actor_rollout_ref.rollout.val_kwargs.by_source names {name!r}, and no validation "
-                f"prompt is of that source{did_you_mean(name, sources)} (there are: "
+                f"actor_rollout_ref.rollout.val_kwargs.by_source names {name!r}, but no validation "
+                f"prompt has that data source{did_you_mean(name, sources)} (data sources: "
                 f"{', '.join(sorted(sources))})"
             )
 
@@ -120,7 +119,7 @@ async def _evaluate(
     reward_manager: RewardManager,
     settings: EvalSettings,
 ) -> list[Group]:
-    """The groups of prompts that are all sampled alike, in order."""
+    """The groups of prompts with the same settings, in order."""
     manager = AsyncRolloutManager(
         engines,
         _Fixed(prompts),

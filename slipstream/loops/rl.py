@@ -1,16 +1,16 @@
-"""Reinforcement learning: generate, score, update, publish.
+"""The RL loop: generate responses, score them, update the policy, publish the weights.
 
     groups   = rollouts.generate_batch()         responses with rewards
     batch    = rows with advantages              group-relative
     metrics  = backend.forward_backward(batch)   policy gradient; then optim_step
     engines <- backend.publish()                 version + 1
 
-A pure loop over what it is given (`build.parts` wires it for the command line). By hand:
+The loop is pure. `run.phases` calls it with objects from `build`. Called from Python:
 
     decoder = load_hf_model("model")
     backend = create_pytorch_backend(decoder, lr=1e-6)
     engine = EmbeddedEngine(load_hf_model("model"), EngineSettings(max_model_len=512, dtype=...))
-    buffer = EpochCounter(load_prompts("train.jsonl", tokenizer, max_prompt_length=256), seed=1)
+    buffer = DataBuffer(load_prompts("train.jsonl", tokenizer, max_prompt_length=256), seed=1)
     rewards = NaiveRewardManager(my_reward, decode=tokenizer.decode)
     settings = RolloutSettings(
         batch_size=8, n=4, params=SamplingParams(max_tokens=256), seed=1
@@ -57,67 +57,67 @@ __all__ = [
 ]
 
 AfterStep = Callable[[int, Sequence[Group], dict[str, float], Timers], Awaitable[bool]]
-"""Called after each step, before its metrics are logged; may add to them. True ends the loop."""
+"""Called after each step, before its metrics are logged. May add metrics. True ends the loop."""
 
 Save = Callable[[int, bool, Timers], Awaitable[None]]
-"""Called when a step's metrics are logged, with the step and whether the loop ends with it: a
-checkpoint made here never lacks a line of the log."""
+"""Called after a step's metrics were logged, with the step and whether the loop ends with it. So a
+checkpoint saved here never contains a step that is missing in the log."""
 
 
 STUCK_ROLLOUT = "rollout: a thread of the inference engine does not return"
 
 
 class EpochCounter(Protocol):
-    """What the loop needs of the prompt supply: where it stands."""
+    """What the loop needs from the source of prompts: its epoch, for metrics."""
 
     @property
     def epoch_id(self) -> int: ...
 
 
 class RolloutManager(Protocol):
-    """Where groups come from (`rollout.AsyncRolloutManager`)."""
+    """Generates and scores groups (`rollout.manager.AsyncRolloutManager`)."""
 
     @property
     def counts(self) -> RolloutCounts: ...
 
     @property
     def timeout_s(self) -> float:
-        """Deadline that `generate_batch` keeps by itself, as long as its threads return."""
+        """The deadline in seconds that `generate_batch` enforces itself, if its threads return."""
         ...
 
     async def generate_batch(self) -> list[Group]: ...
 
 
 class WeightReceiver(Protocol):
-    """What the loop needs of an engine."""
+    """What the loop needs from an engine."""
 
     async def update_weights(self, update: WeightUpdate) -> None: ...
 
 
 class DrafterTraining(Protocol):
-    """A draft head that learns beside the policy (`drafter.interval`)."""
+    """Trains a draft head during RL (`drafter.interval`, `drafter.opportunistic`)."""
 
     @property
     def sink(self) -> FeatureSink:
-        """Takes the features of the update pass."""
+        """Receives the hidden states of the update pass."""
         ...
 
     async def begin(self) -> None:
-        """The first step is about to begin: whatever it takes to start with is no part of it."""
+        """Called once, before the first step, so that start-up time is not part of a step."""
         ...
 
     def rollout(self, step: int) -> AbstractAsyncContextManager[None]:
-        """The responses of RL step `step` are generated in the body."""
+        """A context manager; its body generates the responses of RL step `step`."""
         ...
 
     def begin_step(self, step: int, version: PolicyVersion) -> None:
-        """The update of RL step `step` is about to begin, of the policy `version` that the engines
-        have generated with."""
+        """Called before the update of RL step `step`. The engines generated with policy
+        `version`."""
         ...
 
     async def after_step(self, step: int, version: PolicyVersion) -> dict[str, float]:
-        """The engines have the new policy, as `version`; the time is the step's. Returns
-        metrics."""
+        """Called after the engines received the new policy, `version`. Returns metrics. Its time
+        counts as part of the step."""
         ...
 
 
@@ -138,12 +138,13 @@ async def run_rl_training(
     notify: Callable[[str], None] = print,
     deadlines: Deadlines | None = None,
 ) -> list[dict[str, float]]:
-    """Train the policy by RL; the metrics of every step.
+    """Train the policy with RL and return the metrics of every step.
 
-    `reference` gives the log-probs for a KL term or of a teacher, `critic` the values for
-    generalised advantages; `drafter` learns from the update. Raises
-    StageTimeoutError past a deadline of `stages`, TrainingError where nothing can be trained on,
-    and what the parts raise.
+    `reference` computes log-probs for a KL term or of a teacher model. `critic` computes values for
+    GAE. `drafter` trains a draft head from the update pass. `after_step` and `save` are callbacks.
+
+    Raises StageTimeoutError if a stage exceeds its deadline, TrainingError if there is nothing to
+    train on, and the errors of the objects that it is given.
     """
     deadlines = deadlines or Deadlines()
     learner = Learner(
@@ -221,22 +222,22 @@ async def _publish(
             await publish(backend, engines)
         except EngineError as error:
             raise TrainingError(
-                f"an engine refused the new weights: {error}. Where they are not finite, the "
-                "learning rate is likely too high: go back to a checkpoint with a lower one"
+                f"an engine refused the new weights: {error}. If they are not finite, the learning "
+                "rate is likely too high: resume from a checkpoint with a lower one"
             ) from error
 
 
 async def publish(backend: TrainingBackend, engines: Sequence[WeightReceiver]) -> None:
-    """Hand the present weights to every engine, as the next version."""
+    """Send the current weights to every engine, as the next policy version."""
     for number, engine in enumerate(engines):
-        # The buckets of an update can be consumed once.
+        # The iterator over an update's tensors can be used only once, so each engine gets its own.
         await engine.update_weights(backend.publish(advance=number == 0))
 
 
 def speed_metrics(
     groups: Sequence[Group], metrics: dict[str, float], timers: Timers
 ) -> dict[str, float]:
-    """Where the time of a step went, and tokens per second."""
+    """Metrics of one step: seconds per stage, and tokens per second."""
     timings = gen_split(step_split(timers.collect()), metrics)
     seconds, tokens = timings["timing_s/step"], int(metrics["perf/total_num_tokens"])
     generated = sum(s.response_length for group in groups for s in group.members)
@@ -250,8 +251,8 @@ def speed_metrics(
 
 
 class FailureWatch:
-    """Says each new kind of failure once, with how many samples of the step it took. Where no
-    sample has ever been scored, there is nothing to learn: `check` raises."""
+    """Reports each new reason of failed samples once, and ends a run in which no sample
+    succeeds."""
 
     def __init__(
         self, notify: Callable[[str], None], *, at_most: int = 5, give_up: int = 3
@@ -275,19 +276,19 @@ class FailureWatch:
                 self._notify(f"warning: step {step}: {count} of {len(samples)} samples: {reason}")
 
     def check(self, step: int, *, last: bool) -> None:
-        """Raises TrainingError where all samples of all steps have failed, `give_up` of them or up
-        to the `last`."""
+        """Raise TrainingError if all samples of all steps have failed, after `give_up` steps or at
+        the `last` step."""
         if self._scored == 0 and self._last and (last or self._steps >= self._give_up):
             raise TrainingError(
-                f"not one response of {self._steps} steps could be scored, so that there is "
-                f"nothing to learn: {self._last}. Repair it, and try the reward "
-                "function on the recorded rollouts: slipstream reward RUN/rollouts/"
+                f"no response of the first {self._steps} steps could be scored, so there is "
+                f"nothing to learn: {self._last}. Repair the reward function and try it "
+                "on the recorded rollouts: slipstream reward RUN/rollouts/"
                 f"{step}.jsonl --fn FILE:NAME"
             )
 
 
 class FlatRewardWatch:
-    """Says once, with the likely cause, when rewards carry no information for many steps."""
+    """Warns once, with the likely cause, if all rewards were equal for many steps."""
 
     def __init__(self, steps: int, notify: Callable[[str], None]) -> None:
         self._steps = steps
@@ -301,14 +302,14 @@ class FlatRewardWatch:
         if self._flat < self._steps or self._said or low is None or high is None:
             return
         self._said = True
-        cause = "the reward function never finds an answer right: try it on the recorded rollouts"
+        cause = "the reward function scores every answer as wrong: try it on the recorded rollouts"
         if metrics.get("training/num_failed_rewards", 0.0) > 0:
             cause = "the reward function fails: see `failure` in the recorded rollouts"
         elif metrics.get("response_length/clip_ratio", 0.0) > 0.5:
             cause = "most responses are cut off before they end: raise data.max_response_length"
         elif high > 0:
-            cause = "every answer is right already: the task is too easy for this model"
+            cause = "every answer is right: the task is too easy for this model"
         self._notify(
-            f"warning: step {step}: all rewards of a step have been equal ({low:g} now) for "
-            f"{self._flat} steps, so nothing is learned. Likely cause: {cause}"
+            f"warning: step {step}: in each of the last {self._flat} steps all rewards were equal "
+            f"(now {low:g}), so the policy learns nothing. Likely cause: {cause}"
         )

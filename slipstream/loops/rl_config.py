@@ -1,4 +1,4 @@
-"""Settings of the RL loop, as `loops.rl` and `loops.learner` read them."""
+"""Settings of the RL loop, read by `loops.rl` and `loops.learner`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from slipstream.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLTrainingConfig:
-    """One RL run. `mini_batch_size` counts prompts per optimizer step; None is the whole batch.
+    """Settings of one RL run.
 
-    `sync_every` is in steps; `start_step` the number of steps done already (resume). `shuffle` is
-    the seed of the order of groups in mini-batches, None keeps their order; the critic has its own
-    of each. The two lengths are the
-    rollout's limits, for metrics. A step without any sample to train on is left out; after
-    `max_skipped_batches` such in a row the run ends. With `baseline`, advantages are reward -
-    `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
-    end, the loop calls `save`. `noise_seed` is that of rollouts whose engine takes keyed noise,
-    `seed` that of other draws. `select` chooses tokens over a mini-batch for the loss
-    (`algorithms.policy_loss_selection`, its config bound). `pf_ppo` resamples
-    the rows of each batch. `replay` has the cuts of a truncating sampler,
-    over whose support all log-probs are then taken. `correction` None: the rollout's law is
-    taken for the policy's. Before step `critic_warmup` only the critic learns.
-    With `compared`, a sample whose group has no other is left out.
+    - `num_steps`, `start_step`: the last step, and the number of steps already done (resume).
+    - `max_prompt_length`, `max_response_length`: limits of the rollout in tokens, for metrics.
+    - `loss`, `select`: the policy loss; `select` chooses the tokens of a mini-batch that the loss
+      uses (`algorithms.policy_loss_selection` with its config bound).
+    - `adv_estimator`, `advantages`: the advantage estimator and its settings. With `baseline`,
+      advantages are reward - `baseline` instead.
+    - `correction`: rollout correction; None treats the rollout's policy as the trained policy.
+    - `pf_ppo`: resamples the rows of each batch.
+    - `replay`: the truncation of the sampler (top-k, top-p, min-p). All log-probs are then taken
+      over its support.
+    - `compared`: leave out a sample if all others of its group are left out.
+    - `mini_batch_size`: prompts per optimizer step; None is the whole batch. `ppo_epochs`: passes
+      over a batch. `shuffle`: seed for the order of groups in mini-batches; None keeps the order.
+      The critic has its own setting of each. Before step `critic_warmup` only the critic learns.
+    - `sync_every`: steps between weight updates of the engines.
+    - `max_skipped_batches`: a step without samples to train on is skipped; after this many in a row
+      the run ends.
+    - `checkpoint_every`: steps between checkpoints; the last step always saves one.
+    - `noise_seed`: seed of the rollouts, if the engine uses keyed noise. `seed`: for other draws.
     """
 
     num_steps: int
@@ -68,5 +74,5 @@ class RLTrainingConfig:
 
     @property
     def on_policy(self) -> bool:
-        """One optimizer step per batch: the policy that samples is the policy that is updated."""
+        """True if every batch is used for one optimizer step, by the policy that generated it."""
         return self.mini_batch_size is None and self.ppo_epochs == 1 and self.sync_every == 1

@@ -1,7 +1,6 @@
-"""Supervised fine-tuning: batch, forward and backward, step, log.
+"""The SFT loop: batch, forward and backward pass, optimizer step, log.
 
-A pure loop over what it is given; it does not know where samples come from or what a backend is
-made of (`build.parts` does).
+The loop is pure: `run.phases` calls it with objects from `build`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from slipstream.training.protocol import TrainingBackend
 from slipstream.types import Sample, TrainBatch, TrainRow
 
 AfterStep = Callable[[int, dict[str, float]], Awaitable[bool]]
-"""Called with the finished step and its metrics, to which it may add; True ends the loop."""
+"""Called after each step, before its metrics are logged. May add metrics. True ends the loop."""
 
 Save = Callable[[int, bool], Awaitable[None]]
-"""Called when a step's metrics are logged, with the step and whether the loop ends with it."""
+"""Called after a step's metrics were logged, with the step and whether the loop ends with it."""
 
 _MAX_UNUSED = 1000
-"""Samples in a row without a token to train on, after which the data must be wrong."""
+"""After this many samples in a row without a token to train on, the loop raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTTrainingConfig:
-    """The size of one optimizer step is `batch_size` samples, or as many as reach `batch_tokens`.
+    """One optimizer step uses `batch_size` samples, or samples with at least `batch_tokens` tokens.
 
-    `start_step` is the number of steps done already (resume). Every `checkpoint_every` steps, and
-    at the end, the loop calls `save`. Raises ConfigError where not one of the two sizes is given.
+    `start_step` is the number of steps already done (resume). The loop calls `save` every
+    `checkpoint_every` steps and at the end. Raises ConfigError unless exactly one size is given.
     """
 
     num_steps: int
@@ -49,14 +48,14 @@ class SFTTrainingConfig:
     def __post_init__(self) -> None:
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ConfigError(
-                f"batch_size={self.batch_size} and batch_tokens={self.batch_tokens}: an SFT step "
-                "takes one of the two, samples or tokens"
+                f"batch_size={self.batch_size} and batch_tokens={self.batch_tokens}: set exactly "
+                "one of the two"
             )
         check_at_least_one(self, "batch_size", "batch_tokens", "log_every", "checkpoint_every")
 
 
 class SampleStream(Protocol):
-    """An unending sequence of training samples with an exact position."""
+    """An endless sequence of training samples whose position can be saved and restored."""
 
     def next_sample(self) -> Sample: ...
 
@@ -66,7 +65,7 @@ class SampleStream(Protocol):
 
 
 class ShuffledSamples:
-    """`SampleStream` over a finite list: epochs, each in a seeded order of its own."""
+    """A `SampleStream` that repeats a list, each epoch in a different seeded order."""
 
     def __init__(self, samples: Sequence[Sample], *, seed: int | str) -> None:
         if not samples:
@@ -117,9 +116,9 @@ class ShuffledSamples:
 
 
 class MixedSamples:
-    """`SampleStream` that draws each sample from one of several streams, with given weights.
+    """A `SampleStream` that draws each sample from one of several streams, with given weights.
 
-    Which stream is drawn is a function of the seed and of how many were drawn before.
+    The choice of the stream depends only on the seed and the number of earlier draws.
     """
 
     def __init__(self, parts: Sequence[tuple[SampleStream, float]], *, seed: int) -> None:
@@ -162,10 +161,10 @@ async def run_sft_training(
     seed: int = 0,
     deadlines: Deadlines | None = None,
 ) -> list[dict[str, float]]:
-    """Train on demonstrations; the metrics of every step.
+    """Train on demonstrations and return the metrics of every step.
 
-    `seed` orders a finite list of samples. Raises StageTimeoutError past a deadline of `stages`,
-    DataError where the samples have nothing to train on, and what the backend raises.
+    `seed` sets the order if `samples` is a list. Raises StageTimeoutError if a stage exceeds its
+    deadline, DataError if the samples have no tokens to train on, and the backend's errors.
     """
     stream = ShuffledSamples(samples, seed=seed) if isinstance(samples, Sequence) else samples
     deadlines = deadlines or Deadlines()
@@ -198,7 +197,10 @@ async def run_sft_training(
 def next_batch(
     stream: SampleStream, *, samples: int | None = None, tokens: int | None = None
 ) -> TrainBatch:
-    """So many samples, or until so many tokens; samples without a target are passed over."""
+    """The next batch: `samples` samples, or samples until `tokens` tokens are reached.
+
+    Samples without a token to train on are skipped.
+    """
     rows: list[TrainRow] = []
     count = unused = 0
     while (samples is None or len(rows) < samples) and (tokens is None or count < tokens):

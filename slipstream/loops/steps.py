@@ -1,4 +1,4 @@
-"""Counting steps, for both training loops."""
+"""When a training loop saves a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Counts(Protocol):
-    """What the configurations of the loops have in common."""
+    """The settings that the RL and SFT loops share."""
 
     @property
     def num_steps(self) -> int: ...
@@ -16,5 +16,5 @@ class Counts(Protocol):
 
 
 def checkpoint_due(step: int, config: Counts) -> bool:
-    """Whether a loop calls its `save` after `step`."""
+    """True if a loop saves a checkpoint after `step`."""
     return step % config.checkpoint_every == 0 or step == config.num_steps

@@ -269,7 +269,7 @@ def test_a_reward_function_that_raises_or_returns_nonsense(
     printed = capsys.readouterr()
     said = f"4 of 4 samples: reward 0, since the reward function failed: {reason}"
     assert printed.out.count(said) == 1
-    assert "error: not one response of 3 steps could be scored" in printed.err
+    assert "no response of the first 3 steps could be scored" in printed.err
     metrics = dict(read_jsonl(tmp_path / "zero" / "metrics.jsonl"))
     assert [metrics[step]["training/num_failed_rewards"] for step in range(1, 4)] == [4] * 3
     assert [metrics[step]["training/num_zero_variance_groups"] for step in range(1, 4)] == [2] * 3
@@ -322,7 +322,7 @@ def test_equal_rewards_for_many_steps_are_warned_of_once(
     assert main(rl_only(tmp_path / "run", *overrides, reward=reward)) == 0
     said = re.findall("warning: .*", capsys.readouterr().out)
     assert len(said) == 1
-    assert "step 10: all rewards of a step have been equal" in said[0]
+    assert "step 10: in each of the last 10 steps all rewards were equal" in said[0]
     assert "raise data.max_response_length" in said[0]
 
 
@@ -529,7 +529,7 @@ def test_a_run_without_a_single_score_ends(
         )
         assert main(line) == 7
         error = capsys.readouterr().err
-        assert "error: not one response of 2 steps could be scored" in error
+        assert "no response of the first 2 steps could be scored" in error
         assert "ZeroDivisionError: division by zero" in error
         assert "slipstream reward RUN/rollouts/2.jsonl" in error
         assert (tmp_path / policy / "rollouts" / "2.jsonl").exists()
