@@ -405,7 +405,7 @@ FLAT = {"critic/score/min": 0.0, "critic/score/max": 0.0}
 @pytest.mark.parametrize(
     ("metrics", "cause"),
     [
-        (FLAT, "never finds an answer right"),
+        (FLAT, "scores every answer as wrong"),
         ({**FLAT, "response_length/clip_ratio": 0.9}, "raise data.max_response_length"),
         ({**FLAT, "training/num_failed_rewards": 2.0}, "the reward function fails"),
         ({"critic/score/min": 1.0, "critic/score/max": 1.0}, "too easy"),
