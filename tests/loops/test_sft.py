@@ -81,8 +81,8 @@ def test_a_step_may_count_samples_and_saving_may_be_rare() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "takes one of the two"),
-        ({"batch_size": 2, "batch_tokens": 2}, "takes one of the two"),
+        ({}, "set exactly one of the two"),
+        ({"batch_size": 2, "batch_tokens": 2}, "set exactly one of the two"),
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"batch_tokens": 8, "checkpoint_every": 0}, "checkpoint_every=0 must be at least 1"),
     ],
