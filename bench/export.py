@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from slipstream.bench.contenders import VllmSettings, Workload, requests, vllm_of
-from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.speculation.trained import Trained, load_trained, make_engine
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.inference.speculation.eagle import EagleProposer
@@ -77,7 +77,7 @@ class Accepted:
     gaps: Sequence[Sequence[float]] = ()
 
 
-def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
+def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
     """A row for each depth. Raises ConfigError where the policy is of another family, has no room
     for such responses, or vLLM is not installed."""
     trained = load_trained(bench.policy)
@@ -106,20 +106,20 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def ratio_of(row: Row) -> float:
+def ratio_of(row: ResultRow) -> float:
     """Tokens per verification in vLLM over ours."""
     found = row.values["vllm_over_ours"]
     assert isinstance(found, float)
     return found
 
 
-def widest_parting(row: Row) -> float:
+def widest_parting(row: ResultRow) -> float:
     """Nats between the two likeliest tokens, at most, where responses part: ours from vLLM's, and
     these from vLLM's without drafts."""
     return max(median_of(row.values[_PARTING]), median_of(row.values[_VLLM_PARTING]))
 
 
-def good(rows: Sequence[Row]) -> bool:
+def good(rows: Sequence[ResultRow]) -> bool:
     """Whether vLLM accepts as much, and all write the same up to ties."""
     return all(
         abs(ratio_of(row) - 1) <= TOLERANCE and widest_parting(row) <= TIES[row.dtype]
@@ -204,10 +204,10 @@ def _row(
     theirs: Accepted,
     plain: Accepted,
     versions: Mapping[str, str],
-) -> Row:
+) -> ResultRow:
     parts, theirs_part = parted(theirs, ours.token_ids), parted(plain, theirs.token_ids)
     answers = len(workload.prompts)
-    return Row(
+    return ResultRow(
         benchmark="export",
         case=f"chains of {depth}",
         contender="vllm",

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.rl_line import run_line, start_of
 from slipstream.checkpoint.layout import policy_folder
 from slipstream.config.load import CONFIG_FILE
@@ -132,7 +132,7 @@ class LearningBench:
             )
 
 
-def run(bench: LearningBench, say: Callable[[str], None]) -> list[Row]:
+def run(bench: LearningBench, say: Callable[[str], None]) -> list[ResultRow]:
     """Train with each; a row for each. Raises EngineError where a run fails."""
     rows = []
     with TemporaryDirectory() as folder:
@@ -174,13 +174,13 @@ def validated(metrics: Mapping[str, float]) -> float | None:
     return next((metrics[name] for name in metrics if _ACCURACY.fullmatch(name)), None)
 
 
-def row(bench: LearningBench, name: str, lines: Sequence[Mapping[str, float]]) -> Row:
+def row(bench: LearningBench, name: str, lines: Sequence[Mapping[str, float]]) -> ResultRow:
     """What one run came to."""
     steps = [line for line in lines if "timing_s/step" in line]
     rewards = [line[REWARD] for line in steps if REWARD in line]
     few = max(1, len(rewards) // 6)
     found = [value for value in map(validated, lines) if value is not None]
-    return Row(
+    return ResultRow(
         benchmark="learning",
         case=f"{len(steps)} steps",
         contender=name,
@@ -203,7 +203,7 @@ def row(bench: LearningBench, name: str, lines: Sequence[Mapping[str, float]]) -
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ResultRow]) -> str:
     """A line for each."""
     columns = ("validation_before", "validation_after", "reward_first", "reward_last")
     heading = "".join(f"{name.replace('_', ' '):>20}" for name in columns)
@@ -214,12 +214,12 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def not_learned(rows: Sequence[Row]) -> list[str]:
+def not_learned(rows: Sequence[ResultRow]) -> list[str]:
     """Algorithms whose validation reward did not rise."""
     return [row.contender for row in rows if float(row.values["gain"]) <= 0]  # type: ignore[arg-type]
 
 
-def plot(rows: Sequence[Row], out: Path) -> Path:
+def plot(rows: Sequence[ResultRow], out: Path) -> Path:
     """Curves of the training reward, one small picture for each algorithm, all to one scale; the
     PNG `out`, whose folder is made."""
     # Imported here: benches run without drawing, too.

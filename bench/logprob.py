@@ -22,7 +22,7 @@ from slipstream.algorithms.log_probs import (
     DEFAULT_KEEP_BYTES,
     chunked_token_log_probs,
 )
-from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.metrics.resident import forget_peak, peak_rss, resident_bytes
@@ -100,7 +100,7 @@ class _Inputs:
         return of_hidden, of_weight
 
 
-def run(bench: LogprobBench) -> list[Row]:
+def run(bench: LogprobBench) -> list[ResultRow]:
     """Measure; one row per contender."""
     contenders = (PLAIN, CHUNKED, KEPT)
     # First: a process that starts later would find this one's memory in use.
@@ -111,7 +111,7 @@ def run(bench: LogprobBench) -> list[Row]:
     del exact
     times = alternate({name: _runner(inputs, name) for name in contenders}, rounds=bench.rounds)
     return [
-        Row(
+        ResultRow(
             benchmark="logprob",
             case=f"{bench.tokens} tokens, {bench.vocab} words",
             contender=name,
@@ -139,7 +139,7 @@ def run(bench: LogprobBench) -> list[Row]:
     ]
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
+def missed(rows: Sequence[ResultRow]) -> list[str]:
     """What is not as promised, in words."""
     values = {row.contender: {k: median_of(v) for k, v in row.values.items()} for row in rows}
     wrong = []

@@ -12,7 +12,7 @@ from bench.trl_parity import TOLERANCE
 from slipstream.bench.ab import FROZEN, PLAIN
 from slipstream.bench.contenders import OURS, PEERS
 from slipstream.bench.decode import best_of
-from slipstream.bench.record import Row, Spread, median_of
+from slipstream.bench.record import ResultRow, Spread, median_of
 from slipstream.errors import DataError
 
 _HEADINGS = (
@@ -29,7 +29,7 @@ _NAMES = {"hf": "transformers", "vllm": "vLLM"}
 _OURS_TRAINING = {PLAIN: "Slipstream", FROZEN: "Slipstream, with drafts"}
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ResultRow]) -> str:
     """Markdown: the table, and under it what it was measured on. Of a decoding peer the fastest
     setting stands for it, of TRL all do. Raises DataError without rows of either."""
     decoding = [row for row in rows if row.benchmark == "decode"]
@@ -46,7 +46,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def _decoding(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def _decoding(rows: Sequence[ResultRow]) -> list[tuple[str, ...]]:
     lines = list[tuple[str, ...]]()
     for shape, case in dict.fromkeys((row.settings["shape"], row.case) for row in rows):
         of_case = [r for r in rows if (r.settings["shape"], r.case) == (shape, case)]
@@ -67,11 +67,11 @@ def _decoding(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _peer(row: Row) -> str:
+def _peer(row: ResultRow) -> str:
     return next(_NAMES[peer] for peer, names in PEERS.items() if row.contender in names)
 
 
-def _training(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def _training(rows: Sequence[ResultRow]) -> list[tuple[str, ...]]:
     lines = list[tuple[str, ...]]()
     for row in rows:
         ours = _OURS_TRAINING.get(row.contender)
@@ -96,7 +96,7 @@ def _training(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _training_notes(rows: Sequence[Row]) -> list[str]:
+def _training_notes(rows: Sequence[ResultRow]) -> list[str]:
     trained = training_rows(rows)
     if not trained:
         return []
@@ -120,7 +120,7 @@ def _training_notes(rows: Sequence[Row]) -> list[str]:
     return [*notes, f"trained on, by seed: {tokens}"]
 
 
-def _circumstances(rows: Sequence[Row]) -> list[str]:
+def _circumstances(rows: Sequence[ResultRow]) -> list[str]:
     """Machines, and each set of versions."""
     notes = []
     for row in rows:

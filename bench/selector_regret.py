@@ -39,7 +39,7 @@ from pathlib import Path
 from time import perf_counter
 
 from bench.simulators import World, recorded, simulated
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
@@ -168,7 +168,7 @@ def _right(reach: Sequence[float], luck: Sequence[float]) -> list[int]:
     return [sum(lot < chance for chance in reach) for lot in luck]
 
 
-def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
+def run(traces: Sequence[Path], *, seeds: int) -> list[ResultRow]:
     """A row for each world: of the simulated ones or, where traces are given, of those.
 
     Raises ConfigError for a trace that cannot be read.
@@ -192,7 +192,7 @@ def run(traces: Sequence[Path], *, seeds: int) -> list[Row]:
     return rows
 
 
-def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
+def _row(name: str, worlds: Sequence[World], selector: str) -> ResultRow:
     """`worlds`: one for each seed."""
     make = SELECTORS[selector]
     found, again = [], []
@@ -200,7 +200,7 @@ def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
         made = make(world.plans, seed)
         found.append(play(world, made, seed))
         again.append(play(world, made, seed + len(worlds)))
-    return Row(
+    return ResultRow(
         benchmark="selector",
         case=name,
         contender=selector,
@@ -218,7 +218,7 @@ def _row(name: str, worlds: Sequence[World], selector: str) -> Row:
     )
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
+def missed(rows: Sequence[ResultRow]) -> list[str]:
     """Worlds in which the default selector's regret, warm, is above the floor in most seeds."""
     default = next(iter(SELECTORS))
     warm = {row.case: row.values["regret_warm"] for row in rows if row.contender == default}
@@ -227,7 +227,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ResultRow]) -> str:
     """Regrets in per cent by world and selector: median and most."""
     regrets = {"hindsight": "regret_hindsight", "warm": "regret_warm"}
     regrets["clairvoyant"] = "regret_clairvoyant"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.timing import alternate, ratio
 
 FLOOR_SECONDS = 0.5
@@ -18,11 +18,11 @@ COMMANDS = {
 }
 
 
-def run(*, rounds: int = 10) -> list[Row]:
+def run(*, rounds: int = 10) -> list[ResultRow]:
     """Measure; one row per command."""
     times = alternate({name: _runner(line) for name, line in COMMANDS.items()}, rounds=rounds)
     return [
-        Row(
+        ResultRow(
             benchmark="startup",
             case="help",
             contender=name,

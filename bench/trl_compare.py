@@ -46,7 +46,7 @@ from bench.trl_parity import (
 from bench.trl_runs import (
     PRECISIONS,
     WARM_UP,
-    Ran,
+    ContenderRun,
     TrlBench,
     compose,
     dtype_settings,
@@ -57,7 +57,7 @@ from bench.trl_runs import (
 )
 from slipstream.bench.ab import PLAIN
 from slipstream.bench.peer_process import PeerProcess
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.rl_line import run_line, start_of
 from slipstream.bench.timing import step_ratio
 from slipstream.checkpoint.layout import policy_folder
@@ -74,7 +74,7 @@ SPEED_GOAL = 1.5
 """Our step over TRL's that the project promises, TRL in its fastest precision."""
 
 
-def run(bench: TrlBench, say: Callable[[str], None]) -> list[Row]:
+def run(bench: TrlBench, say: Callable[[str], None]) -> list[ResultRow]:
     """Measure: a row for each case of parity, then one for each contender. Raises ConfigError where
     TRL is not installed, EngineError where parity fails or a run does."""
     trl = trl_command()
@@ -85,7 +85,7 @@ def run(bench: TrlBench, say: Callable[[str], None]) -> list[Row]:
     dtype = str(dtype_from_name(config.actor_rollout_ref.actor.dtype, torch.device("cpu")))
     dtype = dtype.removeprefix("torch.")
     precisions = bench.precisions or PRECISIONS[dtype]
-    found: dict[str, list[Ran]] = {}
+    found: dict[str, list[ContenderRun]] = {}
     accuracies: dict[str, list[list[float]]] = {}
     versions: dict[str, str] = {}
     for number in range(bench.rounds):
@@ -111,7 +111,7 @@ def run_parity(
     trl: Sequence[str],
     threads: int,
     say: Callable[[str], None],
-) -> list[Row]:
+) -> list[ResultRow]:
     """A row for each case, and one for `UPDATES` optimizer steps with `settings`.
 
     Raises EngineError where one is further apart than `TOLERANCE` or `UPDATE_TOLERANCE`.
@@ -150,8 +150,8 @@ def run_parity(
     return [*rows, _parity_row(f"{UPDATES} steps", values, seconds, threads)]
 
 
-def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads: int) -> Row:
-    return Row(
+def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads: int) -> ResultRow:
+    return ResultRow(
         benchmark="trl",
         case=f"parity: {name}",
         contender="trl",
@@ -197,7 +197,7 @@ def check_updates(apart: UpdateDifferences) -> None:
 
 
 def _evaluate(
-    bench: TrlBench, ran: Mapping[str, Ran], folder: Path, say: Callable[[str], None]
+    bench: TrlBench, ran: Mapping[str, ContenderRun], folder: Path, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Scores on held-out problems by contender; the same weights are evaluated once."""
     scores: dict[str, list[float]] = {}
@@ -238,12 +238,12 @@ def evaluate(
 def _row(
     bench: TrlBench,
     name: str,
-    found: Mapping[str, Sequence[Ran]],
+    found: Mapping[str, Sequence[ContenderRun]],
     scores: Sequence[Sequence[float]],
     dtype: str,
     settings: Mapping[str, Any],
     versions: Mapping[str, str],
-) -> Row:
+) -> ResultRow:
     mine, plain = found[name], found[PLAIN]
     counted = slice(WARM_UP, bench.steps)
     seconds = [s for one in mine for s in one.seconds[counted]]
@@ -278,7 +278,7 @@ def _row(
         low, high = max(0.0, low), min(1.0, high)
         values |= {"accuracy_mean": mean, "accuracy_low": low, "accuracy_high": high}
     precision = name.removeprefix("trl-")
-    return Row(
+    return ResultRow(
         benchmark="trl",
         case="grpo step",
         contender=name,
@@ -301,18 +301,18 @@ def _median(values: Sequence[float]) -> float:
     return Spread.of(values).median
 
 
-def training_rows(rows: Sequence[Row]) -> list[Row]:
+def training_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Those of contenders."""
     return [row for row in rows if row.case == "grpo step"]
 
 
-def fastest(rows: Sequence[Row]) -> Row:
+def fastest(rows: Sequence[ResultRow]) -> ResultRow:
     """TRL in the precision with the shortest step."""
     theirs_rows = [row for row in training_rows(rows) if row.contender.startswith("trl-")]
     return min(theirs_rows, key=lambda row: row.seconds.median)
 
 
-def speedups(rows: Sequence[Row]) -> dict[str, float]:
+def speedups(rows: Sequence[ResultRow]) -> dict[str, float]:
     """Median step of TRL's fastest over ours, without drafts and with them."""
     best = fastest(rows).seconds.median
     return {
@@ -322,7 +322,7 @@ def speedups(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def summary(rows: Sequence[Row]) -> dict[str, object]:
+def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
     """By name: the largest difference of the parity cases (None: not among the rows), our speed
     over TRL's fastest, with drafts and without, and whether our held-out accuracy reaches TRL's
     interval (None: not measured)."""

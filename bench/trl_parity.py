@@ -108,7 +108,7 @@ class FixedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ParityOutcome:
     """Of one case: a loss, the advantages (B,) and the gradients of all weights by name."""
 
     loss: float
@@ -203,7 +203,7 @@ def old_log_probs(model: Path, batch: FixedBatch) -> list[list[float]]:
 
 def ours(
     model: Path, batch: FixedBatch, case: Case, old: Sequence[Sequence[float]] | None
-) -> Outcome:
+) -> ParityOutcome:
     """Loss and gradients of our trainer. `old`: old log-probs of completions, None: its own."""
     advantages = _advantages(batch, by_std=case.scale_rewards == "group")
     config = PolicyLossConfig(
@@ -225,7 +225,7 @@ def ours(
         for name, weight in backend.decoder.named_parameters()
         if weight.grad is not None
     }
-    return Outcome(loss=metrics["actor/pg_loss"], advantages=advantages, gradients=gradients)
+    return ParityOutcome(loss=metrics["actor/pg_loss"], advantages=advantages, gradients=gradients)
 
 
 def theirs(
@@ -235,7 +235,7 @@ def theirs(
     case: Case,
     old: Sequence[Sequence[float]] | None,
     threads: int,
-) -> Outcome:
+) -> ParityOutcome:
     """The same of TRL, in the process of `bench/peers/trl_peer.py`."""
     with TemporaryDirectory() as folder:
         given, gradients = Path(folder) / "batch.json", Path(folder) / "gradients.safetensors"
@@ -249,7 +249,7 @@ def theirs(
             threads=threads,
             settings=case.settings(batch.longest),
         )
-        return Outcome(
+        return ParityOutcome(
             loss=answer["loss"], advantages=answer["advantages"], gradients=load_file(gradients)
         )
 
@@ -332,7 +332,7 @@ def _check_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
         raise ValueError(f"these are of different weights: only one side has {odd}")
 
 
-def differences(a: Outcome, b: Outcome) -> Differences:
+def differences(a: ParityOutcome, b: ParityOutcome) -> Differences:
     """Between two outcomes of one case. Raises ValueError where they have other weights."""
     _check_names(a.gradients, b.gradients)
     pairs = [(a.gradients[name], b.gradients[name]) for name in a.gradients]

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.trl_parity import AGG_MODES
 from slipstream.bench.ab import FROZEN, PLAIN, AbBench, arms_of, command, read_outcome
-from slipstream.bench.interleaved_runs import TakesTurns, begun, take_turns
+from slipstream.bench.interleaved_runs import Interleavable, begun, interleave
 from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
 from slipstream.bench.rl_line import start_of
 from slipstream.build.data import make_task, make_tokenizer
@@ -78,7 +78,7 @@ class TrlBench:
 
 
 @dataclass(slots=True)
-class Ran:
+class ContenderRun:
     """What one contender did in one round: by step, its seconds and what it says of itself."""
 
     folder: Path
@@ -94,11 +94,11 @@ class Ran:
 class _Timed:
     """A run whose turns are timed into `ran`, the last one, in which nothing is left to do, not."""
 
-    def __init__(self, run: TakesTurns, ran: Ran) -> None:
+    def __init__(self, run: Interleavable, ran: ContenderRun) -> None:
         self._run, self._ran = run, ran
 
     def take_turn(self) -> bool:
-        """See `TakesTurns`."""
+        """See `Interleavable`."""
         start = time.perf_counter()
         more = self._run.take_turn()
         if more:
@@ -106,25 +106,27 @@ class _Timed:
         return more
 
     def end(self) -> None:
-        """See `TakesTurns`."""
+        """See `Interleavable`."""
         self._run.end()
 
 
 class _TrlRun:
     """TRL in its process: steps until `enough` says so of what it has done."""
 
-    def __init__(self, process: PeerProcess, ran: Ran, enough: Callable[[Ran], bool]) -> None:
+    def __init__(
+        self, process: PeerProcess, ran: ContenderRun, enough: Callable[[ContenderRun], bool]
+    ) -> None:
         self._process, self._ran, self._enough = process, ran, enough
 
     def take_turn(self) -> bool:
-        """See `TakesTurns`."""
+        """See `Interleavable`."""
         if self._enough(self._ran):
             return False
         self._ran.steps.append(_of_trl(self._process.ask("step")))
         return True
 
     def end(self) -> None:
-        """See `TakesTurns`."""
+        """See `Interleavable`."""
         self._process.ask("finish", folder=str(self._ran.folder))
 
 
@@ -227,7 +229,7 @@ def run_round(
     trl: Sequence[str],
     say: Callable[[str], None],
     number: int,
-) -> tuple[dict[str, Ran], dict[str, str]]:
+) -> tuple[dict[str, ContenderRun], dict[str, str]]:
     """All contenders once, with a seed of the round's own, and TRL's versions."""
     seed = config.trainer.seed + number
     ab = AbBench(
@@ -243,7 +245,7 @@ def run_round(
     arms = _arms(bench.policy)
     start = start_of(bench.policy)
     lines = {name: command(ab, start, arms[name], folder / name) for name in arms}
-    ran = {name: Ran(folder / name) for name in arms}
+    ran = {name: ContenderRun(folder / name) for name in arms}
     limit = 2 * bench.steps
     prompts = folder / "prompts.jsonl"
     task = task_of(compose(bench, f"trainer.seed={seed}"), start)
@@ -251,7 +253,7 @@ def run_round(
     external = config.actor_rollout_ref.model.external_lib
     versions: dict[str, str] = {}
 
-    def enough(of: Ran) -> bool:
+    def enough(of: ContenderRun) -> bool:
         """TRL has sampled what ours has; there are prompts for twice the steps."""
         theirs_done, ours_done = len(of.steps), len(ran[PLAIN].seconds)
         if theirs_done < bench.steps or ours_done < bench.steps:
@@ -260,7 +262,7 @@ def run_round(
         return of.total("tokens") >= budget or theirs_done == limit
 
     with ExitStack() as stack:
-        turns: list[TakesTurns] = []
+        turns: list[Interleavable] = []
         for name, started in stack.enter_context(begun(lines, say, external)).items():
             turns.append(_Timed(started, ran[name]))
         for precision in precisions:
@@ -276,10 +278,10 @@ def run_round(
                 settings={**settings, "max_steps": limit + 1, "seed": seed},
             )
             versions = dict(answer["versions"])
-            ran[name] = Ran(folder / name)
+            ran[name] = ContenderRun(folder / name)
             turns.append(_Timed(_TrlRun(process, ran[name], enough), ran[name]))
         say(f"round {number + 1} of {bench.rounds}: {', '.join(ran)} in turns, seed {seed}")
-        take_turns(turns, partial(_say_turns, say, bench.steps))
+        interleave(turns, partial(_say_turns, say, bench.steps))
     for name in arms:
         ran[name].steps = _steps_of(ran[name].folder)
         ran[name].weights = read_outcome(ran[name].folder).weights

@@ -1,9 +1,9 @@
-"""Deadlines: each stage of a step ends in time, or the run ends and names it.
+"""Deadlines for the stages of a training step.
 
-A stage that can be cancelled raises `StageTimeoutError`. One that cannot (a kernel or a foreign
-library that never returns, on a thread that Python cannot stop) is given some grace and then
-`on_stuck` is called, from a thread of its own: the command line ends the process there. Knows
-nothing of what the stages do. Called by the loops.
+A stage that exceeds its deadline is cancelled and raises `StageTimeoutError`. Some stages cannot be
+cancelled: a kernel or library call that never returns, on a thread that Python cannot stop. For
+these, `on_stuck` is called after an extra grace period, from a separate thread; the command line
+ends the process there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ REMEDY = "raise trainer.stage_timeout_s if it only needs more time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
-    """`timeout_s` is the deadline of each stage, `grace_s` what is added before `on_stuck`."""
+class Deadlines:
+    """Deadline of each stage (`timeout_s`), and extra time before `on_stuck` (`grace_s`), in
+    seconds."""
 
     timeout_s: float = 3600.0
     grace_s: float = 30.0
@@ -41,7 +42,8 @@ class Stages:
     async def stage(
         self, name: str, waiting_for: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[None]:
-        """Bound the body. Raises StageTimeoutError naming the stage and what it waited for."""
+        """Limit the time of the body. Raises StageTimeoutError, which names the stage and what it
+        waited for."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
         message = f"{name}: {waiting_for} was not done after {seconds:g} s; {REMEDY}"
         with self.last_resort(message, seconds):
@@ -52,7 +54,7 @@ class Stages:
 
     @contextlib.contextmanager
     def last_resort(self, message: str, seconds: float = 0.0) -> Iterator[None]:
-        """Call `on_stuck(message)` where the body has not ended `grace_s` after `seconds`."""
+        """Call `on_stuck(message)` if the body still runs `grace_s` after `seconds` have passed."""
         if self.on_stuck is None:
             yield
             return
@@ -66,9 +68,9 @@ class Stages:
 
 
 async def run_in_daemon(work: Callable[[], T]) -> T:
-    """Run blocking work in a thread that does not keep the process from ending.
+    """Run blocking work on a thread that does not keep the process from ending.
 
-    Cancelling leaves the thread alone: it ends with its work or with the process.
+    Cancelling does not stop the thread: it ends with its work or with the process.
     """
     result = _THREADS.submit(work)
     await arrival(result)
@@ -80,13 +82,13 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
-def close_parts(stages: Stages, *parts: object) -> None:
-    """Give back threads and files of those `parts` that have any; waits for the work under way.
+def close_parts(deadlines: Deadlines, *parts: object) -> None:
+    """Close all `parts` that can be closed; waits for their current work.
 
-    Work that never ends keeps the error from being seen that it led to, so that one is said.
+    If that work never ends, the message is the error that led here, which would otherwise be lost.
     """
     message = "closing: a thread of the engine or the trainer does not return"
-    with stages.last_resort(str(sys.exc_info()[1] or "") or message):
+    with deadlines.last_resort(str(sys.exc_info()[1] or "") or message):
         for part in parts:
             if isinstance(part, _Closable):
                 part.close()
@@ -94,16 +96,15 @@ def close_parts(stages: Stages, *parts: object) -> None:
 
 @contextlib.contextmanager
 def frozen_interpreter_ends(seconds: float) -> Iterator[None]:
-    """End the process, with the stack of every thread on stderr, where no Python code has run for
-    `seconds` in the body.
+    """End the process with exit status 1 if no Python code runs for `seconds` during the body.
 
-    Timers and signal handlers are Python, too: they cannot see a call that never gives up the
-    interpreter, such as a regular expression that backtracks for ever in a reward function. Exit
-    status 1.
+    Prints the stack of every thread to stderr. Timers and signal handlers do not help in this case:
+    they are Python code, and the stuck call never releases the interpreter lock. An example is a
+    regular expression in a reward function that backtracks forever.
     """
     try:
         output = sys.stderr.fileno()
-    except (OSError, ValueError):  # replaced by something that is no file
+    except (OSError, ValueError):  # stderr was replaced by an object without a file descriptor
         yield
         return
     over = threading.Event()
@@ -125,10 +126,12 @@ def frozen_interpreter_ends(seconds: float) -> Iterator[None]:
 
 
 def end_process(message: str, status: int) -> NoReturn:
-    """Say why and end at once, whatever other threads do: as after a kill, nothing is half-written
-    that a resumed run would read."""
+    """Print `message` and end the process at once, whatever other threads do.
+
+    A resumed run reads no half-written files after this, as after a kill.
+    """
     show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""
-    # The main thread may hold the lock of the buffered stream.
+    # Not through `sys.stderr`: the main thread may hold its lock.
     with contextlib.suppress(OSError):
         os.write(2, show_cursor + f"{message}\n".encode())
     os._exit(status)

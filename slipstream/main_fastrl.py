@@ -1,6 +1,6 @@
 """`python -m slipstream.main_fastrl`: takes the launch lines of FastRL's `main_fastrl`.
 
-Knows only which defaults of FastRL matter and differ; everything else is in `config.launch`.
+It holds the defaults of FastRL that differ from ours; everything else is in `config.launch`.
 Training is `run.train.train`, and `--dry-run` is `preflight.dry_run`. Both are imported once the
 settings have been checked.
 """
@@ -38,7 +38,7 @@ def _dry_run(config: Config, mode: Mode) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one launch line (default: the process's); returns the exit code."""
+    """Run one launch line (default: `sys.argv`) and return the exit code."""
     command_begins()
     return launch_training(
         argv,

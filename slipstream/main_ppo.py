@@ -1,6 +1,6 @@
 """`python -m slipstream.main_ppo`: takes the launch lines of VERL's `main_ppo`.
 
-Knows only which defaults of VERL matter and differ; everything else is in `config.launch`.
+It holds the defaults of VERL that differ from ours; everything else is in `config.launch`.
 Training is `run.train.train`, and `--dry-run` is `preflight.dry_run`. Both are imported once the
 settings have been checked.
 """
@@ -37,7 +37,7 @@ def _dry_run(config: Config, mode: Mode) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one launch line (default: the process's); returns the exit code."""
+    """Run one launch line (default: `sys.argv`) and return the exit code."""
     command_begins()
     return launch_training(
         argv,

@@ -1,4 +1,4 @@
-"""Trains a policy in the environment, as VERL's guides do it.
+"""Train a policy in the environment, as VERL's guides do.
 
 python main.py --config-path=config --config-name=test_config
 """

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.bench.record import Row, Spread, write_rows
+from slipstream.bench.record import ResultRow, Spread, write_rows
 from slipstream.config.launch import add_debug_flag, positive
 
 if TYPE_CHECKING:
@@ -522,7 +522,7 @@ def _is_ab(args: argparse.Namespace) -> bool:
     return args.benchmark == "train" and args.ab is not None
 
 
-def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
+def _summary(args: argparse.Namespace, rows: Sequence[ResultRow]) -> Mapping[str, object]:
     """What the rows come to, by name."""
     from bench import trl_compare as trl
     from slipstream.bench import ab, decode
@@ -545,7 +545,7 @@ def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, obje
     return {}
 
 
-def _rollout(args: argparse.Namespace) -> list[Row]:
+def _rollout(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import rollout
     from slipstream.bench.contenders import PEERS
     from slipstream.errors import ConfigError
@@ -588,11 +588,11 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _decode(args: argparse.Namespace) -> list[Row]:
+def _decode(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import decode
 
     dtype = _settle_torch(args)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for shape in args.shape:
         bench = decode.DecodeBench(
             shape=shape,
@@ -617,7 +617,7 @@ def _decode(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _trl(args: argparse.Namespace) -> list[Row]:
+def _trl(args: argparse.Namespace) -> list[ResultRow]:
     from bench import trl_compare as trl
 
     rows = trl.run(_trl_bench(args), partial(print, file=sys.stderr, flush=True))
@@ -642,7 +642,7 @@ def _trl_bench(args: argparse.Namespace) -> TrlBench:
     )
 
 
-def _say_trl(rows: Sequence[Row]) -> bool:
+def _say_trl(rows: Sequence[ResultRow]) -> bool:
     """Print whether speed and accuracy are as promised; whether they are."""
     from bench import trl_compare as trl
 
@@ -656,7 +656,7 @@ def _say_trl(rows: Sequence[Row]) -> bool:
     return max(speedups.values()) >= trl.SPEED_GOAL and not_below is not False
 
 
-def _peers(args: argparse.Namespace) -> list[Row]:
+def _peers(args: argparse.Namespace) -> list[ResultRow]:
     from bench import peers_table as peers
     from slipstream.bench.record import read_rows
 
@@ -665,7 +665,7 @@ def _peers(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _measured_peers(args: argparse.Namespace) -> list[Row]:
+def _measured_peers(args: argparse.Namespace) -> list[ResultRow]:
     """Decoding against transformers, and vLLM where it is installed, then GRPO against TRL."""
     from bench import trl_compare as trl
     from bench.trl_runs import trl_command
@@ -695,7 +695,7 @@ def _measured_peers(args: argparse.Namespace) -> list[Row]:
     return [*rows, *trl.run(trl_bench, say)]
 
 
-def _train(args: argparse.Namespace) -> list[Row]:
+def _train(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import train
     from slipstream.errors import ConfigError
 
@@ -724,7 +724,7 @@ def _train(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _train_ab(args: argparse.Namespace) -> list[Row]:
+def _train_ab(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import ab
     from slipstream.errors import ConfigError
 
@@ -745,7 +745,7 @@ def _train_ab(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _logprob(args: argparse.Namespace) -> list[Row]:
+def _logprob(args: argparse.Namespace) -> list[ResultRow]:
     import torch
 
     from bench import logprob
@@ -764,7 +764,7 @@ def _logprob(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _scoring(args: argparse.Namespace) -> list[Row]:
+def _scoring(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import scoring
 
     rows = scoring.run(
@@ -774,7 +774,7 @@ def _scoring(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_scoring(rows: Sequence[Row]) -> int:
+def _say_scoring(rows: Sequence[ResultRow]) -> int:
     """Print which floors were missed; how many."""
     from slipstream.bench import scoring
 
@@ -787,7 +787,7 @@ def _say_scoring(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _say_logprob(rows: Sequence[Row]) -> int:
+def _say_logprob(rows: Sequence[ResultRow]) -> int:
     """Print which floors were missed; how many."""
     from bench import logprob
 
@@ -800,7 +800,7 @@ def _say_logprob(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _export(args: argparse.Namespace) -> list[Row]:
+def _export(args: argparse.Namespace) -> list[ResultRow]:
     from bench import export
 
     bench = export.ExportBench(
@@ -819,7 +819,7 @@ def _export(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_export(rows: Sequence[Row]) -> bool:
+def _say_export(rows: Sequence[ResultRow]) -> bool:
     """Print how far vLLM's acceptance is from ours, and whether drafts change what it writes;
     whether all of that is as promised."""
     from bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
@@ -843,7 +843,7 @@ def _say_export(rows: Sequence[Row]) -> bool:
     return good(rows)
 
 
-def _startup(args: argparse.Namespace) -> list[Row]:
+def _startup(args: argparse.Namespace) -> list[ResultRow]:
     from bench import startup
 
     rows = startup.run(rounds=args.rounds)
@@ -852,7 +852,7 @@ def _startup(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
+def _rollout_of_policy(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench.speculation import rollout as speculation
     from slipstream.errors import ConfigError
 
@@ -894,7 +894,7 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _speculation(args: argparse.Namespace) -> list[Row]:
+def _speculation(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench.speculation import grid
     from slipstream.bench.speculation import rollout as speculation
     from slipstream.inference.speculation.plan import DraftPlan
@@ -925,7 +925,7 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
+def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[ResultRow]:
     from slipstream.bench.speculation import heads
     from slipstream.errors import ConfigError
 
@@ -940,7 +940,7 @@ def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     return rows
 
 
-def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
+def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[ResultRow]:
     from slipstream.bench.speculation import tree_bound
     from slipstream.errors import ConfigError
 
@@ -952,7 +952,7 @@ def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     return rows
 
 
-def _lossless(args: argparse.Namespace) -> list[Row]:
+def _lossless(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench.lossless import check as lossless
     from slipstream.bench.lossless.targets import random_target, trained_target
     from slipstream.bench.lossless.workloads import PROPOSERS, LosslessBench
@@ -982,7 +982,7 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _selector(args: argparse.Namespace) -> list[Row]:
+def _selector(args: argparse.Namespace) -> list[ResultRow]:
     from bench import selector_regret as regret
 
     rows = regret.run(args.trace, seeds=args.seeds)
@@ -993,7 +993,7 @@ def _selector(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _learning(args: argparse.Namespace) -> list[Row]:
+def _learning(args: argparse.Namespace) -> list[ResultRow]:
     from bench import learning
 
     bench = learning.LearningBench(
@@ -1007,7 +1007,7 @@ def _learning(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_learning(rows: Sequence[Row]) -> int:
+def _say_learning(rows: Sequence[ResultRow]) -> int:
     """Print which algorithms have not raised the reward; how many."""
     from bench.learning import not_learned
 
@@ -1016,7 +1016,7 @@ def _say_learning(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _say_regret(rows: Sequence[Row]) -> int:
+def _say_regret(rows: Sequence[ResultRow]) -> int:
     """Print where the default selector is further from the best plans than it may be; in how many
     worlds."""
     from bench import selector_regret as regret
@@ -1028,7 +1028,7 @@ def _say_regret(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _report_differences(rows: Sequence[Row]) -> int:
+def _report_differences(rows: Sequence[ResultRow]) -> int:
     """Print the sum over all rows; how many tokens differ."""
     from slipstream.bench.lossless.check import different, total
 
@@ -1041,7 +1041,7 @@ def _report_differences(rows: Sequence[Row]) -> int:
     return found
 
 
-def _say_ab(rows: Sequence[Row]) -> bool:
+def _say_ab(rows: Sequence[ResultRow]) -> bool:
     """Print whether all runs are the same to the last bit, what they ended with, and how drafts
     fared on the way. Returns whether they are, or on a GPU as good as."""
     from slipstream.bench import ab
@@ -1103,14 +1103,14 @@ def _device(args: argparse.Namespace) -> torch.device:
     return torch.device(getattr(args, "device", None) or "cpu")
 
 
-def _print(title: str, rows: Sequence[Row]) -> None:
+def _print(title: str, rows: Sequence[ResultRow]) -> None:
     _print_heading(title, rows)
     for row in rows:
         print(f"  {row.contender}")
         _print_values({"seconds": row.seconds, **row.values})
 
 
-def _print_heading(title: str, rows: Sequence[Row]) -> None:
+def _print_heading(title: str, rows: Sequence[ResultRow]) -> None:
     """What the rows have in common, and what peers run with."""
     first = rows[0]
     machine = first.machine

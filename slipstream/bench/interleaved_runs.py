@@ -43,7 +43,7 @@ _BESIDE = "SLIPSTREAM_TURNS_BESIDE"
 _COMMAND = ("-m", "slipstream.cli")
 
 
-class TurnLogger:
+class PacedLogger:
     """Logs nothing, and waits for the run's next turn."""
 
     def __init__(self, socket_number: int) -> None:
@@ -65,18 +65,18 @@ class TurnLogger:
             raise SystemExit("nobody is left to say whose turn it is")
 
 
-def _turns(context: LoggerContext) -> MetricsLogger:
-    return TurnLogger(int(os.environ[_SOCKET]))
+def _orders(context: LoggerContext) -> MetricsLogger:
+    return PacedLogger(int(os.environ[_SOCKET]))
 
 
 # In a run that takes turns; elsewhere there is no such logger.
 if _SOCKET in os.environ:
-    register_logger(_LOGGER)(_turns)
+    register_logger(_LOGGER)(_orders)
 if _BESIDE in os.environ:
     importlib.import_module(os.environ[_BESIDE])
 
 
-class TakesTurns(Protocol):
+class Interleavable(Protocol):
     """A run that takes a step when it is told to."""
 
     def take_turn(self) -> bool:
@@ -88,8 +88,8 @@ class TakesTurns(Protocol):
         ...
 
 
-def take_turns(
-    runs: Sequence[TakesTurns], taken: Callable[[int], None] = lambda turns: None
+def interleave(
+    runs: Sequence[Interleavable], taken: Callable[[int], None] = lambda turns: None
 ) -> None:
     """A step of each, then the next one of each the other way round, until all have ended. `taken`
     is told how many turns each has had that goes on."""
@@ -105,7 +105,7 @@ def take_turns(
 
 
 @dataclass(slots=True)
-class _Run:
+class _RunProcess:
     process: subprocess.Popen[bytes]
     socket: socket.socket
     line: Sequence[str]
@@ -117,7 +117,7 @@ class _Run:
         return self.socket.recv(1) == _READY
 
     def take_turn(self) -> bool:
-        """See `TakesTurns`."""
+        """See `Interleavable`."""
         try:
             self.socket.sendall(_GO)
         except BrokenPipeError:
@@ -132,24 +132,24 @@ class _Run:
             say_failed(["slipstream", *self.line], self.process.returncode, output, self.say)
 
 
-def run_in_turns(
+def run_interleaved(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
 ) -> None:
-    """Run commands of RL as `begun` begins them, in turns (`take_turns`). Raises EngineError where
+    """Run commands of RL as `begun` begins them, in turns (`interleave`). Raises EngineError where
     one fails, and stops the others."""
     with begun(lines, say, external_lib) as runs:
-        take_turns(list(runs.values()))
+        interleave(list(runs.values()))
 
 
 @contextmanager
 def begun(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
-) -> Iterator[dict[str, TakesTurns]]:
+) -> Iterator[dict[str, Interleavable]]:
     """Runs of RL by name, each waiting for its first turn: arguments of `slipstream` with
     `SETTINGS`. `external_lib`: what they import besides. Those that run at the body's end are
     stopped. Raises EngineError where one fails at once."""
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        runs = dict[str, TakesTurns]()
+        runs = dict[str, Interleavable]()
         # One after the other: what starts beside another is slower, and that is no step's time.
         for name, line in lines.items():
             run = _start(line, Path(folder) / name, external_lib, say)
@@ -163,7 +163,7 @@ def begun(
 
 def _start(
     line: Sequence[str], output: Path, external_lib: str | None, say: Callable[[str], None]
-) -> _Run:
+) -> _RunProcess:
     ours, theirs = socket.socketpair()
     beside = {} if external_lib is None else {_BESIDE: external_lib}
     with theirs, output.open("wb") as written:
@@ -174,10 +174,10 @@ def _start(
             env={**os.environ, **beside, _SOCKET: str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
         )
-    return _Run(process, ours, line, output, say)
+    return _RunProcess(process, ours, line, output, say)
 
 
-def _stop(run: _Run) -> None:
+def _stop(run: _RunProcess) -> None:
     run.socket.close()
     run.process.kill()
     run.process.wait()

@@ -20,7 +20,7 @@ from slipstream.models.hf_io import load_checkpoint
 
 
 @torch.no_grad()
-def nats_moved(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
+def policy_kl(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
     """KL(last || first) in nats, mean over the response tokens of a file of `rollouts`, over the
     whole vocabulary at temperature 1, computed on `device` in fp32.
 

@@ -17,7 +17,7 @@ from slipstream.build.policy import device_of, max_model_len
 from slipstream.build.rollouts import sampling_params
 from slipstream.build.speculation import first_head, head_to_be
 from slipstream.config.schema import Config
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
@@ -55,7 +55,7 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
         )
     longest = min(train.max_seq_len, max_model_len(config))
-    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).taps))
+    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).aux_layers))
     nbytes = longest * numbers * rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
         raise ConfigError(
@@ -109,7 +109,7 @@ def make_cotraining(
     ends: Callable[[], PolicyEnds] | None = None,
     total_steps: int,
     notify: Callable[[str], None],
-    stages: Stages,
+    deadlines: Deadlines,
 ) -> IntervalTraining | OpportunisticTraining | None:
     """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
     where it is not enabled. `ends` copies those of the policy that is trained, where that is not
@@ -130,7 +130,7 @@ def make_cotraining(
         max_length=train.max_seq_len,
         held_out=train.held_out_samples,
         held_out_every=train.held_out_every,
-        taps=head.taps,
+        aux_layers=head.aux_layers,
     )
     settings = CoTrainSettings(
         train=train_settings(config, head, train.optim, training_steps(config, total_steps)),
@@ -162,7 +162,7 @@ def make_cotraining(
             compute,
             lenders=embedded if setup.stands_still else (),
             notify=notify,
-            stages=stages,
+            deadlines=deadlines,
             decoded=decoded,
         )
     return IntervalTraining(
@@ -176,6 +176,6 @@ def make_cotraining(
         compute,
         interval=train.training_interval_steps,
         notify=notify,
-        stages=stages,
+        deadlines=deadlines,
         decoded=decoded,
     )

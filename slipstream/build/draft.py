@@ -20,7 +20,7 @@ from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
 from slipstream.build.speculation import first_head
 from slipstream.config.schema import Config
-from slipstream.config.schema_speculative import DrafterOptimConfig
+from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import PolicyEnds
@@ -106,10 +106,10 @@ def make_parts(
     if draft.rollout_files is not None:
         records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
 
-    def answering(taps: tuple[int, ...] = ()) -> Responder:
+    def answering(aux_layers: tuple[int, ...] = ()) -> Responder:
         decode = decode_with(tokenizer)
         return Responder(
-            engine=Engine(decoder, limits, decode=decode, taps=taps),
+            engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
             params=sampling_params(config),
             seed=config.trainer.seed,
         )
@@ -125,7 +125,7 @@ def make_parts(
         return most_frequent(answers, size, decoder.config.vocab_size)
 
     head, _ = first_head(config, decoder, frequent)
-    responder = answering(head.taps)
+    responder = answering(head.aux_layers)
     held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
     if records is None:
@@ -141,7 +141,7 @@ def make_parts(
             samples=draft.samples_per_round,
             max_length=train.max_seq_len,
             seed=config.trainer.seed,
-            taps=head.taps,
+            aux_layers=head.aux_layers,
         )
     ends = PolicyEnds.of(decoder, limits.dtype)
     digest = hashlib.blake2b(digest_size=16)
@@ -163,7 +163,7 @@ def make_parts(
 
 
 def train_settings(
-    config: Config, head: DraftModel, optim: DrafterOptimConfig, total_steps: int
+    config: Config, head: DraftModel, optim: DrafterOptimSection, total_steps: int
 ) -> DraftTrainSettings:
     """What one training step of `head` does: `speculative.train`, with an optimizer for so many
     steps. Raises ConfigError for a loss that such a head does not have."""

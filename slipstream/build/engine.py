@@ -26,11 +26,11 @@ from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
-from slipstream.models.hf_policy import ForeignModel
+from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import copy_weights, merged_weights
 from slipstream.models.numerics import check_widths, dtype_from_name
 from slipstream.models.policy import Policy, PolicyConfig
-from slipstream.models.single_copy_weights import empty_narrow
+from slipstream.models.single_copy_weights import allocate_single_copy
 from slipstream.training.compute_thread import ComputeThread
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def make_engine(
     dtype = rollout_dtype(config)
     check_engine(config, decoder.config)
     decode = decode_with(tokenizer)
-    if rollout.name == "hf" or isinstance(decoder, ForeignModel):
+    if rollout.name == "hf" or isinstance(decoder, HFPolicy):
         return _hf_engine(config, decoder, dtype, decode, compute)
     if keeps_one_copy(config):
         with torch.device("meta"):
             own = Decoder(decoder.config)
-        empty_narrow(own, dtype, device)
+        allocate_single_copy(own, dtype, device)
     else:
         own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
@@ -178,7 +178,7 @@ def _hf_engine(
 
     from slipstream.inference.hf import HFCore, HFEngine
 
-    if isinstance(decoder, ForeignModel):
+    if isinstance(decoder, HFPolicy):
         model = decoder.copy_as(dtype)
     else:
         raw = decoder.config.to_hf()

@@ -15,15 +15,14 @@ import torch
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ModelConfig as ModelSettings
-from slipstream.config.schema_actor import OptimConfig
+from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.validate import no_decay
 from slipstream.data.tokenizer import vocabulary_in
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ContextLimit, Family, ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_checkpoint
-from slipstream.models.hf_policy import ForeignConfig, ForeignModel
+from slipstream.models.hf_policy import HFPolicy, HFPolicyConfig
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.lora_io import load_adapter, read_adapter
 from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
@@ -115,13 +114,13 @@ def make_decoder(
 
 
 def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
-    """Give the policy the LoRA adapter that is to be trained, if any, which a `ForeignModel` cannot
+    """Give the policy the LoRA adapter that is to be trained, if any, which a `HFPolicy` cannot
     have. `first`: it has the weights
     that `model` names, on which the adapter in `lora_adapter_path` belongs.
 
     Raises ConfigError for names that match no layer, or a rank that is not the adapter's.
     """
-    if isinstance(decoder, ForeignModel):
+    if isinstance(decoder, HFPolicy):
         return
     model = config.actor_rollout_ref.model
     key = "actor_rollout_ref.model"
@@ -140,7 +139,7 @@ def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
         given, _ = read_adapter(adapter)
         for name, wanted, default, own in (
             ("lora_rank", model.lora_rank, 0, given.rank),
-            ("lora_alpha", model.lora_alpha, ModelSettings().lora_alpha, given.alpha),
+            ("lora_alpha", model.lora_alpha, ModelSection().lora_alpha, given.alpha),
         ):
             if wanted not in (default, own):
                 raise ConfigError(
@@ -166,12 +165,12 @@ def model_config(
     if folder is None:
         return initial_config(config, tokenizer)
     found = policy_config(folder, config.actor_rollout_ref.model.implementation)
-    if isinstance(found, ForeignConfig):
-        check_foreign(config, found, folder)
+    if isinstance(found, HFPolicyConfig):
+        check_hf_policy(config, found, folder)
     return found
 
 
-def check_foreign(config: Config, policy: ForeignConfig, folder: Path) -> None:
+def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
     """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
     for problem, remedy in _beyond_transformers(config):
         raise ConfigError(
@@ -279,7 +278,7 @@ def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
     return f"prompt and response {too_long(longest, limit, lengths + own)}"
 
 
-def optim_settings(optim: OptimConfig, total_steps: int, *, key: str) -> OptimSettings:
+def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
     """Optimizer and schedule of the section `key`; warm-up as a step count or as a share of all
     steps. Raises ConfigError where the steps leave nothing to decay over."""
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
@@ -334,7 +333,7 @@ def make_backend(
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if recompute and isinstance(decoder, ForeignModel) and not decoder.recomputes:
+    if recompute and isinstance(decoder, HFPolicy) and not decoder.recomputes:
         raise ConfigError(
             "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers cannot "
             f"compute activations of a {decoder.config.family} again; set "

@@ -11,7 +11,7 @@ from slipstream.build.algorithm import (
     wants_greedy,
 )
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ValKwargsConfig
+from slipstream.config.schema_actor import ValKwargsSection
 from slipstream.config.val_settings import val_settings
 from slipstream.data.data_buffer import DataBuffer
 from slipstream.inference.protocol import InferenceEngine
@@ -43,7 +43,7 @@ def eval_settings(config: Config) -> EvalSettings:
     """How validation is sampled: `rollout.val_kwargs`."""
     r = config.actor_rollout_ref.rollout
 
-    def settings(v: ValKwargsConfig) -> EvalSettings:
+    def settings(v: ValKwargsSection) -> EvalSettings:
         return EvalSettings(
             params=SamplingParams(
                 max_tokens=config.data.max_response_length,

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.checkpoint.layout import head_folder
 from slipstream.config.schema import Config
-from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
+from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.speculation.bandits import (
@@ -36,7 +36,7 @@ from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
-from slipstream.models.draft.eagle3 import Eagle3Head, default_taps
+from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
 from slipstream.models.draft.files import load_draft_head
 from slipstream.models.draft.model import DraftModel
 
@@ -117,8 +117,8 @@ def first_head(
     """The head to begin with, and its folder: `speculative.eagle.spec_model_path`, or a new one.
     `frequent` tells so many of the tokens that are drafted most, in order.
 
-    Raises ConfigError for taps and a draft vocabulary that cannot be, or are not those of the
-    folder, and CheckpointError for a folder that is no head of this policy.
+    Raises ConfigError for impossible auxiliary layers or draft vocabularies, and for ones that
+    differ from the folder's. Raises CheckpointError for a folder without a head of this policy.
     """
     if config.speculative.eagle.spec_model_path is not None:
         return _known_head(config, policy.config)
@@ -141,7 +141,7 @@ def _new_head(
     eagle = config.speculative.eagle
     if eagle.spec_algorithm == "EAGLE":
         return DraftHead(policy)
-    size, taps, tokens = eagle.draft_vocab_size, eagle.aux_hidden_state_layer_ids, None
+    size, aux_layers, tokens = eagle.draft_vocab_size, eagle.aux_hidden_state_layer_ids, None
     if size is not None:
         if frequent is None or size > policy.vocab_size:
             raise ConfigError(
@@ -151,7 +151,9 @@ def _new_head(
                 "speculative.eagle.draft_vocab_size=null"
             )
         tokens = frequent(size)
-    return Eagle3Head(policy, default_taps(policy.num_layers) if taps is None else taps, tokens)
+    return Eagle3Head(
+        policy, default_aux_layers(policy.num_layers) if aux_layers is None else aux_layers, tokens
+    )
 
 
 def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
@@ -161,11 +163,11 @@ def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
     folder = head_folder(Path(eagle.spec_model_path))
     head = load_draft_head(folder, policy)
     size = head.draft_vocab_size if isinstance(head, Eagle3Head) else None
-    taps = eagle.aux_hidden_state_layer_ids
+    aux_layers = eagle.aux_hidden_state_layer_ids
     for option, wanted, found, usual in (
         ("spec_algorithm", eagle.spec_algorithm, head.algorithm, "EAGLE"),
         ("draft_vocab_size", eagle.draft_vocab_size, size, None),
-        ("aux_hidden_state_layer_ids", taps, head.taps, None),
+        ("aux_hidden_state_layer_ids", aux_layers, head.aux_layers, None),
     ):
         if wanted not in (usual, found):
             raise ConfigError(
@@ -214,7 +216,7 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
         head_to_be(config, policy)
 
 
-def _check_depths(eagle: EagleConfig, max_model_len: int) -> None:
+def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
     """Drafts follow a prompt of one token and one that was sampled, at the least. Near the end of a
     context they are cut; what is deeper than any context is a mistake."""
     most, key = max_model_len - 2, "speculative.eagle"
@@ -250,7 +252,7 @@ def make_selector(config: Config) -> StrategySelector:
     )
 
 
-def _largest_plan(eagle: EagleConfig) -> DraftPlan:
+def _largest_plan(eagle: EagleSection) -> DraftPlan:
     """What the options ask for."""
     if eagle.spec_topk == 1 or eagle.spec_verify_tokens is None:
         return DraftPlan.chain(eagle.spec_steps)

@@ -28,7 +28,7 @@ from slipstream.build.policy import (
 )
 from slipstream.build.process import import_external
 from slipstream.config.schema import Config
-from slipstream.deadlines import Stages, end_process
+from slipstream.deadlines import Deadlines, end_process
 from slipstream.distributed.backend import TeamBackend
 from slipstream.distributed.engines import EngineTeam, OwnEngine
 from slipstream.distributed.host import HOST
@@ -75,7 +75,7 @@ class Wanted:
 
 @contextlib.contextmanager
 def open_team(
-    config: Config, stages: Stages, compute: ComputeThread, timeline: Timeline
+    config: Config, deadlines: Deadlines, compute: ComputeThread, timeline: Timeline
 ) -> Iterator[Team | None]:
     """The other processes of a run that computes on `compute`, for the body; None where there are
     none. Their beginning and their end are spans of the `timeline`."""
@@ -87,13 +87,13 @@ def open_team(
 
     def on_failure(error: BaseException) -> None:
         message = f"another process of the run failed: {type(error).__name__}: {error}"
-        (stages.on_stuck or end_now)(message)
+        (deadlines.on_stuck or end_now)(message)
 
     with timeline.span("setup"):
         cluster = Cluster(
             count,
             device=device_of(config).type,
-            timeout_s=config.trainer.stage_timeout_s + stages.grace_s,
+            timeout_s=config.trainer.stage_timeout_s + deadlines.grace_s,
             threads=thread_count(config),
             on_failure=on_failure,
         )

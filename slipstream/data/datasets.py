@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from slipstream.data.rows import (
-    Row,
+    DataRow,
     as_messages,
     ground_truth_of,
     mapping,
@@ -98,7 +98,7 @@ class PromptReader:
         if self.max_prompt_length < 1:
             raise ConfigError(f"data.max_prompt_length {self.max_prompt_length} must be at least 1")
 
-    def read(self, rows: Sequence[Row]) -> LoadedPrompts:
+    def read(self, rows: Sequence[DataRow]) -> LoadedPrompts:
         """The prompts of `rows` that are not left out, truncated. May be none."""
         return self.keep((row, row.where, partial(self.prompt, row)) for row in rows)
 
@@ -133,7 +133,7 @@ class PromptReader:
             )
         prompt.ids = truncate_ids(prompt.ids, limit, self.truncation, where=where)
 
-    def prompt(self, row: Row) -> Prompt:
+    def prompt(self, row: DataRow) -> Prompt:
         """The whole prompt of one row. Raises `DataError` for one outside the schema, and what its
         chat template raises."""
         if row.values.get(self.prompt_key) is None:
@@ -182,7 +182,7 @@ class PromptReader:
         return [int(i) for i in ids]
 
     def _multi_modal_ids(
-        self, row: Row, messages: str | list[Message], media: dict[str, list[Any]]
+        self, row: DataRow, messages: str | list[Message], media: dict[str, list[Any]]
     ) -> list[int]:
         if isinstance(messages, str):
             raise DataError(
@@ -198,7 +198,7 @@ class PromptReader:
         loaded = {key: [_open_media(value) for value in values] for key, values in media.items()}
         return [int(i) for i in self.processor(text=[text], **loaded)["input_ids"][0]]
 
-    def _extra_info(self, row: Row) -> dict[str, Any]:
+    def _extra_info(self, row: DataRow) -> dict[str, Any]:
         """The row's `extra_info`, and columns that the schema does not name beside it."""
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
@@ -281,7 +281,7 @@ def _failures(failed: Sequence[str]) -> str:
 
 
 def _expand_placeholders(
-    row: Row, messages: list[Message], media: dict[str, list[Any]]
+    row: DataRow, messages: list[Message], media: dict[str, list[Any]]
 ) -> list[Message]:
     """Replace `<image>` and `<video>` in message text by content parts, and check their counts."""
     kinds = {mark: key for key, mark in _MEDIA.items()}

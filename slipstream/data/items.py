@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.data.datasets import PromptReader
-from slipstream.data.rows import Row, as_messages, ground_truth_of, mapping
+from slipstream.data.rows import DataRow, as_messages, ground_truth_of, mapping
 from slipstream.errors import DataError
 from slipstream.types import Message, Prompt
 
@@ -43,7 +43,7 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
     where = f"{name}[{index}]"
     if not isinstance(item, Mapping):
         raise DataError(f"{where} must be a mapping of fields, got {type(item).__name__}")
-    row = Row(Path(name), index, dict(item), name, where=where)
+    row = DataRow(Path(name), index, dict(item), name, where=where)
     messages = _messages(row, reader)
     ids = _ids(row)
     if isinstance(raw := item.get("raw_prompt_ids"), RenderedIds) and messages != raw.messages:
@@ -79,7 +79,7 @@ def _is_empty(key: Any, value: Any) -> bool:
     return key in _EMPTY and type(value) is type(_EMPTY[key]) and bool(value == _EMPTY[key])
 
 
-def _messages(row: Row, reader: PromptReader) -> str | list[Message] | None:
+def _messages(row: DataRow, reader: PromptReader) -> str | list[Message] | None:
     for key in ("raw_prompt", reader.prompt_key):
         value = row.values.get(key)
         if isinstance(value, str):
@@ -91,7 +91,7 @@ def _messages(row: Row, reader: PromptReader) -> str | list[Message] | None:
     return None
 
 
-def _ids(row: Row) -> list[int] | None:
+def _ids(row: DataRow) -> list[int] | None:
     """Token ids without padding; None where there are none."""
     raw = row.values.get("raw_prompt_ids")
     if raw is not None:
@@ -110,7 +110,7 @@ def _ids(row: Row) -> list[int] | None:
     return [token for token, there in zip(ids, mask, strict=True) if there]
 
 
-def _numbers(row: Row, key: str) -> list[int]:
+def _numbers(row: DataRow, key: str) -> list[int]:
     value = row.values[key]
     listed = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(listed, list | tuple) and len(listed) == 1 and isinstance(listed[0], list):

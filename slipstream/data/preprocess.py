@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from slipstream.data.rows import Row, missing_column, read_rows
+from slipstream.data.rows import DataRow, missing_column, read_rows
 from slipstream.errors import DataError, did_you_mean
 from slipstream.rewards.scorers.boxed import last_boxed
 
@@ -29,7 +29,7 @@ _NAME = re.compile(rf"({'|'.join(SPLITS)})(-\d+-of-\d+)?\.\w+")
 _GSM8K_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*$")
 
 
-def gsm8k_row(row: Row, split: str) -> dict[str, Any]:
+def gsm8k_row(row: DataRow, split: str) -> dict[str, Any]:
     """Raises `DataError` for a row without question, answer, or final number."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
@@ -48,7 +48,7 @@ def gsm8k_row(row: Row, split: str) -> dict[str, Any]:
     )
 
 
-def math_row(row: Row, split: str) -> dict[str, Any]:
+def math_row(row: DataRow, split: str) -> dict[str, Any]:
     """Raises `DataError` for a row without problem, or without answer or a box in its solution."""
     problem, solution = _text(row, "problem"), _text(row, "solution")
     answer = row.values.get("answer")
@@ -67,7 +67,7 @@ def math_row(row: Row, split: str) -> dict[str, Any]:
     )
 
 
-CONVERTERS: dict[str, Callable[[Row, str], dict[str, Any]]] = {
+CONVERTERS: dict[str, Callable[[DataRow, str], dict[str, Any]]] = {
     "gsm8k": gsm8k_row,
     "math": math_row,
 }
@@ -134,14 +134,14 @@ def _place(path: Path, source: Path) -> tuple[str, Path] | None:
     return (named[1], path.parent) if named else None
 
 
-def _numbered(files: list[Path]) -> Iterator[Row]:
+def _numbered(files: list[Path]) -> Iterator[DataRow]:
     """Rows of all files; a JSON file may be one row by itself."""
     tables = [path for path in files if not _is_one_row(path)]
     if tables:
         yield from read_rows(tables)
     for path in files:
         if path not in tables:
-            yield Row(path, 0, json.loads(path.read_text(encoding="utf-8")), path.name)
+            yield DataRow(path, 0, json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
 def _is_one_row(path: Path) -> bool:
@@ -153,7 +153,7 @@ def _is_one_row(path: Path) -> bool:
         return False  # reading it as a table says what is wrong
 
 
-def _text(row: Row, key: str) -> str:
+def _text(row: DataRow, key: str) -> str:
     value = row.values.get(key)
     if value is None:
         raise missing_column(row, key, "the source")
@@ -163,7 +163,7 @@ def _text(row: Row, key: str) -> str:
 
 
 def _row(
-    row: Row, split: str, *, data_source: str, prompt: str, ground_truth: str, **extra: str
+    row: DataRow, split: str, *, data_source: str, prompt: str, ground_truth: str, **extra: str
 ) -> dict[str, Any]:
     return {
         "data_source": data_source,

@@ -21,7 +21,7 @@ import torch
 
 from slipstream.data.datasets import LoadedPrompts, PromptReader, none_left
 from slipstream.data.items import as_item
-from slipstream.data.rows import Row, read_rows, subset
+from slipstream.data.rows import DataRow, read_rows, subset
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Prompt
 from slipstream.user_code import called, load_named
@@ -38,7 +38,7 @@ _MAX_PROMPT_LENGTH = 1024
 class LoadedRow(dict[str, Any]):
     """The columns of a row, and where they come from."""
 
-    def __init__(self, origin: Row) -> None:
+    def __init__(self, origin: DataRow) -> None:
         super().__init__(origin.values)
         self.origin = origin
 
@@ -139,10 +139,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         if messages is not None:
             values[self.prompt_key] = messages
         name = type(self).__name__
-        origin = row.origin if isinstance(row, LoadedRow) else Row(Path(name), index, {}, name)
+        origin = row.origin if isinstance(row, LoadedRow) else DataRow(Path(name), index, {}, name)
         where = self._where(row, index)
         prompt = self._reader().prompt(
-            Row(origin.file, origin.number, values, origin.source, where)
+            DataRow(origin.file, origin.number, values, origin.source, where)
         )
         return prompt, {k: v for k, v in values.items() if k != self.prompt_key}
 
@@ -255,7 +255,7 @@ class DynamicGenDataset(RLHFDataset):
             plain = json.loads(json.dumps(dict(values)))
         except (TypeError, ValueError) as error:
             raise DataError(f"{where} is not of JSON's types: {error}") from error
-        return LoadedRow(Row(Path(name), number, plain, name, where=where))
+        return LoadedRow(DataRow(Path(name), number, plain, name, where=where))
 
     def _add(self, rows: Sequence[LoadedRow]) -> None:
         loaded = self._kept(rows)

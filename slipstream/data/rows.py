@@ -23,7 +23,7 @@ from slipstream.types import Message
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row: its columns, and where it came from (`number` counts from 0 inside `file`).
 
     `source` is the file's name, made unique among the files of one dataset by its position. `where`
@@ -46,7 +46,7 @@ class Row:
         return f"{self.source}:{self.number}"
 
 
-def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
+def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
     """All rows of all files, in order. Raises `DataError` for a file that cannot be read."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
@@ -56,13 +56,13 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[Row]:
     for position, path in enumerate(Path(p).expanduser() for p in paths):
         source = path.name if names[path.name] == 1 else f"{position}-{path.name}"
         for number, values in enumerate(_read_file(path)):
-            rows.append(Row(path, number, values, source))
+            rows.append(DataRow(path, number, values, source))
     if not rows:
         raise DataError(f"no rows in {', '.join(str(p) for p in paths)}")
     return rows
 
 
-def subset(rows: list[Row], *, max_samples: int, seed: int | None) -> list[Row]:
+def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[DataRow]:
     """At most `max_samples` rows (-1: all), in file order: the first, or a seeded random choice."""
     if max_samples < -1 or max_samples == 0:
         raise ConfigError(f"max_samples {max_samples} must be -1 (all) or at least 1")
@@ -74,7 +74,7 @@ def subset(rows: list[Row], *, max_samples: int, seed: int | None) -> list[Row]:
     return [rows[i] for i in sorted(chosen)]
 
 
-def missing_column(row: Row, key: str, setting: str) -> DataError:
+def missing_column(row: DataRow, key: str, setting: str) -> DataError:
     """The error for a row without column `key`, which the option `setting` names."""
     found = ", ".join(row.values) or "none"
     return DataError(
@@ -83,7 +83,7 @@ def missing_column(row: Row, key: str, setting: str) -> DataError:
     )
 
 
-def as_messages(row: Row, key: str) -> list[Message]:
+def as_messages(row: DataRow, key: str) -> list[Message]:
     """The column `key` as chat messages."""
     value = row.values[key]
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
@@ -109,7 +109,7 @@ def as_messages(row: Row, key: str) -> list[Message]:
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
 
 
-def mapping(row: Row, key: str) -> dict[str, Any]:
+def mapping(row: DataRow, key: str) -> dict[str, Any]:
     """The object in column `key`; empty where there is none."""
     value = row.values.get(key)
     if value is None:
@@ -122,7 +122,7 @@ def mapping(row: Row, key: str) -> dict[str, Any]:
     return value
 
 
-def ground_truth_of(row: Row) -> Any:
+def ground_truth_of(row: DataRow) -> Any:
     """VERL's `reward_model.ground_truth`, else a column `ground_truth`, as TRL's data sets have."""
     truth = mapping(row, "reward_model").get("ground_truth")
     return row.values.get("ground_truth") if truth is None else truth

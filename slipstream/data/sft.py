@@ -18,7 +18,7 @@ from slipstream.data.conversation import (
     tokenize_conversation,
     tokenize_text_pair,
 )
-from slipstream.data.rows import Row, as_messages, read_rows, subset
+from slipstream.data.rows import DataRow, as_messages, read_rows, subset
 from slipstream.errors import DataError
 from slipstream.types import Message, Sample, Segment, Status, StopReason
 
@@ -131,7 +131,7 @@ def load_sft_samples(
     row and setting.
     """
 
-    def tokenize(row: Row) -> tuple[list[Message], TokenizedConversation]:
+    def tokenize(row: DataRow) -> tuple[list[Message], TokenizedConversation]:
         pair = _text_pair(row, messages_key, prompt_key, response_key)
         if pair is not None:
             messages = [
@@ -172,7 +172,7 @@ def load_sft_samples(
 
 
 def _template_kwargs(
-    row: Row, common: Mapping[str, Any] | None, enable_thinking_key: str
+    row: DataRow, common: Mapping[str, Any] | None, enable_thinking_key: str
 ) -> dict[str, Any]:
     """What the row says of thinking comes before what is said of all rows."""
     thinking = row.values.get(enable_thinking_key)
@@ -186,7 +186,7 @@ def _template_kwargs(
 
 
 def _text_pair(
-    row: Row, messages_key: str, prompt_key: str, response_key: str
+    row: DataRow, messages_key: str, prompt_key: str, response_key: str
 ) -> tuple[str, str] | None:
     """Prompt and response where both are plain text, else None."""
     if row.values.get(messages_key) is not None:
@@ -195,7 +195,9 @@ def _text_pair(
     return (prompt, response) if isinstance(prompt, str) and isinstance(response, str) else None
 
 
-def _row_messages(row: Row, messages_key: str, prompt_key: str, response_key: str) -> list[Message]:
+def _row_messages(
+    row: DataRow, messages_key: str, prompt_key: str, response_key: str
+) -> list[Message]:
     if row.values.get(messages_key) is not None:
         return as_messages(row, messages_key)
     for key in (prompt_key, response_key):

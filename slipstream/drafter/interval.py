@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.checkpoint.layout import cotraining_file
 from slipstream.checkpoint.state import draft_folder
 from slipstream.checkpoint.tree import load_tree, tree_writer
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.drafter.cotraining import CoTraining, Slice
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import PolicyEnds
@@ -48,7 +48,7 @@ class IntervalTraining:
         *,
         interval: int,
         notify: Callable[[str], None],
-        stages: Stages,
+        deadlines: Deadlines,
         decoded: DecodedFeatures | None = None,
     ) -> None:
         """`ends` copies those of the policy as it is, on `compute`; `decoded` is the
@@ -60,7 +60,7 @@ class IntervalTraining:
         self._compute = compute
         self._interval = interval
         self._notify = notify
-        self._stages = stages
+        self._deadlines = deadlines
         self._said = False
 
     @property
@@ -96,7 +96,7 @@ class IntervalTraining:
         return -step % self._interval < self.training.collector.buffer.settings.lookback_steps
 
     async def _train(self, step: int) -> dict[str, float]:
-        async with self._stages.stage("draft head", "a slice of its training"):
+        async with self._deadlines.stage("draft head", "a slice of its training"):
             done = await self._compute.submit(lambda: self._slice(step))
         if done.failure is not None:
             self._notify(failed(step, done.failure))

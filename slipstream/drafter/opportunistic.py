@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slipstream.checkpoint.layout import cotraining_file
 from slipstream.checkpoint.tree import load_tree
-from slipstream.deadlines import Stages, run_in_daemon
-from slipstream.drafter.buffer import Kept
+from slipstream.deadlines import Deadlines, run_in_daemon
+from slipstream.drafter.buffer import BufferedSequence
 from slipstream.drafter.collector import FeatureForwarder
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.interval import (
@@ -79,7 +79,7 @@ class OpportunisticTraining:
         *,
         lenders: Sequence[CoreLender] = (),
         notify: Callable[[str], None],
-        stages: Stages,
+        deadlines: Deadlines,
         decoded: DecodedFeatures | None = None,
     ) -> None:
         """`ends` copies those of the policy as it is, on `compute`; `decoded` has features of the
@@ -92,7 +92,7 @@ class OpportunisticTraining:
         self._engines = engines
         self._compute = compute
         self._notify = notify
-        self._stages = stages
+        self._deadlines = deadlines
         self.decoded = decoded
         self._forwarder = FeatureForwarder(setup.collector, decoded)
         self._worker: DraftWorker | None = None
@@ -110,7 +110,7 @@ class OpportunisticTraining:
 
     async def begin(self) -> None:
         """See `DrafterTraining`."""
-        async with self._stages.stage("draft head", "the start of the process that trains it"):
+        async with self._deadlines.stage("draft head", "the start of the process that trains it"):
             begun = await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
         if not begun:
             self._notify(
@@ -168,7 +168,9 @@ class OpportunisticTraining:
             )
         ends = await self._compute.submit(self._ends)
         kept = self._forwarder.take()
-        async with self._stages.stage("draft head", "handing rows to the process that trains it"):
+        async with self._deadlines.stage(
+            "draft head", "handing rows to the process that trains it"
+        ):
             await run_in_daemon(lambda: self._hand_on(kept, ends, step))
         return metrics | {
             "drafter/version": self.training.version,
@@ -260,7 +262,7 @@ class OpportunisticTraining:
             self._lost(self._worker, error)
             return []
 
-    def _hand_on(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+    def _hand_on(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
         worker = self._started()
         try:
             worker.learn(kept, ends, step)

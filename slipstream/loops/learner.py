@@ -23,11 +23,11 @@ from slipstream.algorithms import (
     adv_needs,
     pf_ppo_indices,
     rollout_correction,
-    token_lots,
+    token_hashes,
 )
 from slipstream.algorithms.advantages.whiten import WHITENING
 from slipstream.algorithms.registry import registered_name
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops.rl_batch import (
     KLInReward,
@@ -58,7 +58,7 @@ Notify = Callable[[str], None]
 _ALL_REJECTED = "rollout correction rejected every token, or all but one"
 
 
-class Critic(Protocol):
+class CriticUpdates(Protocol):
     """Values of states, and their update (`training.critic.Critic`)."""
 
     def values(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]: ...
@@ -73,16 +73,16 @@ class Learner:
         self,
         backend: TrainingBackend,
         config: RLTrainingConfig,
-        stages: Stages,
+        deadlines: Deadlines,
         *,
         reference: ReferencePolicy | None = None,
-        critic: Critic | None = None,
+        critic: CriticUpdates | None = None,
         kl_in_reward: KLInReward | None = None,
         sink: FeatureSink | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
-        self._stages = stages
+        self._deadlines = deadlines
         self._reference = reference
         self._critic = critic
         self._kl = kl_in_reward
@@ -133,7 +133,7 @@ class Learner:
             return metrics
         if self._critic is not None:
             with timers.span("values"):
-                async with self._stages.stage("values", "the critic's forward pass"):
+                async with self._deadlines.stage("values", "the critic's forward pass"):
                     values = await self._critic.values(batch)
             for row, own in zip(batch.rows, values, strict=True):
                 row.values = own
@@ -183,7 +183,7 @@ class Learner:
         if cuts is None:
             return {}
         with timers.span("old_log_prob"):
-            async with self._stages.stage("log-probs", "the policy's forward pass"):
+            async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 kept = await self._backend.compute_kept_ids(batch, cuts)
         for row, ids in zip(batch.rows, kept, strict=True):
             for t, own in enumerate(ids):
@@ -206,13 +206,13 @@ class Learner:
         bypass = correction is not None and correction.bypass_mode
         if (several and not bypass) or needed or compared:
             with timers.span("old_log_prob"):
-                async with self._stages.stage("log-probs", "the policy's forward pass"):
+                async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                     old = await self._backend.compute_log_probs(batch)
             for row, values in zip(batch.rows, old, strict=True):
                 row.old_log_probs = values
         if self._reference is not None:
             with timers.span("ref"):
-                async with self._stages.stage("log-probs", "the reference's forward pass"):
+                async with self._deadlines.stage("log-probs", "the reference's forward pass"):
                     ref = await self._reference.compute_log_probs(batch)
             for row, values in zip(batch.rows, ref, strict=True):
                 row.ref_log_probs = values
@@ -222,7 +222,7 @@ class Learner:
         if self._kl is None or self._kl.direction is None:
             return None
         with timers.span("ref"):
-            async with self._stages.stage("log-probs", "the reference's forward pass"):
+            async with self._deadlines.stage("log-probs", "the reference's forward pass"):
                 return await self._backend.compute_full_kl(batch, self._kl.direction)
 
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
@@ -286,7 +286,7 @@ class Learner:
                 for name in names
             }
         if AdvantageNeed.SUM_PI_SQUARED in self._needs:
-            async with self._stages.stage("log-probs", "the policy's forward pass"):
+            async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 extra["sum_pi_squared"] = padded(await self._backend.compute_sum_pi_squared(batch))
         return extra
 
@@ -309,7 +309,7 @@ class Learner:
         config, totals = self._config, dict[str, list[float]]()
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
-            async with self._stages.stage("update", "the trainer's optimizer step"):
+            async with self._deadlines.stage("update", "the trainer's optimizer step"):
                 metrics = await self._present(step, epoch, mini)
                 if mini.num_target_tokens:
                     sink = None if epoch else self._sink
@@ -341,7 +341,7 @@ class Learner:
                 padded(now),
                 padded([row.advantages or [] for row in mini.rows]),
                 padded([targets_of(row.loss_mask) for row in mini.rows]),
-                lots=token_lots(
+                hashes=token_hashes(
                     ids, (config.seed * 1_000_003 + step) * 1009 + epoch, _row_keys(mini.rows)
                 ),
             )
@@ -358,7 +358,7 @@ class Learner:
         for _, mini in _minis(batch, sizes, c.critic_epochs, c.critic_mini_batch_size, order):
             if not mini.num_target_tokens:
                 continue
-            async with self._stages.stage("update", "the critic's optimizer step"):
+            async with self._deadlines.stage("update", "the critic's optimizer step"):
                 metrics = await self._critic.update(mini)
             for name, value in metrics.items():
                 totals.setdefault(name, []).append(value)

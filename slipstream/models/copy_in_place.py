@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def renew(old: Any, new: Any) -> None:
+def copy_in_place(old: Any, new: Any) -> None:
     """Copy all tensors of packed weights into those of others of the same shapes."""
     if isinstance(old, Tensor):
         # Where nothing is cast, what is packed are the parameters themselves.
@@ -21,7 +21,7 @@ def renew(old: Any, new: Any) -> None:
             old.copy_(new)
     elif isinstance(old, list | tuple):
         for one, other in zip(old, new, strict=True):
-            renew(one, other)
+            copy_in_place(one, other)
     elif is_dataclass(old):
         for field in fields(old):
-            renew(getattr(old, field.name), getattr(new, field.name))
+            copy_in_place(getattr(old, field.name), getattr(new, field.name))

@@ -1,8 +1,8 @@
 """Policies of other architectures: transformers' causal language models behind what a trainer asks
 of a `Decoder`.
 
-`ForeignModel` owns the parameters (fp32 master weights) under transformers' names;
-`ForeignModel.pack` gives a `PackedForeign`, whose forward pass yields logits in the place of hidden
+`HFPolicy` owns the parameters (fp32 master weights) under transformers' names;
+`HFPolicy.pack` gives a `PackedHFPolicy`, whose forward pass yields logits in the place of hidden
 states: what a model does after its last layer (biases, scales, soft caps) is its own. Rows are
 padded on the right, which a causal model does not see; that it is causal is tried out when it is
 loaded. Dropout is off. Not exact: last bits depend on what shares a micro-batch.
@@ -34,7 +34,7 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignConfig:
+class HFPolicyConfig:
     """What is asked of an architecture that transformers computes. `family` is its model_type."""
 
     family: str
@@ -44,10 +44,10 @@ class ForeignConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class ForeignModel(nn.Module):
+class HFPolicy(nn.Module):
     """The parameters of a causal language model of transformers, under its names."""
 
-    def __init__(self, model: Any, config: ForeignConfig) -> None:
+    def __init__(self, model: Any, config: HFPolicyConfig) -> None:
         """`model` with fp32 parameters. Raises CheckpointError where it is not causal, or its
         logits are not of the vocabulary."""
         super().__init__()
@@ -84,9 +84,9 @@ class ForeignModel(nn.Module):
                 seen.add(id(tensor))
                 yield name, tensor
 
-    def pack(self, dtype: torch.dtype) -> PackedForeign:
+    def pack(self, dtype: torch.dtype) -> PackedHFPolicy:
         """The forward pass in `dtype`."""
-        return PackedForeign(self, dtype)
+        return PackedHFPolicy(self, dtype)
 
     def copy_as(self, dtype: torch.dtype) -> Any:
         """A model of transformers of its own, with these weights in `dtype`, on the same device."""
@@ -122,8 +122,8 @@ class ForeignModel(nn.Module):
             own.copy_(tensors[name])
 
     def load_folder(self, folder: Path) -> None:
-        """Copy the weights of a checkpoint in. Raises CheckpointError as `load_foreign`."""
-        self.load_tensors(dict(load_foreign(folder).weights()), source=str(folder))
+        """Copy the weights of a checkpoint in. Raises CheckpointError as `load_hf_policy`."""
+        self.load_tensors(dict(load_hf_policy(folder).weights()), source=str(folder))
 
     def save(
         self,
@@ -142,10 +142,10 @@ class ForeignModel(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForeign:
+class PackedHFPolicy:
     """The forward pass over the parameters themselves, in `dtype` by autocast."""
 
-    model: ForeignModel
+    model: HFPolicy
     dtype: torch.dtype
 
     @property
@@ -159,17 +159,19 @@ class PackedForeign:
         positions_BT: Tensor,
         *,
         lengths: Sequence[int] | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
         """Logits (B, T, V) as `HiddenStates.final`, of sequences that begin at position 0, padded
         on the right.
 
         Raises:
-            ValueError: sequences in a row, or taps, which it has none of.
+            ValueError: sequences in a row, or auxiliary layers, which it has none of.
         """
-        if lengths is not None or taps:
-            raise ValueError("transformers computes padded sequences, and hands over no taps")
+        if lengths is not None or aux_layers:
+            raise ValueError(
+                "transformers computes padded sequences, and hands over no auxiliary layers"
+            )
         inner = self.model.model
         T = ids_BT.shape[1]
         # Where a table of positions ends there is nothing but padding.
@@ -185,7 +187,7 @@ class PackedForeign:
         return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def foreign_config(folder: Path) -> ForeignConfig:
+def hf_policy_config(folder: Path) -> HFPolicyConfig:
     """What the files of `folder` say, without its weights.
 
     Raises CheckpointError where transformers does not know the architecture, or has no causal
@@ -194,15 +196,15 @@ def foreign_config(folder: Path) -> ForeignConfig:
     return _config_of(_read_config(folder), folder)
 
 
-def load_foreign(folder: Path, *, device: torch.device | None = None) -> ForeignModel:
+def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPolicy:
     """A model with fp32 parameters from a Hugging Face folder.
 
-    Raises CheckpointError as `foreign_config`, and where weights are missing, left over, not finite
-    or in pickles.
+    Raises CheckpointError as `hf_policy_config`, and where weights are missing, left over, not
+    finite or in pickles.
     """
     from transformers import AutoModelForCausalLM
 
-    config = foreign_config(folder)
+    config = hf_policy_config(folder)
     try:
         with _quiet():
             model, told = AutoModelForCausalLM.from_pretrained(
@@ -231,7 +233,7 @@ def load_foreign(folder: Path, *, device: torch.device | None = None) -> Foreign
         if not parameter.isfinite().all():
             raise CheckpointError(f"{folder}: tensor {name} has NaN or infinite values")
     try:
-        made = ForeignModel(model, config)
+        made = HFPolicy(model, config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return made.to(device) if device is not None else made
@@ -258,7 +260,7 @@ def _read_config(folder: Path) -> Any:
     return raw
 
 
-def _config_of(raw: Any, folder: Path) -> ForeignConfig:
+def _config_of(raw: Any, folder: Path) -> HFPolicyConfig:
     from transformers import GenerationConfig
 
     text = raw.get_text_config()
@@ -268,7 +270,7 @@ def _config_of(raw: Any, folder: Path) -> ForeignConfig:
         eos = GenerationConfig.from_pretrained(str(folder), local_files_only=True).eos_token_id
     if eos is None:
         eos = text.eos_token_id
-    return ForeignConfig(
+    return HFPolicyConfig(
         family=raw.model_type,
         vocab_size=int(text.vocab_size),
         context_limit=ContextLimit(
@@ -303,7 +305,7 @@ def _switch_dropout_off(model: Any) -> None:
 
 
 @torch.no_grad()
-def _check_causal(model: ForeignModel) -> None:
+def _check_causal(model: HFPolicy) -> None:
     words, limit = model.config.vocab_size, model.config.context_limit.tokens
     ids = (torch.arange(min(8, limit), device=model.device)[None] + 3) % words
     changed = ids.clone()

@@ -17,7 +17,7 @@ from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels
 
 
-def empty_narrow(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Decoder:
+def allocate_single_copy(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Decoder:
     """`decoder`, which was made on the meta device, with room for weights in `dtype`; returns
     it."""
     return decoder.to(dtype).to_empty(device=device)

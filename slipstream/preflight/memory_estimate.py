@@ -37,7 +37,7 @@ from slipstream.metrics.resident import resident_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
-from slipstream.models.hf_policy import ForeignConfig
+from slipstream.models.hf_policy import HFPolicyConfig
 from slipstream.models.lora import LoraConfig, add_lora
 from slipstream.models.lora_io import read_adapter
 from slipstream.models.numerics import row_multiple
@@ -124,7 +124,7 @@ def _uncounted(config: Config) -> Iterator[str]:
     train, rollout = config.speculative.train, config.actor_rollout_ref.rollout
     if config.reward_model.enable:
         yield "the learned reward model"
-    if isinstance(_named_reference(config), ForeignConfig):
+    if isinstance(_named_reference(config), HFPolicyConfig):
         yield "the reference, which transformers computes"
     if takes_full_kl(config):
         yield "the KL over the whole vocabulary"

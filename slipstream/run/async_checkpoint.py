@@ -14,19 +14,19 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.errors import StageTimeoutError
 from slipstream.threads import DaemonThreads, arrival
 
 _THREADS = DaemonThreads("checkpoint")
 
 
-class Saves:
+class AsyncCheckpoints:
     """The save under way. An error of it ends the run at the next call, as one that is waited for
     does."""
 
-    def __init__(self, stages: Stages, notify: Callable[[str], None]) -> None:
-        self._stages = stages
+    def __init__(self, deadlines: Deadlines, notify: Callable[[str], None]) -> None:
+        self._deadlines = deadlines
         self._notify = notify
         self._under_way: Future[object] | None = None
 
@@ -68,7 +68,7 @@ class Saves:
     @contextlib.asynccontextmanager
     async def _stage(self) -> AsyncIterator[None]:
         try:
-            async with self._stages.stage("checkpoint", "writing it to disk"):
+            async with self._deadlines.stage("checkpoint", "writing it to disk"):
                 yield
         except StageTimeoutError:
             self._under_way = None  # Nobody waits for it again.

@@ -30,7 +30,7 @@ from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict, to_dict
 from slipstream.data.data_buffer import DataBuffer
 from slipstream.data.registry import Task
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops.evaluate import Evaluation, check_sources
@@ -72,7 +72,7 @@ class Run:
     parts: GivenParts = field(default_factory=GivenParts)
     val_rewards: RewardManager | None = None
     """What scores validation, where it is not `rewards`."""
-    stages: Stages = field(default_factory=Stages)
+    deadlines: Deadlines = field(default_factory=Deadlines)
     team: Team | None = None
     """The other processes that train and generate, where there are any."""
     timeline: Timeline | None = None
@@ -179,7 +179,7 @@ class Run:
         settings = eval_settings(self.config)
         batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
         batches += len(settings.by_source)  # each begins a batch of its own
-        with self.stages.last_resort(
+        with self.deadlines.last_resort(
             "validation: a thread of the inference engine does not return",
             settings.timeout_s * batches,
         ):
@@ -216,7 +216,7 @@ def open_run(
     progress: Progress,
     interrupt: GracefulInterrupt,
     compute: ComputeThread,
-    stages: Stages | None = None,
+    deadlines: Deadlines | None = None,
     parts: GivenParts | None = None,
     timeline: Timeline | None = None,
     team: Team | None = None,
@@ -245,7 +245,7 @@ def open_run(
         parts=parts,
         timeline=timeline,
         team=team,
-        stages=stages or Stages(timeout_s=config.trainer.stage_timeout_s),
+        deadlines=deadlines or Deadlines(timeout_s=config.trainer.stage_timeout_s),
     )
 
 

@@ -105,7 +105,7 @@ class _DraftPhase:
                 self._parts.source,
                 self._parts.ends,
                 build_draft.loop_settings(run.config),
-                stages=run.stages,
+                deadlines=run.deadlines,
                 stop=self._stop,
                 after_step=lambda step, metrics: logger.log(step, self._completed(step, metrics)),
                 after_round=self._after_round,
@@ -190,8 +190,8 @@ class _DraftPhase:
         head = load_draft_head(draft_folder(folder), ours.config)
         if not ours.is_like(head):
             raise CheckpointError(
-                f"{folder} has a draft head of another algorithm, or with other taps or another "
-                "draft vocabulary than speculative.eagle says; start over with "
+                f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
+                "or another draft vocabulary than speculative.eagle says; start over with "
                 "trainer.resume_mode=disable, or give the options back"
             )
         self._trainer.head.load_state_dict(head.state_dict())

@@ -27,7 +27,7 @@ from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
 from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict
 from slipstream.data.tokenizer import load_tokenizer
-from slipstream.deadlines import Stages, close_parts
+from slipstream.deadlines import Deadlines, close_parts
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.loops.evaluate import Evaluation
@@ -73,7 +73,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     try:
         result = anyio.run(work)
     finally:
-        close_parts(Stages(), engine, compute)
+        close_parts(Deadlines(), engine, compute)
     for name, value in result.metrics.items():
         print(f"{name:<48} {value:.4f}")
     for text in accuracies(result.metrics):

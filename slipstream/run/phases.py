@@ -51,7 +51,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.hf_io import load_config
 from slipstream.models.policy import policy_config
 from slipstream.report.read import TOKENS_FOLDER
-from slipstream.run.async_checkpoint import Saves
+from slipstream.run.async_checkpoint import AsyncCheckpoints
 from slipstream.run.console import short
 from slipstream.run.context import Run
 from slipstream.run.data_proto_step import proto_of_step
@@ -136,11 +136,11 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
                 logger,
                 after_step=after_step,
                 save=save,
-                stages=run.stages,
+                deadlines=run.deadlines,
             )
         finally:
             logger.close()
-            close_parts(run.stages, backend, engine)
+            close_parts(run.deadlines, backend, engine)
     if done + len(history) < total:
         return None
     return huggingface_folder(snapshots.manager.folder(total))
@@ -183,7 +183,7 @@ async def validate_policy(run: Run, start: Path | None) -> None:
         with run.span("testing"):
             evaluation = await run.validate([engine])
     finally:
-        close_parts(run.stages, engine)
+        close_parts(run.deadlines, engine)
     for name, value in evaluation.metrics.items():
         run.progress.note(f"{name:<48} {value:.4f}")
     run.record_validation("rl", 0, evaluation)
@@ -230,7 +230,7 @@ class _RLPhase:
             ends=None if run.team is None else gathered_ends(config, parts.policy, run.team),
             total_steps=self._total,
             notify=run.progress.note,
-            stages=run.stages,
+            deadlines=run.deadlines,
         )
         self._watch = EngineWatch(self._engine)
         self._rollouts = make_rollouts(
@@ -242,7 +242,7 @@ class _RLPhase:
         )
         self._kl = make_kl_in_reward(config)
         self._published = LastPublished() if config.trainer.sync_every > 1 else None
-        self._saves = Saves(run.stages, run.progress.note)
+        self._saves = AsyncCheckpoints(run.deadlines, run.progress.note)
         self._logger: TeeLogger | None = None
 
     async def train(self) -> bool:
@@ -285,7 +285,7 @@ class _RLPhase:
                 after_step=self._after_step,
                 save=self._save,
                 notify=run.progress.note,
-                stages=run.stages,
+                deadlines=run.deadlines,
             )
             with run.span("save_checkpoint"):
                 await self._saves.finish()
@@ -299,7 +299,7 @@ class _RLPhase:
 
     def close(self) -> None:
         close_parts(
-            self._run.stages,
+            self._run.deadlines,
             self._drafter,
             self._backend,
             self._reference,
@@ -466,7 +466,7 @@ def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
 
 async def _save(run: Run, write: Callable[[], object]) -> None:
     """Write a checkpoint off the event loop, within the deadline of a stage."""
-    async with run.stages.stage("checkpoint", "writing it to disk"):
+    async with run.deadlines.stage("checkpoint", "writing it to disk"):
         await run_in_daemon(write)
 
 

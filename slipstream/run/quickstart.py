@@ -117,7 +117,7 @@ class Rated:
 
 
 @dataclass(slots=True)
-class Clock:
+class PhaseClock:
     """Seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -167,9 +167,9 @@ def main(
         if cold_start:
             overrides += COLD_START
     config = load_config(overrides, recipe=chosen)
-    clock = Clock()
+    clock = PhaseClock()
     with opened(config, compute) as run:
-        done = run_async(_stages, run, clock, sft_control)
+        done = run_async(_deadlines, run, clock, sft_control)
     if done is None:
         again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
@@ -227,8 +227,8 @@ def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
     return float(np.median(rates))
 
 
-async def _stages(
-    run: Run, clock: Clock, sft_control: bool
+async def _deadlines(
+    run: Run, clock: PhaseClock, sft_control: bool
 ) -> tuple[list[Rated], list[SideBySide]] | None:
     """Policies and the comparisons of decoding, None where the run was stopped."""
     speculation = run.config.speculative.enable
@@ -295,7 +295,7 @@ async def _rate(run: Run, name: str, policy: Path) -> Rated:
     started = time.perf_counter()
     settings = eval_settings(config)
     evaluation = await run_evaluation([engine], prompts, run.rewards, settings)
-    close_parts(run.stages, engine)
+    close_parts(run.deadlines, engine)
     return Rated(name=name, evaluation=evaluation, seconds=time.perf_counter() - started)
 
 
@@ -314,7 +314,7 @@ async def train_head(run: Run, policy: Path) -> Path | None:
     )
     claim_folder(folder, config)
     return await draft_phase(
-        open_run(config, folder, run.progress, run.interrupt, run.compute, run.stages)
+        open_run(config, folder, run.progress, run.interrupt, run.compute, run.deadlines)
     )
 
 
@@ -352,7 +352,7 @@ async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
             for count, some in ((COMPARED, at_once), (COMPARED // 4, FEW))
         ]
     finally:
-        close_parts(run.stages, engine)
+        close_parts(run.deadlines, engine)
 
 
 async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
@@ -378,14 +378,14 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
         file=run.folder / "config.yaml",
     )
     claim_folder(folder, config)
-    more = open_run(config, folder, run.progress, run.interrupt, run.compute, run.stages)
+    more = open_run(config, folder, run.progress, run.interrupt, run.compute, run.deadlines)
     return await sft_phase(more)
 
 
 def summarize(
     run: Run,
     rated: Sequence[Rated],
-    clock: Clock,
+    clock: PhaseClock,
     recipe: str,
     dtype: str,
     compared: Sequence[SideBySide] = (),

@@ -65,7 +65,7 @@ class LastPublished:
         return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
 
 
-class SavesItself(Protocol):
+class CheckpointWriter(Protocol):
     """Co-training (`drafter.interval`), as far as a checkpoint goes."""
 
     def snapshot(self) -> Callable[[Path], None]:
@@ -91,7 +91,7 @@ class Snapshots:
         backend: TrainingBackend,
         data: Mapping[str, Any],
         published: LastPublished | None = None,
-        drafter: SavesItself | None = None,
+        drafter: CheckpointWriter | None = None,
         critic: Critic | None = None,
         go_on: Callable[[], object] = lambda: None,
     ) -> Path:

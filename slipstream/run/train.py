@@ -32,7 +32,7 @@ from slipstream.checkpoint.layout import policy_folder
 from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.deadlines import Stages, close_parts, end_process, frozen_interpreter_ends
+from slipstream.deadlines import Deadlines, close_parts, end_process, frozen_interpreter_ends
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
 from slipstream.kernels.compiling import kept_files
 from slipstream.metrics.loggers import METRICS_FILE, check_loggers
@@ -41,7 +41,7 @@ from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
 from slipstream.models.config import ModelConfig
-from slipstream.models.hf_policy import ForeignConfig
+from slipstream.models.hf_policy import HFPolicyConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
 from slipstream.models.policy import PolicyConfig
 from slipstream.report.page import REPORT_FILE, write_report
@@ -122,21 +122,21 @@ def opened(
             end_process("interrupted", INTERRUPTED)
         end_process(f"error: {message}", StageTimeoutError.exit_code)
 
-    stages = Stages(timeout_s=config.trainer.stage_timeout_s, on_stuck=on_stuck)
+    deadlines = Deadlines(timeout_s=config.trainer.stage_timeout_s, on_stuck=on_stuck)
     interrupt = GracefulInterrupt(on_second=forced.start)
     progress = Progress(console=SteadyConsole(file=sys.stdout))
-    frozen_after = max(FROZEN_SECONDS, config.trainer.stage_timeout_s + stages.grace_s)
+    frozen_after = max(FROZEN_SECONDS, config.trainer.stage_timeout_s + deadlines.grace_s)
     try:
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
             claim_folder(folder, config, progress.note)
             try:
                 with (
                     _timeline(config, interrupt) as timeline,
-                    open_team(config, stages, compute, timeline) as team,
+                    open_team(config, deadlines, compute, timeline) as team,
                 ):
                     with timeline.span("setup"):
                         run = open_run(
-                            *(config, folder, progress, interrupt, compute, stages),
+                            *(config, folder, progress, interrupt, compute, deadlines),
                             *(parts, timeline, team),
                         )
                         _tell_of_compiling(run)
@@ -147,7 +147,7 @@ def opened(
                     yield run
             finally:
                 gc.unfreeze()
-                close_parts(stages, compute)
+                close_parts(deadlines, compute)
     finally:
         forced.cancel()
 
@@ -268,7 +268,7 @@ async def _train(run: Run, mode: Mode) -> bool:
         return True
     with run.span("setup"):
         policy = model_config(run.config, run.tokenizer, start)
-        if isinstance(policy, ForeignConfig):
+        if isinstance(policy, HFPolicyConfig):
             run.progress.note(
                 f"transformers computes the policy, a {policy.family}, without dropout; log-probs "
                 "of rollout and trainer are equal up to rounding"

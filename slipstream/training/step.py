@@ -138,7 +138,7 @@ def forward(
     *,
     temperature: float,
     settings: ForwardSettings,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     full_kl: FullKL | None = None,
     kept: KeptIds | None = None,
 ) -> ForwardResult:
@@ -149,7 +149,7 @@ def forward(
         micro.ids,
         micro.positions,
         lengths=micro.lengths,
-        taps=taps,
+        aux_layers=aux_layers,
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
     )
     rows = _head_rows(hidden, micro)
@@ -345,7 +345,7 @@ def hand_over(
     optimizer_step: int,
 ) -> None:
     """Give `sink` the features of the selected rows: detached, unpadded copies."""
-    final, taps = result.hidden.final.detach().flatten(0, 1), result.hidden.taps
+    final, aux_layers = result.hidden.final.detach().flatten(0, 1), result.hidden.aux_layers
     for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
@@ -358,7 +358,7 @@ def hand_over(
                 tokens=row.tokens,
                 loss_mask=row.loss_mask,
                 hidden=final[own].clone(),
-                taps=None if taps is None else taps.flatten(0, 1)[own].clone(),
+                aux_layers=None if aux_layers is None else aux_layers.flatten(0, 1)[own].clone(),
                 optimizer_step=optimizer_step,
                 key=row.key,
             )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.bench import interleaved_runs
-from slipstream.bench.interleaved_runs import run_in_turns, take_turns
+from slipstream.bench.interleaved_runs import interleave, run_interleaved
 from slipstream.errors import EngineError
 
 RUN = """import sys
@@ -40,7 +40,7 @@ name, steps""",
 def letters(monkeypatch: pytest.MonkeyPatch, file: Path, code: str = RUN, **steps: int) -> str:
     monkeypatch.setattr(interleaved_runs, "_COMMAND", ("-c", code))
     lines = {name: [name, str(count), str(file)] for name, count in steps.items()}
-    run_in_turns(lines, lambda text: None, "json.tool")
+    run_interleaved(lines, lambda text: None, "json.tool")
     return file.read_text()
 
 
@@ -65,7 +65,7 @@ class Steps:
 def test_turns_are_counted_until_none_goes_on() -> None:
     told: list[int] = []
     runs = [Steps(2), Steps(4)]
-    take_turns(runs, told.append)
+    interleave(runs, told.append)
     assert told == [1, 2, 3, 4]
     assert [run.ended for run in runs] == [1, 1]
 
@@ -80,14 +80,14 @@ def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_that_is_killed_while_it_waits_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = interleaved_runs._Run.take_turn
+    taken = interleaved_runs._RunProcess.take_turn
 
-    def later(run: interleaved_runs._Run) -> bool:
+    def later(run: interleaved_runs._RunProcess) -> bool:
         ready = taken(run)
         if run.line[0] == "k":
             run.process.wait()
         return ready
 
-    monkeypatch.setattr(interleaved_runs._Run, "take_turn", later)
+    monkeypatch.setattr(interleaved_runs._RunProcess, "take_turn", later)
     with pytest.raises(EngineError, match=r"`slipstream k 3 .*` ended with status -9"):
         letters(monkeypatch, tmp_path / "steps", KILLED, k=3)

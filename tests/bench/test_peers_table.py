@@ -11,7 +11,7 @@ from bench import trl_compare, trl_runs
 from bench.peers_table import table
 from bench.trl_runs import TrlBench
 from slipstream.bench import contenders
-from slipstream.bench.record import Machine, Row, Spread, read_rows, write_rows
+from slipstream.bench.record import Machine, ResultRow, Spread, read_rows, write_rows
 from slipstream.cli import main
 from slipstream.errors import ConfigError, DataError
 
@@ -27,8 +27,10 @@ def spread(*values: float) -> Spread:
     return Spread.of(values)
 
 
-def decoded(contender: str, dtype: str, speed: float, over: float, threads: int | None = 2) -> Row:
-    return Row(
+def decoded(
+    contender: str, dtype: str, speed: float, over: float, threads: int | None = 2
+) -> ResultRow:
+    return ResultRow(
         benchmark="decode",
         case="batch 8",
         contender=contender,
@@ -44,7 +46,7 @@ def decoded(contender: str, dtype: str, speed: float, over: float, threads: int 
     )
 
 
-def trained(contender: str, dtype: str, step: float, accuracy: float | None) -> Row:
+def trained(contender: str, dtype: str, step: float, accuracy: float | None) -> ResultRow:
     found: dict[str, float | Spread] = {
         "slipstream_speedup": step / 0.5,
         "slipstream_speedup_error": 0.04,
@@ -55,7 +57,7 @@ def trained(contender: str, dtype: str, step: float, accuracy: float | None) -> 
         names = ("accuracy_mean", "accuracy_low", "accuracy_high")
         values = (accuracy, accuracy - 0.02, accuracy + 0.02)
         found |= dict(zip(names, values, strict=True))
-    return Row(
+    return ResultRow(
         benchmark="trl",
         case="grpo step",
         contender=contender,
@@ -123,7 +125,7 @@ def test_parity_is_said_where_it_was_measured() -> None:
         "advantage_difference": 0.0,
         "gradient_difference": 2e-6,
     }
-    parity = Row(
+    parity = ResultRow(
         benchmark="trl",
         case="parity: dapo",
         contender="trl",
@@ -159,7 +161,7 @@ def test_what_is_not_installed_is_left_out(
     monkeypatch.setattr(trl_runs, "trl_command", lambda: ("trl",))
     benches: list[TrlBench] = []
 
-    def run(bench: TrlBench, say: object) -> list[Row]:
+    def run(bench: TrlBench, say: object) -> list[ResultRow]:
         benches.append(bench)
         return ROWS[4:]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.bench.policy_kl import nats_moved
+from slipstream.bench.policy_kl import policy_kl
 from slipstream.bench.speculation.trained import CPU
 from slipstream.errors import DataError
 from slipstream.models.decoder import Decoder
@@ -38,7 +38,7 @@ def rollouts(path: Path) -> Path:
 @torch.no_grad()
 def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
     old, new = a_policy(tmp_path / "old"), a_policy(tmp_path / "new", shift=0.1)
-    found = nats_moved(tmp_path / "old", tmp_path / "new", rollouts(tmp_path / "r.jsonl"), CPU)
+    found = policy_kl(tmp_path / "old", tmp_path / "new", rollouts(tmp_path / "r.jsonl"), CPU)
     terms = []
     for prompt, response in TEXTS:
         text = prompt + response
@@ -52,14 +52,14 @@ def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
 
 def test_a_policy_has_not_moved_from_itself(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
-    assert nats_moved(tmp_path / "old", tmp_path / "old", rollouts(tmp_path / "r.jsonl"), CPU) == 0
+    assert policy_kl(tmp_path / "old", tmp_path / "old", rollouts(tmp_path / "r.jsonl"), CPU) == 0
 
 
 def test_without_responses_there_is_nothing_to_compare_on(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt_ids": [1], "response_ids": []}) + "\n")
     with pytest.raises(DataError, match="no response tokens"):
-        nats_moved(tmp_path / "old", tmp_path / "old", tmp_path / "r.jsonl", CPU)
+        policy_kl(tmp_path / "old", tmp_path / "old", tmp_path / "r.jsonl", CPU)
 
 
 def _all_log_probs(policy: Decoder, text: list[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 from bench import selector_regret as regret
 from bench.selector_regret import FLOOR, missed, play, run, table
 from bench.simulators import World, by_chances, simulated
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
@@ -143,8 +143,8 @@ def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_worlds_above_the_floor_are_named() -> None:
-    def row(world: str, selector: str, regrets: list[float]) -> Row:
-        return Row(
+    def row(world: str, selector: str, regrets: list[float]) -> ResultRow:
+        return ResultRow(
             benchmark="selector",
             case=world,
             contender=selector,

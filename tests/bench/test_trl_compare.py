@@ -17,7 +17,7 @@ from bench.trl_parity import Differences
 from bench.trl_runs import PRECISIONS, TrlBench, trl_settings, write_prompts
 from slipstream.bench import command
 from slipstream.bench.peer_process import ROOT, PeerProcess
-from slipstream.bench.record import Row
+from slipstream.bench.record import ResultRow
 from slipstream.cli import main
 from slipstream.config.load import load_config
 from slipstream.data.countdown import CountdownTask
@@ -200,7 +200,7 @@ def test_a_whole_comparison(
     tiny = ["--recipe", "tiny", f"trainer.default_local_dir={run}", "trainer.num_threads=1"]
     assert main(["sft", *tiny]) == 0
     monkeypatch.setattr(trl_compare, "trl_command", lambda: (sys.executable, "-c", SCRIPTED))
-    no_parity: Callable[..., list[Row]] = lambda *given: []  # noqa: E731
+    no_parity: Callable[..., list[ResultRow]] = lambda *given: []  # noqa: E731
     monkeypatch.setattr(trl_compare, "run_parity", no_parity)
     # A process for each evaluation would take seconds to start.
     monkeypatch.setattr(trl_compare, "run_line", lambda line, say: main(line[3:]))

@@ -23,7 +23,7 @@ from bench.trl_parity import (
     CASES,
     Case,
     FixedBatch,
-    Outcome,
+    ParityOutcome,
     Updated,
     make_batch,
     old_log_probs,
@@ -61,12 +61,12 @@ def recorded() -> tuple[FixedBatch, list[list[float]], dict[str, Any]]:
     return FixedBatch(**content["batch"]), content["old_log_probs"], content["cases"]
 
 
-def answered(case: Case) -> Outcome:
+def answered(case: Case) -> ParityOutcome:
     """What TRL answered."""
     _, _, cases = recorded()
     prefix = f"{case.name}/"
     gradients = load_file(FOLDER / "gradients.safetensors")
-    return Outcome(
+    return ParityOutcome(
         loss=cases[case.name]["loss"],
         advantages=cases[case.name]["advantages"],
         gradients={
@@ -94,7 +94,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     save_checkpoint(_model(task), FOLDER, save_tokenizer=task.tokenizer.save_pretrained)
     old = old_log_probs(FOLDER, batch)
-    found: dict[str, Outcome] = {}
+    found: dict[str, ParityOutcome] = {}
     with PeerProcess("trl", trl_command()) as process:
         for case in CASES:
             given = old if case.off_policy else None

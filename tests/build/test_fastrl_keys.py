@@ -21,7 +21,7 @@ from slipstream.build.speculation import (
     make_speculation,
 )
 from slipstream.config import Config, Hardware, load_config
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.interval import IntervalTraining
 from slipstream.drafter.opportunistic import OpportunisticTraining
@@ -128,7 +128,7 @@ def parts(overrides: str) -> Parts:
             ComputeThread(),
             total_steps=40,
             notify=lambda _: None,
-            stages=Stages(),
+            deadlines=Deadlines(),
         ),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.models.copy_in_place import renew
+from slipstream.models.copy_in_place import copy_in_place
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
 from tests.inference.helpers import make_decoder
@@ -42,6 +42,6 @@ def test_new_weights_lie_where_the_old_ones_did(kind: str, dtype: torch.dtype) -
     old, new = make(1), make(2)
     places = [tensor.data_ptr() for tensor in tensors(old)]
     assert not all(map(torch.equal, tensors(old), tensors(new)))
-    renew(old, new)
+    copy_in_place(old, new)
     assert [tensor.data_ptr() for tensor in tensors(old)] == places
     assert all(map(torch.equal, tensors(old), tensors(new)))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.errors import CheckpointError
-from slipstream.models.hf_policy import ForeignModel, foreign_config, load_foreign
+from slipstream.models.hf_policy import HFPolicy, hf_policy_config, load_hf_policy
 from slipstream.models.lora import value_of
 from slipstream.models.policy import (
     load_policy,
@@ -25,7 +25,7 @@ from tests.models.foreign import KINDS, make_foreign, save_foreign
 from tests.models.helpers import load_theirs, make_decoder, random_ids, their_logits
 
 
-def gradients(model: ForeignModel) -> dict[str, torch.Tensor]:
+def gradients(model: HFPolicy) -> dict[str, torch.Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
@@ -35,7 +35,7 @@ def gradients(model: ForeignModel) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     save_foreign(kind, tmp_path)
-    ours, theirs = load_foreign(tmp_path), load_theirs(tmp_path)
+    ours, theirs = load_hf_policy(tmp_path), load_theirs(tmp_path)
     short, long = random_ids(1, 21, seed=1), random_ids(1, 60, seed=2)
     # Padded on the right beyond the longest, and beyond gpt2's positions.
     ids = torch.zeros(2, 112, dtype=torch.int64)
@@ -58,7 +58,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind: str, tmp_path: Pat
 
 def test_activations_are_computed_again_where_asked(tmp_path: Path) -> None:
     """In training mode, in which gpt2 has dropout; here there is none."""
-    model = load_foreign(save_foreign("gpt2", tmp_path))
+    model = load_hf_policy(save_foreign("gpt2", tmp_path))
     assert model.recomputes
     ids, calls = random_ids(2, 30), [0]
     block = model.model.transformer.h[0].mlp
@@ -80,8 +80,8 @@ def test_activations_are_computed_again_where_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral"])
 def test_files_go_out_and_in_again(kind: str, tmp_path: Path) -> None:
     model = load_policy(save_foreign(kind, tmp_path / "first"))
-    assert isinstance(model, ForeignModel)
-    assert model.config == policy_config(tmp_path / "first") == foreign_config(tmp_path / "first")
+    assert isinstance(model, HFPolicy)
+    assert model.config == policy_config(tmp_path / "first") == hf_policy_config(tmp_path / "first")
     assert (model.config.family, model.config.vocab_size) == (kind, 96)
     assert (model.config.eos_token_ids, model.config.pad_token_id) == ((2,), 0)
     limit = 100 if kind == "gpt2" else 256
@@ -94,7 +94,7 @@ def test_files_go_out_and_in_again(kind: str, tmp_path: Path) -> None:
         their_logits(load_theirs(tmp_path / "second"), ids),
         their_logits(load_theirs(tmp_path / "first"), ids),
     )
-    other = load_foreign(save_foreign(kind, tmp_path / "other", seed=1))
+    other = load_hf_policy(save_foreign(kind, tmp_path / "other", seed=1))
     load_weights_from(other, tmp_path / "second")
     kept = {name: tensor.clone() for name, tensor in model.weights()}
     assert all(torch.equal(kept[name], tensor) for name, tensor in other.weights())
@@ -109,7 +109,7 @@ def test_files_go_out_and_in_again(kind: str, tmp_path: Path) -> None:
 
 
 def test_weights_are_checked_before_any_is_changed(tmp_path: Path) -> None:
-    model = load_foreign(save_foreign("gpt2", tmp_path))
+    model = load_hf_policy(save_foreign("gpt2", tmp_path))
     good = {name: tensor.detach() + 1 for name, tensor in model.weights()}
     norm = "transformer.ln_f.weight"
     before = {name: tensor.clone() for name, tensor in model.weights()}
@@ -127,7 +127,7 @@ def test_weights_are_checked_before_any_is_changed(tmp_path: Path) -> None:
 
 
 def test_in_bf16_the_weights_stay_in_fp32(tmp_path: Path) -> None:
-    model = load_foreign(save_foreign("gemma2", tmp_path))
+    model = load_hf_policy(save_foreign("gemma2", tmp_path))
     ids = random_ids(1, 20)
     plain = model.pack(torch.float32).forward(ids, ids).final
     rounded = model.pack(torch.bfloat16).forward(ids, ids).final
@@ -145,8 +145,8 @@ def test_which_of_the_two_computes_a_folder(tmp_path: Path) -> None:
     save_policy(make_decoder("qwen3"), tmp_path / "ours")
     save_foreign("gpt2", tmp_path / "theirs")
     assert policy_config(tmp_path / "ours") == make_decoder("qwen3").config
-    assert isinstance(load_policy(tmp_path / "ours", "transformers"), ForeignModel)
-    assert isinstance(load_policy(tmp_path / "theirs"), ForeignModel)
+    assert isinstance(load_policy(tmp_path / "ours", "transformers"), HFPolicy)
+    assert isinstance(load_policy(tmp_path / "theirs"), HFPolicy)
     with pytest.raises(CheckpointError, match="model_type 'gpt2' is not one that Slipstream's dec"):
         load_policy(tmp_path / "theirs", "slipstream")
 
@@ -207,28 +207,28 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
         config = BertConfig(vocab_size=96, intermediate_size=64, is_decoder=causal, **sizes)
         BertLMHeadModel(config).save_pretrained(str(tmp_path))
         if causal:
-            assert load_foreign(tmp_path).config.family == "bert"
+            assert load_hf_policy(tmp_path).config.family == "bert"
             continue
         with pytest.raises(CheckpointError, match="a token changes the logits of tokens before it"):
-            load_foreign(tmp_path)
+            load_hf_policy(tmp_path)
 
 
-def test_sequences_in_a_row_and_taps_are_refused() -> None:
+def test_sequences_in_a_row_and_aux_layers_are_refused() -> None:
     from transformers import GPT2LMHeadModel
 
     model = make_foreign("gpt2")
     assert isinstance(model, GPT2LMHeadModel)
     config = foreign_config_of(model)
-    packed = ForeignModel(model, config).pack(torch.float32)
-    for more in ({"lengths": [4]}, {"taps": (0,)}):
-        with pytest.raises(ValueError, match="hands over no taps"):
+    packed = HFPolicy(model, config).pack(torch.float32)
+    for more in ({"lengths": [4]}, {"aux_layers": (0,)}):
+        with pytest.raises(ValueError, match="hands over no auxiliary layers"):
             packed.forward(random_ids(1, 4), random_ids(1, 4), **more)
 
 
 def foreign_config_of(model: Any) -> Any:
     from slipstream.models.config import ContextLimit
-    from slipstream.models.hf_policy import ForeignConfig
+    from slipstream.models.hf_policy import HFPolicyConfig
 
-    return ForeignConfig(
+    return HFPolicyConfig(
         family=model.config.model_type, vocab_size=96, context_limit=ContextLimit(100, "short")
     )

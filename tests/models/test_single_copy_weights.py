@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.models import Decoder, ModelConfig
-from slipstream.models.single_copy_weights import empty_narrow, pack_in_place, write
+from slipstream.models.single_copy_weights import allocate_single_copy, pack_in_place, write
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
@@ -53,7 +53,7 @@ def test_one_copy_computes_what_two_do(family: str, dtype: torch.dtype) -> None:
     old, new = make(family, 0), make(family, 1)
     with torch.device("meta"):
         own = Decoder(old.config)
-    empty_narrow(own, dtype, torch.device("cpu"))
+    allocate_single_copy(own, dtype, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in own.named_parameters():
             parameter.copy_(dict(old.named_parameters())[name])

@@ -157,7 +157,7 @@ def test_little_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_idle_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.build.thread_count.usable_cores", lambda: 4)
+    monkeypatch.setattr("slipstream.threads.usable_cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = doctor_checks._threads(1)
     assert found.status == "note"

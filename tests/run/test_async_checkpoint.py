@@ -8,16 +8,16 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.errors import CheckpointError, StageTimeoutError
-from slipstream.run.async_checkpoint import Saves
+from slipstream.run.async_checkpoint import AsyncCheckpoints
 
 GoOn = Callable[[], None]
 
 
-def saves(timeout_s: float = 60.0) -> tuple[Saves, list[str]]:
+def saves(timeout_s: float = 60.0) -> tuple[AsyncCheckpoints, list[str]]:
     said: list[str] = []
-    return Saves(Stages(timeout_s=timeout_s), said.append), said
+    return AsyncCheckpoints(Deadlines(timeout_s=timeout_s), said.append), said
 
 
 def test_training_goes_on_while_the_rest_is_written_and_the_next_save_waits() -> None:
@@ -77,7 +77,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_once(seen_by: str
             await see(made)
         await made.finish()
 
-    async def see(made: Saves) -> None:
+    async def see(made: AsyncCheckpoints) -> None:
         if seen_by == "begin":
             await made.begin(lambda go_on: saved_again.append(True))
         elif seen_by == "finish":

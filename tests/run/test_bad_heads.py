@@ -88,7 +88,7 @@ def cut_short(folder: Path) -> None:
         (no_change, [f"{INIT}.hidden_size=64"], ["hidden_size is 32 there and 64 in the policy"]),
         (no_change, [f"{INIT}.family=qwen2"], ["family is qwen3 there and qwen2 in the policy"]),
         (other_vocabulary, [], ["vocab_size is 999 there and 224 in the policy"]),
-        (eagle3, [], ["names no taps", "2, 1 and -1 of 2, are not three layers in order"]),
+        (eagle3, [], ["no auxiliary layers", "2, 1 and -1 of 2, are not three layers in order"]),
         (of_three_layers, [], ["fc.weight has shape (32, 96), expected (32, 64)", "export it so"]),
         (not_finite, [], ["tensor fc.weight has NaN or infinite values", "all finite"]),
         (cut_short, [], ["corrupt or cut short", "put a whole draft head there"]),

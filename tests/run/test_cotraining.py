@@ -202,9 +202,9 @@ KILLED_WHILE_WRITING = """
 import os, signal, sys, threading
 from slipstream.cli import main
 from slipstream.drafter.trainer import DraftTrainer
-from slipstream.loops import cotrain
+from slipstream.drafter import interval
 
-save, train, begun, saves = cotrain.save_draft_head, DraftTrainer._train_on, threading.Event(), []
+save, train, begun, saves = interval.save_draft_head, DraftTrainer._train_on, threading.Event(), []
 
 def saved(head, folder):
     saves.append(folder)
@@ -221,7 +221,7 @@ def trained(self, *arguments):
         threading.Event().wait()
     return train(self, *arguments)
 
-cotrain.save_draft_head, DraftTrainer._train_on = saved, trained
+interval.save_draft_head, DraftTrainer._train_on = saved, trained
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -375,7 +375,7 @@ import os, signal, sys, time
 from pathlib import Path
 from slipstream.cli import main
 from slipstream.drafter.worker import DraftWorker
-from slipstream.loops import build_cotrain
+from slipstream.build import cotraining
 
 go_on = DraftWorker.go_on
 
@@ -389,7 +389,7 @@ def gone_on(self, wanted):
         os.kill(os.getpid(), signal.SIGKILL)
 
 DraftWorker.go_on = gone_on
-build_cotrain.usable_cores = lambda: 2
+cotraining.usable_cores = lambda: 2
 sys.exit(main(sys.argv[1:]))
 """
 

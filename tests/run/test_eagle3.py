@@ -72,7 +72,7 @@ def test_a_run_leaves_a_head_that_is_known_by_its_files(trained: Path, finished:
     config = load_config(huggingface_folder(trained / "global_step_2"))
     head = load_draft_head(head_folder(finished), config)
     assert isinstance(head, Eagle3Head)
-    assert (head.taps, head.draft_vocab_size) == ((0, 1, 3), 12)
+    assert (head.aux_layers, head.draft_vocab_size) == ((0, 1, 3), 12)
     lines = dict(read_jsonl(finished / "metrics.jsonl"))
     for metrics in lines.values():
         check_names(metrics)
@@ -101,7 +101,7 @@ def test_a_training_of_another_head_does_not_go_on(
     for other in ((), THIRD, (*THIRD, f"{EAGLE}.draft_vocab_size=13")):
         more = "speculative.draft.total_training_steps=9"
         assert main(line(trained, folder, *other, more)) == 4
-        assert "a draft head of another algorithm, or with other taps" in capsys.readouterr().err
+        assert "another algorithm, or with other auxiliary layers" in capsys.readouterr().err
         (folder / "config.yaml").unlink(missing_ok=True)
 
 
@@ -212,7 +212,7 @@ def test_it_learns_and_changes_neither_rollouts_nor_weights(
     assert "drafter/feature_loss" not in steps[4]
     head = load_draft_head(draft_folder(folder / "global_step_4"))
     assert isinstance(head, Eagle3Head)
-    # Three taps and the final hidden states.
+    # Three auxiliary layers and the final hidden states.
     kept = load_tree(cotraining_file(folder / "global_step_4"))["collector"]["buffer"]["kept"]
     assert {tuple(one["features"].shape[1:]) for one in kept} == {(4 * 32,)}
 

@@ -13,9 +13,9 @@ import torch
 
 from slipstream.build import cotraining as build_cotraining
 from slipstream.cli import main
-from slipstream.deadlines import Stages
+from slipstream.deadlines import Deadlines
 from slipstream.drafter import opportunistic
-from slipstream.drafter.buffer import BufferSettings, Kept
+from slipstream.drafter.buffer import BufferedSequence, BufferSettings
 from slipstream.drafter.collector import CollectorSettings
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.opportunistic import OpportunisticTraining
@@ -43,7 +43,7 @@ class QuickWorker:
         self._step = 0
         self.cpu_seconds = 0.0
 
-    def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+    def learn(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
         self._step = step
 
     def results(self) -> list[Learned]:
@@ -169,7 +169,7 @@ def training(
         [Receiver()],
         compute,
         notify=notify,
-        stages=Stages(),
+        deadlines=Deadlines(),
     )
     worker: Any = QuickWorker(setup)
     worker.learn([], None, 1)

@@ -25,7 +25,7 @@ def _child(line: list[str], output: str, stuck: str, ready: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     from slipstream.cli import main
-    from slipstream.deadlines import Stages
+    from slipstream.deadlines import Deadlines
     from slipstream.inference.engine.engine import Engine
     from slipstream.run import train as run_train
     from slipstream.training.single import SingleProcessBackend
@@ -40,7 +40,7 @@ def _child(line: list[str], output: str, stuck: str, ready: str) -> None:
         SingleProcessBackend._forward_backward = hang  # type: ignore[method-assign, assignment]
     else:
         SingleProcessBackend.save_policy = hang  # type: ignore[method-assign]
-    vars(run_train)["Stages"] = functools.partial(Stages, grace_s=0.3)
+    vars(run_train)["Deadlines"] = functools.partial(Deadlines, grace_s=0.3)
     run_train.FORCED_EXIT_SECONDS = 0.3
     sys.exit(main(line))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def token_lots(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> Tensor:
+def token_hashes(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> Tensor:
     """(B, T) int64 lots of (B, T) token ids, padded on the right.
 
     The lot of a token depends on `seed`, the ids up to it and its row's key, and on no other row,
@@ -30,14 +30,14 @@ def token_lots(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> Ten
     return _mix(prefix ^ start)
 
 
-def value_lots(*values: Tensor) -> Tensor:
+def value_hashes(*values: Tensor) -> Tensor:
     """Lots of (B, T) tokens from the bits of `values` and their positions in the row: for callers
     that have no token ids. A value that differs by one bit draws another lot."""
-    lots = _mix(torch.arange(values[0].shape[-1], device=values[0].device)).expand_as(values[0])
+    hashes = _mix(torch.arange(values[0].shape[-1], device=values[0].device)).expand_as(values[0])
     for value in values:
         # + 0.0 makes -0.0 and 0.0 one.
-        lots = _mix(lots ^ (value.detach().double() + 0.0).view(torch.int64))
-    return lots
+        hashes = _mix(hashes ^ (value.detach().double() + 0.0).view(torch.int64))
+    return hashes
 
 
 def ranked(keys: Sequence[Tensor]) -> Tensor:

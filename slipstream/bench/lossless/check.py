@@ -20,16 +20,16 @@ from slipstream.bench.lossless.driver import (
     PLANS,
     Shifting,
     Written,
-    drive,
-    drive_updates,
     make_engine,
     replay,
+    run_with_drafts,
+    run_with_updates,
     versions_of,
     written_by,
 )
 from slipstream.bench.lossless.targets import eagle3_head
-from slipstream.bench.lossless.workloads import LosslessBench, Wave, enough
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload, enough
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.speculation.drafters import Counted, LyingOracle, history_of
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.protocol import Proposer
@@ -63,7 +63,7 @@ class Tally:
         return 1 + self.events["accepted"] / max(1, self.verifications)
 
 
-def run(bench: LosslessBench, say: Callable[[str], None] = lambda line: None) -> list[Row]:
+def run(bench: LosslessBench, say: Callable[[str], None] = lambda line: None) -> list[ResultRow]:
     """Check everything; a row per proposer. `say` gets a line per wave and proposer."""
     tallies = {name: Tally() for name in bench.proposers}
     plain_seconds = 0.0
@@ -85,24 +85,28 @@ def run(bench: LosslessBench, say: Callable[[str], None] = lambda line: None) ->
     return [_row(bench, name, tally, plain_seconds) for name, tally in tallies.items()]
 
 
-def total(rows: Sequence[Row], name: str) -> int:
+def total(rows: Sequence[ResultRow], name: str) -> int:
     """The sum of one of the values."""
     values = [row.values[name] for row in rows]
     return int(sum(value for value in values if not isinstance(value, Spread)))
 
 
-def different(rows: Sequence[Row]) -> int:
+def different(rows: Sequence[ResultRow]) -> int:
     """Tokens that were not identical."""
     return total(rows, "tokens") - total(rows, "identical")
 
 
-def counts(rows: Sequence[Row]) -> dict[str, int]:
+def counts(rows: Sequence[ResultRow]) -> dict[str, int]:
     """What was compared and what was equal, and how often each event happened."""
     return {name: total(rows, name) for name in ("tokens", "identical", *EVENTS)}
 
 
 def _check(
-    bench: LosslessBench, wave: Wave, name: str, plain: Mapping[str, Written], tally: Tally
+    bench: LosslessBench,
+    wave: LosslessWorkload,
+    name: str,
+    plain: Mapping[str, Written],
+    tally: Tally,
 ) -> None:
     """Generate a wave with drafts, compare, and add to `tally`."""
     known = {name: written[0] for name, written in plain.items()}
@@ -111,11 +115,11 @@ def _check(
     engine = make_engine(bench, wave.limit, proposer, shifting)
     rng = Random(f"{wave.name} {wave.requests[0].request_id} {name}")
     if wave.updates is None:
-        done = drive(engine, shifting, wave, rng, tally.events)
+        done = run_with_drafts(engine, shifting, wave, rng, tally.events)
         expected = plain
     else:
         policies = versions_of(bench.target.decoder)
-        generations = drive_updates(engine, shifting, wave, policies, rng, tally.events)
+        generations = run_with_updates(engine, shifting, wave, policies, rng, tally.events)
         done = {g.request_id: written_by(g) for g in generations}
         expected = replay(bench, wave, generations, policies)
     stats = engine.stats()
@@ -147,14 +151,14 @@ def _bits(token: int, log_prob: float, sampling_log_prob: float) -> bytes:
     return struct.pack("<qdd", token, log_prob, sampling_log_prob)
 
 
-def _plain(bench: LosslessBench, wave: Wave) -> dict[str, Written]:
+def _plain(bench: LosslessBench, wave: LosslessWorkload) -> dict[str, Written]:
     """Plain responses, all requests of the wave at once: another batch than under drafts."""
     generations = make_engine(bench, len(wave.requests)).run(wave.requests)
     return {g.request_id: written_by(g) for g in generations}
 
 
 def _proposer(
-    name: str, bench: LosslessBench, wave: Wave, known: Mapping[str, Sequence[int]]
+    name: str, bench: LosslessBench, wave: LosslessWorkload, known: Mapping[str, Sequence[int]]
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
     if name == "eagle3 head":
@@ -169,7 +173,7 @@ def _proposer(
     return LyingOracle(known, vocab_size=vocab_size, lies=ORACLE_LIES)
 
 
-def _row(bench: LosslessBench, name: str, tally: Tally, plain_seconds: float) -> Row:
+def _row(bench: LosslessBench, name: str, tally: Tally, plain_seconds: float) -> ResultRow:
     values: dict[str, float | Spread] = {
         "tokens": tally.tokens,
         "identical": tally.identical,
@@ -182,7 +186,7 @@ def _row(bench: LosslessBench, name: str, tally: Tally, plain_seconds: float) ->
         "plain_seconds": plain_seconds,
     }
     config = bench.target.decoder.config
-    return Row(
+    return ResultRow(
         benchmark="lossless",
         case=bench.target.name,
         contender=name,

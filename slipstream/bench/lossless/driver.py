@@ -16,7 +16,7 @@ from random import Random
 
 import torch
 
-from slipstream.bench.lossless.workloads import LosslessBench, Wave
+from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload
 from slipstream.errors import EngineError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.speculation.bandits import (
@@ -98,8 +98,8 @@ def make_engine(
     return Engine(policy, settings, proposer=proposer, selector=selector)
 
 
-def drive(
-    engine: Engine, shifting: Shifting, wave: Wave, rng: Random, events: Counter[str]
+def run_with_drafts(
+    engine: Engine, shifting: Shifting, wave: LosslessWorkload, rng: Random, events: Counter[str]
 ) -> dict[str, Written]:
     """Generate a wave while plans switch and requests are preempted, aborted and resumed."""
     done: dict[str, Written] = {r.request_id: ([], [], []) for r in wave.requests}
@@ -144,10 +144,10 @@ def _switch(shifting: Shifting, rng: Random, events: Counter[str]) -> None:
         events["switched"] += 1
 
 
-def drive_updates(
+def run_with_updates(
     engine: Engine,
     shifting: Shifting,
-    wave: Wave,
+    wave: LosslessWorkload,
     policies: Sequence[Decoder],
     rng: Random,
     events: Counter[str],
@@ -173,7 +173,7 @@ def drive_updates(
 
 def replay(
     bench: LosslessBench,
-    wave: Wave,
+    wave: LosslessWorkload,
     generations: Sequence[Generation],
     policies: Sequence[Decoder],
 ) -> dict[str, Written]:

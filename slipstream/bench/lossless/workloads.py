@@ -1,4 +1,4 @@
-"""What the lossless check generates: waves of requests of every kind.
+"""What the lossless check generates: workloads of requests of every kind.
 
 Knows nothing of proposers. Called by `lossless`.
 """
@@ -23,7 +23,7 @@ sees itself; the union is of both; the oracle is no drafter (see `drafters`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wave:
+class LosslessWorkload:
     """Requests that are generated together, at most `limit` at a time."""
 
     name: str
@@ -40,7 +40,7 @@ class Wave:
 class LosslessBench:
     """One check: at least `tokens` tokens of `target` are compared with each of the proposers.
 
-    `batch` is that of the common waves. Raises ConfigError for counts below 1.
+    `batch` is that of the common workloads. Raises ConfigError for counts below 1.
     """
 
     target: Target
@@ -61,7 +61,7 @@ class LosslessBench:
         return needed <= self.target.decoder.config.context_limit.tokens
 
 
-def waves(bench: LosslessBench) -> Iterator[Wave]:
+def workloads(bench: LosslessBench) -> Iterator[LosslessWorkload]:
     """Waves without end: the rare kinds come first, then batches of several sizes in turn."""
     rng = Random(0)
     make = _Requests(bench, rng)
@@ -75,25 +75,25 @@ def waves(bench: LosslessBench) -> Iterator[Wave]:
         {"temperature": 0.0},
     ]
     few = max(4, bench.batch // 8)
-    yield Wave(name="one at a time", requests=make(2, common), limit=1)
-    yield Wave(name="cut laws", requests=make(2 * few, cut), limit=few)
+    yield LosslessWorkload(name="one at a time", requests=make(2, common), limit=1)
+    yield LosslessWorkload(name="cut laws", requests=make(2 * few, cut), limit=few)
     for policy in KVPolicy:
         name = f"weight updates, {policy.value}"
         # Plain runs of these are of one or two requests each, so there are few of them.
-        yield Wave(name=name, requests=make(4, common), limit=4, updates=policy)
+        yield LosslessWorkload(name=name, requests=make(4, common), limit=4, updates=policy)
     if bench.long_contexts_fit:
         requests = make(4, [*common[:3], {"top_k": 20}], length=bench.long_context)
-        yield Wave(name="long contexts", requests=requests, limit=4, unrest=0.2)
+        yield LosslessWorkload(name="long contexts", requests=requests, limit=4, unrest=0.2)
     while True:
         for limit in (bench.batch, max(1, bench.batch // 2), max(1, bench.batch // 9)):
             requests = make(min(bench.batch, 3 * limit), common)
-            yield Wave(name=f"batch of {limit}", requests=requests, limit=limit)
+            yield LosslessWorkload(name=f"batch of {limit}", requests=requests, limit=limit)
 
 
-def enough(bench: LosslessBench) -> Iterator[Wave]:
-    """Every rare kind once and as many common waves as `bench.tokens` takes."""
+def enough(bench: LosslessBench) -> Iterator[LosslessWorkload]:
+    """Every rare kind once and as many common workloads as `bench.tokens` takes."""
     count, rare = 0, len(KVPolicy) + 2 + bench.long_contexts_fit
-    for index, wave in enumerate(waves(bench)):
+    for index, wave in enumerate(workloads(bench)):
         yield wave
         # Responses of the updates have other tokens, but as many.
         count += sum(r.params.max_tokens for r in wave.requests if r.params.ignore_eos)

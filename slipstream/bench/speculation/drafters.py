@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer, taps_of
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer, aux_layers_of
 from slipstream.types import GenerateRequest
 
 
@@ -30,13 +30,13 @@ class LyingOracle:
         lies: float,
         seed: int = 0,
         ragged: bool = False,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         """`known` responses by request id; each draft is another token with probability `lies`.
         `ragged` chains have random lengths up to what is planned. Of a tree, the right drafts are
-        anywhere among wrong ones. It is given what `taps` ask for (`Tapping`), as a head would
-        be."""
-        self.taps = taps
+        anywhere among wrong ones. It is given what `aux_layers` ask for (`UsesAuxLayers`), as a
+        head would be."""
+        self.aux_layers = aux_layers
         self._known = known
         self._ragged = ragged
         self._vocab_size = vocab_size
@@ -116,7 +116,7 @@ class RightHead:
         """What `head` drafts is replaced by what `oracle` does."""
         self._head = head
         self._oracle = oracle
-        self.taps = taps_of(head)
+        self.aux_layers = aux_layers_of(head)
         self.remember = head.remember
 
     def begin(
@@ -156,7 +156,7 @@ class Counted:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-        self.taps = taps_of(proposer)
+        self.aux_layers = aux_layers_of(proposer)
         self.begin = proposer.begin
         self.observe = proposer.observe
         self.end = proposer.end

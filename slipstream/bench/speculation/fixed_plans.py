@@ -89,7 +89,7 @@ def _length(bench: SpeculationBench, natural: Responses, size: int, count: int) 
     return max(bench.new_tokens, min(wanted, least))
 
 
-class Turns:
+class PlanSchedule:
     """`StrategySelector` of an engine that several contenders share: whose turn it is decides."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Turns:
         self.whose.changed(drafter=drafter)
 
 
-class _PlansInTurns:
+class _InterleavedPlans:
     """`StrategySelector` by which plans take turns of `TURN` steps, there and back, and which keeps
     what full batches of `size` took."""
 
@@ -143,7 +143,7 @@ class _PlansInTurns:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RequestBatch:
     """A batch that was decoded: how long it took, and what was done."""
 
     seconds: float
@@ -154,7 +154,7 @@ class Batch:
     @classmethod
     def by(
         cls, bench: SpeculationBench, engine: Engine, batch: Responses, name: str = "a draft plan"
-    ) -> Batch:
+    ) -> RequestBatch:
         """Raises EngineError where it does not write the batch's tokens (`check_same`)."""
         before, start = engine.stats(), perf_counter()
         written = [g.token_ids for g in engine.run(batch.requests)]
@@ -192,7 +192,7 @@ class FixedPlans:
     def __init__(
         self, bench: SpeculationBench, trained: Trained, work: FullBatches, proposer: Proposer
     ) -> None:
-        self.turns = Turns()
+        self.turns = PlanSchedule()
         self.engine = make_engine(trained, bench.dtype, proposer=proposer, selector=self.turns)
         self._bench = bench
         self._again = cycle(work.batches)
@@ -201,7 +201,7 @@ class FixedPlans:
         self._wanted = bench.rounds * max(10, 400 // work.size)
         if bench.device.type == "cuda":
             self._warm_up()
-        self._steps = _PlansInTurns(work.size, bench.in_grid)
+        self._steps = _InterleavedPlans(work.size, bench.in_grid)
 
     def _warm_up(self) -> None:
         """On a GPU: what a plan does often is recorded, and in turns with all others no plan
@@ -209,7 +209,7 @@ class FixedPlans:
         for plan in self._bench.in_grid:
             self.turns.whose, steps = PredefinedSelector(plan), 0
             while steps < RECORDED:
-                batch = Batch.by(self._bench, self.engine, next(self._again))
+                batch = RequestBatch.by(self._bench, self.engine, next(self._again))
                 steps += batch.stats.decode_steps
 
     @property
@@ -220,7 +220,7 @@ class FixedPlans:
     def decode(self) -> None:
         """One more batch."""
         self.turns.whose = self._steps
-        Batch.by(self._bench, self.engine, next(self._again))
+        RequestBatch.by(self._bench, self.engine, next(self._again))
 
     def found(self) -> list[Fixed]:
         """What each plan did in steps of full batches."""

@@ -17,12 +17,12 @@ from statistics import mean
 
 import numpy as np
 
-from slipstream.bench.record import Row, Spread, median_of
+from slipstream.bench.record import ResultRow, Spread, median_of
 from slipstream.bench.speculation.fixed_plans import (
-    Batch,
     Fixed,
     FixedPlans,
     FullBatches,
+    RequestBatch,
     apart,
     name_of,
     workloads,
@@ -50,12 +50,12 @@ LEARNED = 1000
 """Steps that each of them has decoded before it is measured: a run has as many in a minute."""
 
 
-def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
     """For each batch size a row for plain decoding, each plan and the selector: of `LEARNERS` of
     them the mean, each of which has decoded `LEARNED` steps of that size before. Without selectors
     a row for each plan, over steps without drafts of the same engine."""
     trained = load_trained(bench.policy, bench.device, bench.candidates)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for work in workloads(bench, trained, say):
         plans = FixedPlans(bench, trained, work, make_eagle(trained, bench.dtype))
         while not plans.known:
@@ -72,7 +72,7 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[ResultRow]) -> str:
     """What came out for one batch size, for whoever waits for the others."""
     *fixed, mine = rows
     best = max(fixed, key=lambda row: median_of(row.values["over_plain"]))
@@ -83,7 +83,7 @@ def _summary(rows: Sequence[Row]) -> str:
     )
 
 
-def grid_table(rows: Sequence[Row]) -> str:
+def grid_table(rows: Sequence[ResultRow]) -> str:
     """Speed over plain decoding by plan and batch size, in steps of full batches; and in whole
     batches, from prompts to the last that ends, that of the best plan and of the selector, and what
     this yields of the best."""
@@ -107,12 +107,12 @@ def grid_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def over_of(rows: Sequence[Row]) -> str:
+def over_of(rows: Sequence[ResultRow]) -> str:
     """Which of `OVER_PLAIN` and `OVER_OFF` the rows of plans have."""
     return OVER_OFF if any(OVER_OFF in row.values for row in rows) else OVER_PLAIN
 
 
-def over_off_row(bench: SpeculationBench, work: FullBatches, plan: Fixed) -> Row:
+def over_off_row(bench: SpeculationBench, work: FullBatches, plan: Fixed) -> ResultRow:
     """Of a plan beside steps without drafts of the same engine, with standard errors."""
     return _fixed_row(
         bench,
@@ -124,7 +124,9 @@ def over_off_row(bench: SpeculationBench, work: FullBatches, plan: Fixed) -> Row
     )
 
 
-def _fixed_row(bench: SpeculationBench, work: FullBatches, plan: Fixed, **values: float) -> Row:
+def _fixed_row(
+    bench: SpeculationBench, work: FullBatches, plan: Fixed, **values: float
+) -> ResultRow:
     values["accept_length"] = plan.accept_length
     case = f"batch {work.size}"
     return row_of(bench, case, plan.name, plan.seconds, values, new_tokens=work.length)
@@ -136,36 +138,36 @@ def _beside_the_best(
     fixed: Sequence[Fixed],
     plain: Engine,
     plans: FixedPlans,
-) -> list[Row]:
+) -> list[ResultRow]:
     size, batches, drafting, turns = work.size, work.batches, plans.engine, plans.turns
     best = max(fixed, key=lambda f: f.over_off)
     # The first time takes memory, and on a GPU recordings.
     for batch in batches:
-        Batch.by(bench, plain, batch, PLAIN)
+        RequestBatch.by(bench, plain, batch, PLAIN)
     learners = {f"{SELECTOR} {i}": CostModelSelector(bench.in_grid) for i in range(LEARNERS)}
     for turns.whose in learners.values():
         again, steps = cycle(batches), 0
         while steps < LEARNED:
-            steps += Batch.by(bench, drafting, next(again)).stats.decode_steps
+            steps += RequestBatch.by(bench, drafting, next(again)).stats.decode_steps
     strategies: dict[str, StrategySelector] = {
         name_of(plan): PredefinedSelector(plan) for plan in dict.fromkeys([OFF, best.plan])
     }
     strategies |= learners
     names = [PLAIN, *strategies]
-    done: dict[str, list[Batch]] = {name: [] for name in names}
+    done: dict[str, list[RequestBatch]] = {name: [] for name in names}
     for number, batch in enumerate(islice(cycle(batches), bench.rounds * max(8, 32 // size))):
         first = number // 2 % len(names)
         order = names[first:] + names[:first]
         for name in order if number % 2 == 0 else reversed(order):
             turns.whose = strategies.get(name, turns.whose)
             engine = plain if name == PLAIN else drafting
-            done[name].append(Batch.by(bench, engine, batch, name))
+            done[name].append(RequestBatch.by(bench, engine, batch, name))
     logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
     longer = dict(zip(names, logs, strict=True))
     learned = mean(longer[name] for name in learners)
     off_over_plain = exp(longer[PLAIN] - longer[name_of(OFF)])
 
-    def row(name: str, seconds: Spread, **values: float | Spread) -> Row:
+    def row(name: str, seconds: Spread, **values: float | Spread) -> ResultRow:
         return row_of(bench, f"batch {size}", name, seconds, values, new_tokens=work.length)
 
     mine = [batch for name in learners for batch in done[name]]
@@ -196,5 +198,5 @@ def _beside_the_best(
     ]
 
 
-def _spread(batches: Sequence[Batch]) -> Spread:
+def _spread(batches: Sequence[RequestBatch]) -> Spread:
     return Spread.of([batch.seconds for batch in batches])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slipstream.bench.record import Row, Spread, median_of
+from slipstream.bench.record import ResultRow, Spread, median_of
 from slipstream.bench.speculation.grid import SELECTOR
 from slipstream.bench.speculation.rollout import (
     PLAIN,
@@ -61,7 +61,7 @@ def run_heads(
     heads: Sequence[Path],
     say: Callable[[str], None],
     fixed: Sequence[DraftPlan] = PLANS,
-) -> list[Row]:
+) -> list[ResultRow]:
     """For each batch size a row for plain decoding, and for each of the folders `heads` one for
     each plan and one for the selector, which has trees to choose from where `fixed` has any.
 
@@ -91,7 +91,7 @@ def run_heads(
         for name, one in theirs.items():
             for how, engine in _engines(one, bench, fixed):
                 generators[name, how] = Generator(engine, batches)
-        rows += _in_turns(bench, size, generators, theirs, took)
+        rows += _interleaved(bench, size, generators, theirs, took)
     return rows
 
 
@@ -111,7 +111,7 @@ def training_of(folder: Path) -> Training | None:
     return Training(steps=len(seconds), seconds=sum(seconds)) if seconds else None
 
 
-def heads_table(rows: Sequence[Row]) -> str:
+def heads_table(rows: Sequence[ResultRow]) -> str:
     """What each head took to train, tokens a verification by plan, and speed over plain decoding by
     plan and batch size."""
     rows = [row for row in rows if row.contender != PLAIN]
@@ -150,13 +150,13 @@ def _engines(
     yield SELECTOR, make_engine(one, bench.dtype, proposer=proposer, selector=selector)
 
 
-def _in_turns(
+def _interleaved(
     bench: SpeculationBench,
     size: int,
     generators: Mapping[tuple[str, str], Generator],
     theirs: Mapping[str, Trained],
     took: Mapping[str, Training | None],
-) -> list[Row]:
+) -> list[ResultRow]:
     keys = {" ".join(key): key for key in generators}
     calls = {joined: generators[key] for joined, key in keys.items()}
     times = alternate(calls, rounds=bench.rounds, warm_up=WARM_UP)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slipstream.bench.record import Row, median_of
+from slipstream.bench.record import ResultRow, median_of
 from slipstream.bench.speculation.grid import OVER_OFF, OVER_PLAIN, SELECTOR, over_of
 from slipstream.bench.speculation.rollout import PLAIN
 from slipstream.errors import DataError
@@ -22,7 +22,7 @@ _FASTEST = 2.0
 """Speed-up, and its inverse, from which on colours no longer change, where none is larger."""
 
 
-def plot_grid(rows: Sequence[Row], out: Path) -> Path:
+def plot_grid(rows: Sequence[ResultRow], out: Path) -> Path:
     """Draw the PNG `out`, making its folder, and return its path.
 
     A cell is a plan at a batch size: decode steps of it against plain decoding. The fastest plan of

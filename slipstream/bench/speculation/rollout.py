@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
-from slipstream.bench.record import Machine, Row, Spread, median_of, this_machine
+from slipstream.bench.record import Machine, ResultRow, Spread, median_of, this_machine
 from slipstream.bench.rollout import same_tokens
 from slipstream.bench.speculation.drafters import LyingOracle, RightHead
 from slipstream.bench.speculation.roofline import MachineRates, least_seconds, measure_rates
@@ -183,7 +183,7 @@ class Generator:
         return median(s.on_fraction for s in self.stats[-rounds:])
 
 
-def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
     """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with
     chains of a head, with its trees too, with history, with both, with drafts that always are
     right, in the head's time and in none, and peers."""
@@ -270,7 +270,7 @@ def _least(
     }
 
 
-def most_possible(rows: Sequence[Row]) -> dict[str, float]:
+def most_possible(rows: Sequence[ResultRow]) -> dict[str, float]:
     """What drafts that are right and free gain over plain decoding in a rollout: `whole` and `tail`
     on this engine, and `roofline`, the whole on one that wastes nothing of what the machine can
     do; `right_head`, the whole in the time that the head takes to draft."""
@@ -284,7 +284,7 @@ def most_possible(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def gains(rows: Sequence[Row]) -> dict[str, object]:
+def gains(rows: Sequence[ResultRow]) -> dict[str, object]:
     """By who drafts: speed over plain decoding on the whole and while few requests run, and tokens
     a verification."""
     ours = [row for row in rows if "tail_speculative_over_plain" in row.values]
@@ -306,7 +306,7 @@ def _rollout_row(
     generators: Mapping[str, Generator],
     chosen: Responses,
     least: Mapping[str, Spread],
-) -> Row:
+) -> ResultRow:
     values: dict[str, float | Spread] = {
         "tokens_per_second": Spread.of([sum(chosen.lengths) / s for s in times[name].wall]),
         "speculative_over_plain": ratio(times[PLAIN].wall, times[name].wall),
@@ -341,7 +341,7 @@ def _rollout_row(
     )
 
 
-def _median(row: Row, name: str) -> float:
+def _median(row: ResultRow, name: str) -> float:
     return median_of(row.values[name])
 
 
@@ -383,10 +383,10 @@ def row_of(
     *,
     benchmark: str = "speculation",
     **settings: float,
-) -> Row:
+) -> ResultRow:
     """What `name` took, under the bench's settings and more."""
     peer = (VLLM | SPECULATING).get(name)
-    return Row(
+    return ResultRow(
         benchmark=benchmark,
         case=case,
         contender=name,

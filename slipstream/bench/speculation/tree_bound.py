@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
 
-from slipstream.bench.record import Row, Spread, median_of
+from slipstream.bench.record import ResultRow, Spread, median_of
 from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.bench.speculation.fixed_plans import FixedPlans, FullBatches, workloads
 from slipstream.bench.speculation.grid import OVER_OFF, over_off_row
@@ -52,7 +52,7 @@ class Bound:
     possible: Speed
 
 
-def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
+def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
     """For each batch size a row for each plan, a chain as deep as each tree among them, and one for
     each number of rows that these have, of what the policy takes for them; all over steps without
     drafts. Without chains among the plans, those of `chains` are there.
@@ -72,7 +72,7 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Row]:
     bench = replace(bench, plans=tuple(dict.fromkeys([*usual, *asked, *as_deep])))
     undrafted = replace(bench, plans=tuple(DraftPlan.chain(rows - 1) for rows in rows_of))
     trained = load_trained(bench.policy, bench.device, bench.candidates)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for work in workloads(bench, trained, say):
         head = FixedPlans(bench, trained, work, make_eagle(trained, bench.dtype))
         nobody = FixedPlans(undrafted, trained, work, _always_wrong(trained, work, max(rows_of)))
@@ -97,11 +97,11 @@ def _always_wrong(trained: Trained, work: FullBatches, most: int) -> LyingOracle
         for batch in work.batches
         for request, tokens in zip(batch.requests, batch.tokens, strict=True)
     }
-    vocabulary, taps = trained.decoder.config.vocab_size, trained.head.taps
-    return LyingOracle(known, vocab_size=vocabulary, lies=1.0, taps=taps)
+    vocabulary, aux_layers = trained.decoder.config.vocab_size, trained.head.aux_layers
+    return LyingOracle(known, vocab_size=vocabulary, lies=1.0, aux_layers=aux_layers)
 
 
-def bounds(rows: Sequence[Row]) -> list[Bound]:
+def bounds(rows: Sequence[ResultRow]) -> list[Bound]:
     """By batch size, from the rows of `run_bound`."""
     cases = dict.fromkeys(row.case for row in rows)
     return [
@@ -170,7 +170,7 @@ def _fast(speed: Speed) -> float:
     return speed.speed
 
 
-def bound_table(rows: Sequence[Row]) -> str:
+def bound_table(rows: Sequence[ResultRow]) -> str:
     """A line for each batch size: the best chain, the best tree, the tree that could be best; and
     the speeds of both as parts of the chain's, with standard errors."""
     part = f"{'of chain':>14}"
@@ -190,7 +190,7 @@ def _cell(speed: Speed) -> str:
     return f"{f'{speed.plan} {speed.speed:.2f}':>18}"
 
 
-def summary(rows: Sequence[Row]) -> dict[str, object]:
+def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
     """By batch size, the parts of the best chain's speed that the best tree has and a tree could
     have at most."""
     return {

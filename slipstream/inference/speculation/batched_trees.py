@@ -1,5 +1,5 @@
-"""Drafts by a pass of the head for each token of a chain, or level of a tree: what `kernels.tree`
-does in one call, for devices that it is not for. Where that is a GPU they may be recorded
+"""Draft trees by one forward pass of the head per level. On CPUs `kernels.draft.tree` does the same
+in one call; this module serves the other devices. Where that is a GPU they may be recorded
 (`draft_graphs`): nothing here waits for it, but to see whether a level is worth going on from. What
 a level takes there is the number of its operations, so what levels share is computed once.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.inference.speculation.draft_graphs import DraftInputs
 from slipstream.inference.speculation.protocol import DraftBatch
-from slipstream.kernels.tree import WIDTH
+from slipstream.kernels.draft.tree import WIDTH
 from slipstream.models.draft.forward import DraftPass, LevelPass, of_parents
 from slipstream.models.draft.model import PackedDraft
 from slipstream.sampling.choose import choose
@@ -46,7 +46,7 @@ def chain_by_columns(
     return torch.stack(drafts, 1)
 
 
-def tree_by_levels(
+def draft_tree_batched(
     head: PackedDraft,
     kv: Tensor,
     batch: DraftBatch,

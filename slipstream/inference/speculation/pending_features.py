@@ -21,7 +21,7 @@ GONE = -1
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class PendingRequest:
     """One request at `index` in the batch, `GONE` once it has ended: `cached` slots are filled;
     features that it began with may wait, `features_TD` and as many tokens."""
 
@@ -36,11 +36,11 @@ class Row:
 
 
 @dataclass(slots=True)
-class _Step:
+class _FeatureStep:
     """What one step of the engine brought: to each of the rows that there were, `counts` of the
     `tokens` and, at the beginning of its row of `features_NWD`, the features before them."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PendingRequest]
     counts: list[int]
     # All in one list: hundreds of steps wait, and a list for each of their rows would be work for
     # the garbage collector.
@@ -49,7 +49,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingFeatures:
     """T features that wait, sorted by request: `counts_N` of each, and the `tokens_T` after them.
     Token t follows line `_line_T[t]` of source `_source_T[t]`, whose lines are features (D,)."""
 
@@ -92,23 +92,23 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class WaitingFeatures:
+class PendingFeatureQueue:
     """At most `limit` bytes of steps are kept; where it is more, the oldest are forgotten."""
 
     limit: int
     nbytes: int = 0
-    _steps: deque[_Step] = field(default_factory=deque)
+    _steps: deque[_FeatureStep] = field(default_factory=deque)
 
     def __len__(self) -> int:
         """Steps that wait."""
         return len(self._steps)
 
     def add(
-        self, rows: Sequence[Row], tokens: Sequence[Sequence[int]], features_NWD: Tensor
+        self, rows: Sequence[PendingRequest], tokens: Sequence[Sequence[int]], features_NWD: Tensor
     ) -> None:
         """A step has brought `tokens` to `rows`, which begin anew where steps are forgotten."""
         flat = list(chain.from_iterable(tokens))
-        self._steps.append(_Step(rows, list(map(len, tokens)), flat, features_NWD))
+        self._steps.append(_FeatureStep(rows, list(map(len, tokens)), flat, features_NWD))
         self.nbytes += features_NWD.nbytes
         while self.nbytes > self.limit:
             oldest = self._steps.popleft()
@@ -121,7 +121,7 @@ class WaitingFeatures:
         self._steps.clear()
         self.nbytes = 0
 
-    def of(self, rows: Sequence[Row]) -> Waiting | None:
+    def of(self, rows: Sequence[PendingRequest]) -> PendingFeatures | None:
         """What waits for `rows`, all there are; None where one of them has nothing."""
         begun = [row for row in rows if row.features_TD is not None]
         sources = [row.features_TD for row in begun if row.features_TD is not None]
@@ -154,17 +154,17 @@ class WaitingFeatures:
         counts_N = np.bincount(owner_T[order], minlength=len(rows))
         if not counts_N.all():
             return None
-        return Waiting(counts_N, tokens_T[order], sources, source_T[order], line_T[order])
+        return PendingFeatures(counts_N, tokens_T[order], sources, source_T[order], line_T[order])
 
 
-def _all_of(step: _Step) -> Waiting | None:
+def _all_of(step: _FeatureStep) -> PendingFeatures | None:
     """What one step brought to all of its rows."""
     if 0 in step.counts:
         return None
     width = step.features_NWD.shape[1]
     lines = [n * width + i for n, count in enumerate(step.counts) for i in range(count)]
     tokens_T, line_T = np.array(step.tokens), np.array(lines)
-    return Waiting(
+    return PendingFeatures(
         np.array(step.counts),
         tokens_T,
         [step.features_NWD],

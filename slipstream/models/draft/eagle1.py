@@ -30,7 +30,7 @@ class DraftHead(DraftModel):
     """The parameters: `fc` (D, 2D) and one layer."""
 
     algorithm = "EAGLE"
-    taps = ()
+    aux_layers = ()
 
     def __init__(self, config: ModelConfig) -> None:
         """`config` of the policy that the head drafts for."""

@@ -33,21 +33,21 @@ from slipstream.models.functional import add_norm
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype
 
-NUM_TAPS = 3
+NUM_AUX_LAYERS = 3
 """As the engines' classes have it."""
 
 _FEWEST_LAYERS = 7
-"""Of a policy whose usual taps are three layers in order."""
+"""The least number of layers for which the default auxiliary layers are three layers in order."""
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs vLLM and SGLang tap where a head names none.
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs vLLM and SGLang read if a head names none.
 
     Raises ConfigError for a policy of too few layers for that.
     """
     if num_layers < _FEWEST_LAYERS:
         raise ConfigError(
-            f"the usual taps of an EAGLE-3 head, the inputs of layers 2, {num_layers // 2} and "
+            f"the usual auxiliary layers of an EAGLE-3 head, 2, {num_layers // 2} and "
             f"{num_layers - 3} of {num_layers}, are not three layers in order; name three with "
             "speculative.eagle.aux_hidden_state_layer_ids, or set "
             "speculative.eagle.spec_algorithm=EAGLE"
@@ -69,12 +69,12 @@ class Eagle3Head(DraftModel):
     algorithm = "EAGLE3"
 
     def __init__(
-        self, config: ModelConfig, taps: Sequence[int], tokens: Sequence[int] | None = None
+        self, config: ModelConfig, aux_layers: Sequence[int], tokens: Sequence[int] | None = None
     ) -> None:
         """`config` of the policy, or with other sizes of the layer; `tokens`, in order, are those
         that it can draft, None: all.
 
-        Raises ConfigError for taps that are not three of the policy's layers in order, and for
+        Raises ConfigError for auxiliary layers that are not three layers in order, and for
         tokens that are not some of the policy's in order.
         """
         # Nor has it a window, which a policy's may leave nothing out with either.
@@ -86,13 +86,13 @@ class Eagle3Head(DraftModel):
             windowed_layers=(),
         )
         super().__init__(config)
-        self.taps = tuple(taps)
+        self.aux_layers = tuple(aux_layers)
         self.tokens = None if tokens is None else tuple(tokens)
-        _check_taps(self.taps, config.num_layers)
+        _check_aux_layers(self.aux_layers, config.num_layers)
         if self.tokens is not None:
             check_tokens(self.tokens, config.vocab_size)
         D = config.hidden_size
-        self.fc = nn.Linear(NUM_TAPS * D, D, bias=False)
+        self.fc = nn.Linear(NUM_AUX_LAYERS * D, D, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = Norm(D)
         self.lm_head = nn.Linear(D, self.draft_vocab_size, bias=False)
@@ -104,7 +104,7 @@ class Eagle3Head(DraftModel):
 
     @torch.no_grad()
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
-        """At first the head hands on the last of its taps, plus a little noise; with the policy's
+        """At first the head returns the last of its inputs, plus a little noise; with the policy's
         norm and LM head, where it is at hand, that drafts the token after next as if it were the
         next."""
         init_parameters(self, self.config.initializer_range, 1, seed)
@@ -136,7 +136,7 @@ class Eagle3Head(DraftModel):
 
     def blank(self) -> Self:
         """See `DraftModel`."""
-        return type(self)(self.config, self.taps, self.tokens)
+        return type(self)(self.config, self.aux_layers, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +188,13 @@ class PackedEagle3Head(PackedDraft):
         return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 
-def _check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    in_order = all(a < b for a, b in pairwise(taps))
-    if len(taps) != NUM_TAPS or not in_order or taps[0] < 0 or taps[-1] >= num_layers:
+def _check_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> None:
+    in_order = all(a < b for a, b in pairwise(aux_layers))
+    inside = all(0 <= layer < num_layers for layer in aux_layers)
+    if len(aux_layers) != NUM_AUX_LAYERS or not in_order or not inside:
         raise ConfigError(
-            f"an EAGLE-3 head taps the inputs of {NUM_TAPS} of the policy's {num_layers} layers, "
-            f"from the first on and numbered from 0, not of {list(taps)}; set "
+            f"an EAGLE-3 head takes the inputs of {NUM_AUX_LAYERS} of {num_layers} layers, "
+            f"from the first on and numbered from 0, not of {list(aux_layers)}; set "
             "speculative.eagle.aux_hidden_state_layer_ids so, or leave it at null"
         )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ModelConfig
-from slipstream.models.draft.eagle3 import NUM_TAPS, Eagle3Head, default_taps
+from slipstream.models.draft.eagle3 import NUM_AUX_LAYERS, Eagle3Head, default_aux_layers
 from slipstream.models.hf_io import load_tensors
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -33,14 +33,14 @@ _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False) -> dict[str, Any]:
     """The contents of `config.json`; `by_outputs`: `eagle_config` counts as SGLang does."""
-    taps = list(head.taps)
+    aux_layers = list(head.aux_layers)
     return head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch.")) | {
         "architectures": [ARCHITECTURE],
         "draft_vocab_size": head.draft_vocab_size,
-        _IDS: taps,
+        _IDS: aux_layers,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            _IDS: [tap - by_outputs for tap in taps],
+            _IDS: [aux_layer - by_outputs for aux_layer in aux_layers],
         },
     }
 
@@ -67,7 +67,7 @@ def head_of(
     `policy` None: for whatever policy.
 
     Raises CheckpointError where it is for a policy of other sizes, of a variant that is not drafted
-    with here, or where taps, draft vocabulary or tensors cannot be.
+    with here, or where auxiliary layers, draft vocabulary or tensors cannot be.
     """
     others = [f"its {name} is set" for name in _VARIANTS if _setting(raw, name)]
     if not others and policy is not None:
@@ -89,13 +89,17 @@ def head_of(
             f"{folder} is no EAGLE-3 head of this policy: {'; '.join(others)}; train one with "
             "`slipstream draft`, or set speculative.eagle.spec_model_path to the folder of one"
         )
-    taps = _taps(raw, policy, folder)
-    layers = (max(taps) + 1 if taps else NUM_TAPS) if policy is None else policy.num_layers
+    aux_layers = _aux_layers(raw, policy, folder)
+    layers = (
+        (max(aux_layers) + 1 if aux_layers else NUM_AUX_LAYERS)
+        if policy is None
+        else policy.num_layers
+    )
     positions = own.max_position_embeddings if policy is None else policy.max_position_embeddings
     config = replace(own, num_layers=layers, max_position_embeddings=positions)
     try:
         tokens = _tokens(raw, tensors, own.vocab_size)
-        head = Eagle3Head(config, taps, tokens)
+        head = Eagle3Head(config, aux_layers, tokens)
     except ConfigError as error:
         raise _unfit(folder, error) from error
     # vLLM's own name of the layer is the other one.
@@ -127,19 +131,21 @@ def _setting(raw: Mapping[str, Any], name: str) -> object:
     return raw.get(name) or (isinstance(nested, Mapping) and nested.get(name))
 
 
-def _taps(raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path) -> tuple[int, ...]:
+def _aux_layers(
+    raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path
+) -> tuple[int, ...]:
     """As vLLM reads them."""
     ids = _setting(raw, _IDS)
     if not ids:
         if policy is None:
             raise CheckpointError(
-                f"{folder}: config.json does not say which layers of the policy the head taps; "
+                f"{folder}: config.json does not say which layers of the policy the head reads; "
                 f"add {_IDS}"
             )
         try:
-            return default_taps(policy.num_layers)
+            return default_aux_layers(policy.num_layers)
         except ConfigError as error:
-            raise _unfit(folder, f"config.json names no taps, and {error}") from error
+            raise _unfit(folder, f"config.json names no auxiliary layers, and {error}") from error
     if not isinstance(ids, Sequence) or not all(type(i) is int for i in ids):
         raise _unfit(folder, f"{_IDS} must be layers' numbers, got {ids!r}")
     return tuple(ids)

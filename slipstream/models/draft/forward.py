@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slipstream.kernels.draft_prefill import most_rows
-from slipstream.kernels.tree import WIDTH, tree, tree_numbers
+from slipstream.kernels.draft.prefill import most_rows
+from slipstream.kernels.draft.tree import WIDTH, tree, tree_numbers
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
@@ -86,8 +86,8 @@ class TreeDrafter:
         scale: float = 1.0,
     ) -> tuple[Ints, Ints, Floats, Floats]:
         """The candidates of a tree of `steps` levels for each sequence: tokens, parents and scores
-        (N, C), and gaps of the first level (N, W), as in `kernels.tree`. With `topk` 1 they are a
-        chain.
+        (N, C), and gaps of the first level (N, W): see `kernels.draft.tree`. With `topk` 1 they
+        are a chain.
 
         `kv` is of the models' dtype. First the head takes in `ids`, `counts` of each sequence, at
         least one, one sequence after the other, with the features before them: the addresses of

@@ -40,7 +40,7 @@ class Layout:
     fc_bias: bool
     untied: bool
     by_outputs: bool
-    """How the taps of an EAGLE-3 head are counted: see `draft_files3`."""
+    """How the auxiliary layers of an EAGLE-3 head are counted: see `draft_files3`."""
     usage: str
     """Command line that loads `{head}`, one of an `{algorithm}` as the engine writes it, for
     `{policy}`: `command`."""

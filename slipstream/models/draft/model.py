@@ -40,7 +40,7 @@ class DraftModel(nn.Module, ABC):
 
     algorithm: str
     """Its name among SGLang's algorithms."""
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """Layers of the policy whose inputs, side by side, are its features; none: the policy's final
     hidden states are."""
     tokens: tuple[int, ...] | None = None
@@ -66,9 +66,9 @@ class DraftModel(nn.Module, ABC):
 
     def is_like(self, other: DraftModel) -> bool:
         """Whether the weights of one mean in the other what they mean here."""
-        return (self.algorithm, self.taps, self.tokens) == (
+        return (self.algorithm, self.aux_layers, self.tokens) == (
             other.algorithm,
-            other.taps,
+            other.aux_layers,
             other.tokens,
         )
 

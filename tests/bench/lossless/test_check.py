@@ -18,7 +18,7 @@ from slipstream.bench.lossless import workloads
 from slipstream.bench.lossless.check import different, total
 from slipstream.bench.lossless.targets import Target, brief_head, own_texts, random_target
 from slipstream.bench.lossless.workloads import LosslessBench
-from slipstream.bench.record import Row
+from slipstream.bench.record import ResultRow
 from slipstream.bench.speculation import drafters
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import engine as engine_module
@@ -47,7 +47,7 @@ def bench(tokens: int = 800, dtype: torch.dtype = torch.float32) -> LosslessBenc
     )
 
 
-def value(row: Row, name: str) -> float:
+def value(row: ResultRow, name: str) -> float:
     found = row.values[name]
     assert isinstance(found, float | int)
     return found
@@ -76,7 +76,7 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     assert "tokens identical" in lines[-1]
 
 
-def one_proposer(name: str) -> list[Row]:
+def one_proposer(name: str) -> list[ResultRow]:
     rare = LosslessBench(
         target=toy(),
         tokens=1,

@@ -31,7 +31,7 @@ def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
 
 
 def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
-    turns = fixed_plans._PlansInTurns(2, plans())
+    turns = fixed_plans._InterleavedPlans(2, plans())
     told = []
     for step in range(2 * len(plans()) * TURN):
         plan = turns.select(2)

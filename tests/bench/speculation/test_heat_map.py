@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.speculation.grid import SELECTOR
 from slipstream.bench.speculation.heat_map import plot_grid
 from slipstream.bench.speculation.rollout import PLAIN
 from slipstream.errors import DataError
 
 
-def row(case: str, contender: str, over_plain: float | Spread) -> Row:
-    return Row(
+def row(case: str, contender: str, over_plain: float | Spread) -> ResultRow:
+    return ResultRow(
         benchmark="speculation",
         case=case,
         contender=contender,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import cli
-from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.speculation import tree_bound
 from slipstream.bench.speculation.rollout import SpeculationBench, chains
 from slipstream.bench.speculation.tree_bound import (
@@ -24,9 +24,9 @@ from slipstream.inference.speculation.plan import DraftPlan
 from tests.bench.toy import with_toy
 
 
-def row(case: str, name: str, takes: float, tokens: float = 1.0, error: float = 0.0) -> Row:
+def row(case: str, name: str, takes: float, tokens: float = 1.0, error: float = 0.0) -> ResultRow:
     """Of a plan whose step takes as long as so many without drafts."""
-    return Row(
+    return ResultRow(
         benchmark="speculation",
         case=case,
         contender=name,
@@ -162,7 +162,7 @@ def test_the_command_prints_the_table_and_writes_what_it_comes_to(
     rows = [row("batch 2", *measured) for measured in MEASURED]
     asked = []
 
-    def measured(bench: SpeculationBench, say: object) -> list[Row]:
+    def measured(bench: SpeculationBench, say: object) -> list[ResultRow]:
         asked.append(bench.batches)
         return rows
 

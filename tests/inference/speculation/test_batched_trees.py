@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.inference.speculation.batched_trees import tree_by_levels
+from slipstream.inference.speculation.batched_trees import draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import DraftInputs
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.config import ModelConfig
@@ -52,7 +52,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     generator = torch.Generator().manual_seed(steps)
     counts = np.array([4, 4, 4])
     ids = torch.randint(0, config.vocab_size, (3, 4), generator=generator)
-    width = config.hidden_size * max(1, len(head.taps))
+    width = config.hidden_size * max(1, len(head.aux_layers))
     features = torch.randn(3, 4, width, generator=generator)
     rows = SamplingRows.of(
         [(1, 2), (3, 4), (5, 6)],
@@ -80,14 +80,14 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     hidden = run.run(0, ids, plain.taken(features))[:, -1]
     one = torch.tensor(1.0, dtype=torch.float64)
     shape = DraftInputs(torch.tensor([4, 4, 4]), hidden, one), 4 + steps * topk, steps, topk
-    found = candidates(tree_by_levels(plain, room, batch, *shape))
+    found = candidates(draft_tree_batched(plain, room, batch, *shape))
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
     # Levels end where nothing that is followed is worth its row; no candidate that is gets lost.
     worth = 0.3
     fewer = draft_tree(*given, steps, topk, float(np.log(worth)))
-    level = candidates(tree_by_levels(plain, room, replace(batch, worth=worth), *shape))
+    level = candidates(draft_tree_batched(plain, room, replace(batch, worth=worth), *shape))
     worthy = expected[2] >= np.log(worth)
     assert ((fewer[2] >= np.log(worth)) == worthy).all()
     assert (fewer[0][worthy] == expected[0][worthy]).all()

@@ -8,7 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.inference.speculation.pending_features import GONE, Row, Waiting, WaitingFeatures
+from slipstream.inference.speculation.pending_features import (
+    GONE,
+    PendingFeatureQueue,
+    PendingFeatures,
+    PendingRequest,
+)
 
 
 def numbered(*shape: int, start: int) -> Tensor:
@@ -17,7 +22,7 @@ def numbered(*shape: int, start: int) -> Tensor:
     return torch.arange(start, start + 2 * count, dtype=torch.float32).view(*shape, 2)
 
 
-def found(waiting: Waiting) -> list[list[tuple[int, float]]]:
+def found(waiting: PendingFeatures) -> list[list[tuple[int, float]]]:
     """By request, each token with the first number of its feature: read by address, and checked
     against the padded form."""
     numbers = np.array(waiting.addresses())
@@ -40,7 +45,7 @@ def _pointer(address: int) -> object:
 
 
 def test_one_step_of_the_same_batch() -> None:
-    rows, waiting = [Row(0), Row(1)], WaitingFeatures(1 << 20)
+    rows, waiting = [PendingRequest(0), PendingRequest(1)], PendingFeatureQueue(1 << 20)
     features = numbered(2, 3, start=0)
     waiting.add(rows, [[7], [8, 9]], features)
     for same in (rows, list(rows)):  # in order already, and sorted
@@ -51,8 +56,8 @@ def test_one_step_of_the_same_batch() -> None:
 
 def test_what_a_request_began_with_comes_before_its_steps() -> None:
     begun = numbered(2, start=100)
-    rows = [Row(0, features_TD=begun, tokens=[1, 2]), Row(1)]
-    waiting = WaitingFeatures(1 << 20)
+    rows = [PendingRequest(0, features_TD=begun, tokens=[1, 2]), PendingRequest(1)]
+    waiting = PendingFeatureQueue(1 << 20)
     first, second = numbered(1, 1, start=200), numbered(2, 2, start=300)
     waiting.add([rows[1]], [[3]], first)
     waiting.add(rows, [[4, 5], [6]], second)
@@ -65,8 +70,8 @@ def test_what_a_request_began_with_comes_before_its_steps() -> None:
 
 
 def test_rows_that_moved_and_rows_that_are_gone() -> None:
-    one, two, three = rows = [Row(0), Row(1), Row(2)]
-    waiting, features = WaitingFeatures(1 << 20), numbered(3, 1, start=0)
+    one, two, three = rows = [PendingRequest(0), PendingRequest(1), PendingRequest(2)]
+    waiting, features = PendingFeatureQueue(1 << 20), numbered(3, 1, start=0)
     waiting.add(rows, [[1], [2], [3]], features)
     # The first has ended: the last one takes its place.
     one.index, three.index = GONE, 0
@@ -76,7 +81,7 @@ def test_rows_that_moved_and_rows_that_are_gone() -> None:
 
 
 def test_a_request_of_which_nothing_waits() -> None:
-    rows, waiting = [Row(0), Row(1)], WaitingFeatures(1 << 20)
+    rows, waiting = [PendingRequest(0), PendingRequest(1)], PendingFeatureQueue(1 << 20)
     assert waiting.of(rows) is None
     waiting.add([rows[0]], [[1]], numbered(1, 1, start=0))
     assert waiting.of(rows) is None
@@ -85,7 +90,7 @@ def test_a_request_of_which_nothing_waits() -> None:
 
 
 def test_beyond_the_limit_rows_begin_anew() -> None:
-    row, waiting = Row(0, cached=5), WaitingFeatures(limit=16)
+    row, waiting = PendingRequest(0, cached=5), PendingFeatureQueue(limit=16)
     first, second, third = (numbered(1, 1, start=i) for i in range(3))
     waiting.add([row], [[1]], first)
     waiting.add([row], [[2]], second)

@@ -25,7 +25,7 @@ PLAN = DraftPlan.chain(3)
 class Parrot:
     """A head that always drafts the same."""
 
-    taps = ()
+    aux_layers = ()
 
     def __init__(self, drafts: Sequence[int]) -> None:
         self.drafts = drafts

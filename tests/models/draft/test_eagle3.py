@@ -11,18 +11,18 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.models.draft import model
-from slipstream.models.draft.eagle3 import Eagle3Head, default_taps
+from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
 from slipstream.models.draft.forward import DraftPass
 from slipstream.models.functional import rms_norm
 from tests.models.helpers import VOCAB, config, make_decoder, random_ids
 
-TAPS = (0, 1, 2)
+AUX_LAYERS = (0, 1, 2)
 WIDTHS = {"hidden_size": 64, "head_dim": 16, "num_heads": 4}
 
 
 def made(seed: int = 2, tokens: list[int] | None = None, **more: object) -> Eagle3Head:
     """Every part of it matters."""
-    head = Eagle3Head(config("qwen3", **{**WIDTHS, **more}), TAPS, tokens)
+    head = Eagle3Head(config("qwen3", **{**WIDTHS, **more}), AUX_LAYERS, tokens)
     head.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def made(seed: int = 2, tokens: list[int] | None = None, **more: object) -> Eagl
 
 
 def test_names_are_those_of_published_heads() -> None:
-    head = Eagle3Head(config("qwen2"), TAPS, [3, 5, 90])
+    head = Eagle3Head(config("qwen2"), AUX_LAYERS, [3, 5, 90])
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     # Llama's layer, whatever the policy's family: no biases, no norms of queries and keys.
     assert shapes == {
@@ -54,7 +54,7 @@ def test_names_are_those_of_published_heads() -> None:
 
 def test_a_new_head_drafts_with_the_policys_norm_and_lm_head() -> None:
     policy = make_decoder("qwen3")
-    head = Eagle3Head(policy.config, TAPS, [3, 5, 90])
+    head = Eagle3Head(policy.config, AUX_LAYERS, [3, 5, 90])
     head.init_weights(0, policy)
     assert torch.equal(head.lm_head.weight, policy.lm_head_weight[[3, 5, 90]])
     assert torch.equal(head.norm.weight, policy.model.norm.weight)
@@ -183,17 +183,17 @@ def test_what_is_not_in_the_draft_vocabulary_is_not_drafted() -> None:
     assert bool((wide[:, others] == -inf).all())
 
 
-def test_the_usual_taps_are_those_of_the_engines() -> None:
-    assert default_taps(12) == (2, 6, 9)
-    assert default_taps(7) == (2, 3, 4)
+def test_the_usual_aux_layers_are_those_of_the_engines() -> None:
+    assert default_aux_layers(12) == (2, 6, 9)
+    assert default_aux_layers(7) == (2, 3, 4)
     with pytest.raises(ConfigError, match=r"layers 2, 3 and 3 of 6.*spec_algorithm=EAGLE"):
-        default_taps(6)
+        default_aux_layers(6)
 
 
-@pytest.mark.parametrize("taps", [(0, 1), (0, 1, 3), (-1, 0, 1), (0, 2, 1), (1, 1, 2), ()])
-def test_taps_that_cannot_be_are_refused(taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("aux_layers", [(0, 1), (0, 1, 3), (-1, 0, 1), (0, 2, 1), (1, 1, 2), ()])
+def test_aux_layers_that_cannot_be_are_refused(aux_layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"3 of the policy's 3 layers.*aux_hidden_state_layer"):
-        Eagle3Head(config("qwen3"), taps)
+        Eagle3Head(config("qwen3"), aux_layers)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_taps_that_cannot_be_are_refused(taps: tuple[int, ...]) -> None:
 )
 def test_draft_vocabularies_that_cannot_be_are_refused(tokens: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Eagle3Head(config("qwen3"), TAPS, tokens)
+        Eagle3Head(config("qwen3"), AUX_LAYERS, tokens)
 
 
 def test_heads_are_alike_where_their_weights_mean_the_same() -> None:

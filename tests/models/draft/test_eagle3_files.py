@@ -49,7 +49,7 @@ def test_a_head_comes_back_bit_for_bit(
     # Whatever the policy: what is exported from its folder alone.
     unknown = load_draft_head(tmp_path)
     assert isinstance(unknown, Eagle3Head)
-    assert (unknown.taps, unknown.tokens) == (head.taps, head.tokens)
+    assert (unknown.aux_layers, unknown.tokens) == (head.aux_layers, head.tokens)
 
 
 @pytest.mark.parametrize(("layout", "nested"), [("vllm", [0, 2, 4]), ("sglang", [-1, 1, 3])])
@@ -119,7 +119,7 @@ def test_the_layer_may_have_its_other_name(tmp_path: Path) -> None:
     assert same(made(), load_draft_head(tmp_path, POLICY))
 
 
-def test_taps_are_those_of_vllm_where_none_are_named(tmp_path: Path) -> None:
+def test_aux_layers_are_those_of_vllm_where_none_are_named(tmp_path: Path) -> None:
     policy = config("qwen3", num_layers=9)
     head = Eagle3Head(policy, (2, 4, 6), TOKENS)
     head.init_weights(5)
@@ -129,7 +129,7 @@ def test_taps_are_those_of_vllm_where_none_are_named(tmp_path: Path) -> None:
     del raw["eagle_aux_hidden_state_layer_ids"], raw["eagle_config"]
     path.write_text(json.dumps(raw))
     assert same(head, load_draft_head(tmp_path, policy))
-    with pytest.raises(CheckpointError, match="names no taps"):
+    with pytest.raises(CheckpointError, match="names no auxiliary layers"):
         load_draft_head(tmp_path, POLICY)
 
 

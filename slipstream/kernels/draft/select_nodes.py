@@ -35,7 +35,7 @@ def _bar(scores, count, least):
 
 
 @kernel
-def pick_nodes(
+def select_nodes(
     tokens, parents, scores, N, C, drafts, least, out_tokens, out_parents, out_scores, counts
 ):  # fmt: skip
     """Of N sequences' C candidates each, `tokens`, `parents` (int64; -1: none) and `scores`

@@ -83,7 +83,7 @@ def enter(
 
 
 @kernel
-def take_in(
+def draft_prefill(
     spots, E, begin, end, most, embedding, fc, fc_start, norm, weights, eps, wide, both, x, qkv,
     cos, sin, head_stride, keys, values, D, F, Q, H, K, size, part, parts,
 ):  # fmt: skip

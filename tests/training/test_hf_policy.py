@@ -10,7 +10,7 @@ import torch
 
 from slipstream.errors import CheckpointError, TrainingError
 from slipstream.inference.hf import HFCore
-from slipstream.models.hf_policy import ForeignModel, load_foreign
+from slipstream.models.hf_policy import HFPolicy, load_hf_policy
 from slipstream.training import OptimSettings, SingleProcessBackend, sft_loss
 from slipstream.types import SamplingParams, TrainBatch
 from tests.models.foreign import KINDS, save_foreign
@@ -26,8 +26,8 @@ def batch_of(*lengths: int) -> TrainBatch:
     return TrainBatch(rows=[make_row(rng, n) for n in lengths], temperature=TEMPERATURE)
 
 
-def backend_of(folder: Path, **settings: object) -> tuple[SingleProcessBackend, ForeignModel]:
-    model = load_foreign(folder)
+def backend_of(folder: Path, **settings: object) -> tuple[SingleProcessBackend, HFPolicy]:
+    model = load_hf_policy(folder)
     return tiny_backend(model, optim=OptimSettings(lr=1e-2), **settings), model  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ def test_the_kl_over_the_vocabulary_is_that_of_both_laws(tmp_path: Path) -> None
     save_foreign("gemma2", tmp_path / "other")
     batch = batch_of(9, 30)
     backend, _ = backend_of(tmp_path / "own")
-    backend.use_full_kl(load_foreign(tmp_path / "other"))
+    backend.use_full_kl(load_hf_policy(tmp_path / "other"))
     found = backend.compute_full_kl(batch, "reverse").wait()
     backend.close()
     own, other = laws(tmp_path / "own", batch), laws(tmp_path / "other", batch)

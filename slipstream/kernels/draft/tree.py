@@ -19,7 +19,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.draft_prefill import enter, lay_out, share, take_in
+from slipstream.kernels.draft.prefill import draft_prefill, enter, lay_out, share
 from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.layers import layers_part, room_from
 from slipstream.kernels.memory import doubles_at, floats_at, hold, ints_at
@@ -221,7 +221,7 @@ def _tree(
     )
     normed, logits = normed + 4 * D * first * topk, logits + 4 * padded * first * topk
     keys_N2, temperatures = keys_N2 + 8 * first, temperatures + 4 * first
-    take_in(
+    draft_prefill(
         spots, E, early, earlies, most, embedding, fc, fc_start, norm, weights, eps, wide, both, x,
         qkv, cos, sin, head_stride, keys, values, D, F, Q, H, K, size, part, parts,
     )  # fmt: skip
@@ -316,8 +316,8 @@ def tree(*arguments: int, work: int) -> None:
     spots: room for `tree_numbers` int64 numbers; E;
     embedding (V, D); fc, fc_start: packed, 2D, or for EAGLE-3 F, to D; lm_head, lm_start: packed,
     `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a state, before the
-    layer and before the LM head (0: none, see `take_in`); known: which tokens (Z,) these are, int64
-    (0: all); Z; keys_N2, temperatures: as in `draw`;
+    layer and before the LM head (0: none, see `draft_prefill`); known: which tokens (Z,) these
+    are, int64 (0: all); Z; keys_N2, temperatures: as in `draw`;
     tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
     candidates of each sequence, level by level, the token, the number of the candidate that it
     follows (-1: none), and the score; -inf, and nothing else of meaning, where it was not gone on;

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slipstream.config.schema_speculative import MOST_BRANCHES
-from slipstream.kernels.tree import WIDTH
+from slipstream.kernels.draft.tree import WIDTH
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.forward import DraftPass, TreeDrafter
 from slipstream.sampling.noise import gumbel_noise
