@@ -8,7 +8,7 @@ other numbers of rows, in another one than without: where responses part, it say
 two likeliest tokens were there. vLLM's class for EAGLE-1 heads is one of the Llama family, that for
 EAGLE-3 heads is for policies of all of ours. It is asked one prompt at a time: on a CPU, vLLM 0.32
 accepts fewer of the drafts after the first one the more requests run, whoever trained the head
-(docs/log.md). Times are not compared: that is `rollout --policy`.
+(docs/log/draft_heads.md). Times are not compared: that is `rollout --policy`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ What a simulated tree yields follows from its nodes. After each token the first 
 as often as the draft of a chain, and each further one for `second` times that share of what those
 before it leave over. The tree is the one that EAGLE-2 makes of these chances: `topk` nodes of a
 level are followed, and of all candidates the best are verified. `FAIR` and `SECOND` are fitted to
-what the quickstart's head yielded with eight plans, and meet each within 4 % (docs/log.md).
+what the quickstart's head yielded with eight plans, and meet each within 4 % (docs/log/trees.md).
 
 Used by `regret`.
 """

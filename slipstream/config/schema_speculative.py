@@ -92,7 +92,7 @@ class DrafterOptimSection:
 
     Names are FastRL's, but the defaults differ. FastRL's learning rate of 1e-6 with 1000 warm-up
     steps suits a head that was already trained on millions of tokens. These defaults train a new
-    head in half a minute (docs/log/index.md).
+    head in half a minute (docs/log/draft_heads.md).
     """
 
     optimizer: Literal["AdamW", "Muon"] = "Muon"

@@ -36,7 +36,7 @@ core to another, takes longer than the others' share."""
 
 _ROWS_FROM = 16
 """Threads take sequences of their own from one row each to so many numbers of a row on: what moves
-from core to core grows with rows times width, and weights with its square (docs/log.md)."""
+from core to core grows with rows times width, and weights with its square (docs/log/amx.md)."""
 
 
 @kernel

@@ -2,9 +2,9 @@
 
 A kernel's last two arguments are its part and the number of parts: each part does its share, and
 shares do not overlap. A second pool of threads would fight with torch's for the cores (figures:
-`docs/log.md`), so the OpenMP team that torch has already made is asked. A torch without libgomp
-(macOS, Windows) has none that could be asked: there `suited` says no, and what is drawn by kernels
-all the same is drawn on the calling thread.
+`docs/log/threads.md`), so the OpenMP team that torch has already made is asked. A torch without
+libgomp (macOS, Windows) has none that could be asked: there `suited` says no, and what is drawn by
+kernels all the same is drawn on the calling thread.
 """
 
 from __future__ import annotations

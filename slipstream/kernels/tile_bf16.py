@@ -27,8 +27,8 @@ _IN_HARDWARE = multiplies_pairs()
 
 WIDE_FROM = 4 if _IN_HARDWARE and by_intel() else 1 << 30
 """Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
-two fused multiply-adds take less time than the instruction for pairs (docs/log.md), and a few
-rows share the widening of the weights."""
+two fused multiply-adds take less time than the instruction for pairs (docs/log/kernels.md), and a
+few rows share the widening of the weights."""
 
 MOST_ROWS = 12 if _IN_HARDWARE else 3
 """Rows of the largest tile: two panels of so many are what fits into the vector registers."""

@@ -6,8 +6,8 @@ Where torch's own
 operations are used instead, a matrix product computes row i the same way whatever else is in the
 batch only if the row count avoids the library's special cases, and an element-wise operation
 handles the last few elements of a buffer with other instructions. The rules here avoid both
-(measurements: `docs/log.md`). They are applied by the engine and by the trainer alike, so that both
-compute the same bits for the same token.
+(measurements: `docs/log/exact_mode.md`). They are applied by the engine and by the trainer alike,
+so that both compute the same bits for the same token.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def bf16_products_are_faster() -> bool:
     """Whether torch's products of bf16 matrices take less time here than those of fp32.
 
     Not where bf16 is emulated, nor on Intel's processors without AMX: their instruction for pairs
-    takes longer than two fused multiply-adds (docs/log.md).
+    takes longer than two fused multiply-adds (docs/log/training_step.md).
     """
     return "amx_bf16" in words() or (cpu_has_bf16_units() and not by_intel())
 

@@ -4,7 +4,7 @@ Knows nothing about models. The event loop stays free, and two pieces of work ne
 cores. Share one between trainer, reference and engine, and build the models on it, too: every
 thread that runs a parallel operation gets a team of OpenMP threads of its own, and once teams have
 more threads than there are cores, they sleep and wake at each operation instead of waiting for the
-next one (figures: `docs/log.md`). torch's thread count is left as the program set it.
+next one (figures: `docs/log/threads.md`). torch's thread count is left as the program set it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_drafts_that_are_not_worth_a_row_are_left_out() -> None:
 
 
 def test_a_tree_as_wide_as_can_be_accepts_what_was_measured() -> None:
-    # Tokens a verification of the quickstart's head (docs/log.md).
+    # Tokens a verification of the quickstart's head (docs/log/trees.md).
     measured = {
         DraftPlan.chain(3): 3.13,
         DraftPlan.chain(5): 3.66,

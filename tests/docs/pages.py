@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+LOG = DOCS / "log"
+"""Dated measurements: their commands are not checked against today's program."""
 PROGRAMS = r"(?:slipstream|python -m (?:pdb .*-m )?slipstream\.\w+|make)\s"
 VARIABLES = r"(?:[A-Z_]+=\S+ )+"
 """Of the environment, before a command."""

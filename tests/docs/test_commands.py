@@ -20,12 +20,12 @@ import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
-from tests.docs.pages import ROOT, Shown, commands, commands_in, markdown, sentences
+from tests.docs.pages import LOG, ROOT, Shown, commands, commands_in, markdown, sentences
 from tests.report.made import make_run
 
 SHOWN = [shown for page in markdown() for shown in commands(page)]
-# What the log tells was true on its day.
-SHOWN += [shown for page in markdown() if page.name != "log.md" for shown in sentences(page)]
+# The log gives commands as they were run on their day.
+SHOWN += [shown for page in markdown() if LOG not in page.parents for shown in sentences(page)]
 SHOWN += [
     shown
     for command in cli.COMMANDS
@@ -321,7 +321,7 @@ def test_scripts_that_pages_name_exist() -> None:
     named = {
         name
         for page in markdown()
-        if page.name != "log.md"
+        if LOG not in page.parents
         for name in re.findall(r"python (-m bench\.\w+|bench/[\w/]+\.py)", page.read_text())
     }
     files = {re.sub(r"^-m bench\.(\w+)$", r"bench/\1.py", name) for name in named}

@@ -16,7 +16,7 @@ Decode = Callable[[list[int]], str]
 
 PROMPT_FEATURES = 64
 """Hidden states of a prompt that are kept: a draft head that knows so many drafts as well as with
-all of them (it does with twenty: `docs/log.md`)."""
+all of them (it does with twenty: `docs/log/overhead.md`)."""
 
 _MARGIN = 8
 """Tokens and characters by which the text that stop strings are looked for in is longer than the

@@ -13,7 +13,7 @@ _FADE = 0.99
 
 _SIBLING = 0.8
 """How often a further draft in the place of one is right where those before it are not, of how
-often the first one is: what the quickstart's head has of it (docs/log.md)."""
+often the first one is: what the quickstart's head has of it (docs/log/trees.md)."""
 
 
 class AcceptanceCurve:

@@ -7,9 +7,10 @@ Level by level (EAGLE-2's trees, Li et al. 2024): each of the `topk` nodes that 
 `topk` candidates, and of all candidates of a level the `topk` of the best scores are followed. What
 a candidate promises is the share of its exp((score + noise) / scale) among those of the `WIDTH`
 best tokens of its row: with the noise that the policy's own choice will be made with, more is known
-than how likely the token is (docs/log.md). The scale says how far the scores of the policy are from
-those of the head. A node's score is the sum of the logarithms down to it; where it is not worth its
-row through the policy, nothing that follows is, and it takes none through the head either.
+than how likely the token is (docs/log/trees.md). The scale says how far the scores of the policy
+are from those of the head. A node's score is the sum of the logarithms down to it; where it is not
+worth its row through the policy, nothing that follows is, and it takes none through the head
+either.
 """
 
 from __future__ import annotations
