@@ -169,7 +169,7 @@ def main(
     config = load_config(overrides, recipe=chosen)
     clock = PhaseClock()
     with opened(config, compute) as run:
-        done = run_async(_deadlines, run, clock, sft_control)
+        done = run_async(_run_phases, run, clock, sft_control)
     if done is None:
         again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
@@ -227,7 +227,7 @@ def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
     return float(np.median(rates))
 
 
-async def _deadlines(
+async def _run_phases(
     run: Run, clock: PhaseClock, sft_control: bool
 ) -> tuple[list[Rated], list[SideBySide]] | None:
     """Policies and the comparisons of decoding, None where the run was stopped."""
