@@ -159,7 +159,7 @@ def test_a_finished_training_has_nothing_to_do(
     shutil.copytree(finished, tmp_path / "draft")
     (tmp_path / "draft" / "config.yaml").unlink()
     assert main(line(policy, tmp_path / "draft")) == 0
-    assert "has all of its 7 steps" in capsys.readouterr().out
+    assert "all 7 steps" in capsys.readouterr().out
 
 
 def test_recorded_rollouts_train_a_head_too(policy: Path, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_random_weights_are_no_policy(tmp_path: Path, capsys: pytest.CaptureFixt
         ("{", "line 1: not a recorded rollout"),
         ('{"status": "completed", "response_ids": [1]}', "KeyError"),
         ('{"status": "completed", "prompt_ids": [1], "response_ids": [99]}', "vocabulary of 64"),
-        ('{"status": "failed", "prompt_ids": [1], "response_ids": [2]}', "rollout_files=.* contain no response"),
+        ('{"status": "failed", "prompt_ids": [1], "response_ids": [2]}', "contain no response"),
     ],
 )
 def test_rollouts_that_cannot_be_read_are_named(tmp_path: Path, text: str, message: str) -> None:

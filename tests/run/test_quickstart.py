@@ -151,7 +151,7 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
 
 
 def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(CheckpointError, match="another run is working in"):
+    with locked(tmp_path), pytest.raises(CheckpointError, match="another run is using"):
         quickstart.main(tmp_path, seed=1, recipe="tiny", sft_control=False, bf16=False)
 
 
