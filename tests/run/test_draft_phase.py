@@ -108,7 +108,7 @@ def test_the_table_is_printed(
 ) -> None:
     assert main(line(policy, tmp_path / "draft")) == 0
     out = capsys.readouterr().out
-    assert "drafts in a row that are right (share)         1     2     3" in out
+    assert "all drafts to this depth accepted (share)" in out
     assert out.count("  before    ") == out.count("  after     ") == 2
     assert f"draft head   {tmp_path / 'draft' / 'global_step_7' / 'draft'}" in out
 
