@@ -6,13 +6,13 @@ import io
 
 import pytest
 
-from slipstream.metrics.tables import Page, laid_out
+from slipstream.metrics.tables import Page, format_table
 
 ROWS = [("ok", "torch", "2.13.0 (needs >=2.9)"), ("problem", "numba", "not installed at all")]
 
 
 def test_columns_are_as_wide_as_their_cells() -> None:
-    assert list(laid_out(ROWS, 80)) == [
+    assert list(format_table(ROWS, 80)) == [
         "ok       torch  2.13.0 (needs >=2.9)",
         "problem  numba  not installed at all",
     ]
@@ -20,7 +20,7 @@ def test_columns_are_as_wide_as_their_cells() -> None:
 
 def test_the_last_column_wraps_beside_the_others() -> None:
     rows = [("ok", "cores", "two of two, which is all that this machine has to offer")]
-    assert list(laid_out(rows, 40)) == [
+    assert list(format_table(rows, 40)) == [
         "ok  cores  two of two, which is all that",
         "           this machine has to offer",
     ]
@@ -28,7 +28,7 @@ def test_the_last_column_wraps_beside_the_others() -> None:
 
 def test_where_the_last_column_is_too_narrow_it_goes_under_the_row() -> None:
     rows = [("a name of some length", "1,234", "and what that is, in many words"), ("x", "5", "")]
-    assert list(laid_out(rows, 40)) == [
+    assert list(format_table(rows, 40)) == [
         "a name of some length  1,234",
         "    and what that is, in many words",
         "x                      5",
@@ -38,13 +38,13 @@ def test_where_the_last_column_is_too_narrow_it_goes_under_the_row() -> None:
 @pytest.mark.parametrize("width", [20, 40, 79, 200])
 def test_no_line_is_longer_than_the_terminal(width: int) -> None:
     words = [("word " * count, "x" * 9, "other " * count) for count in (1, 5, 20)]
-    lines = list(laid_out(words, width))
+    lines = list(format_table(words, width))
     assert max(map(len, lines)) <= width
     assert " ".join(" ".join(lines).split()).count("other") == 26
 
 
 def test_no_rows_are_no_lines() -> None:
-    assert list(laid_out([], 80)) == []
+    assert list(format_table([], 80)) == []
 
 
 def page(encoding: str = "utf-8") -> tuple[Page, io.BytesIO]:

@@ -10,9 +10,9 @@ import pytest
 
 from slipstream.metrics.timeline import (
     Timeline,
-    command_began,
-    command_begins,
-    heard_of,
+    take_command_start,
+    mark_command_start,
+    extend_to,
     read_timeline,
 )
 
@@ -73,7 +73,7 @@ def test_a_span_ends_where_its_body_raises(tmp_path: Path) -> None:
     assert (process.spans[0].seconds, process.status) == (4.0, None)
 
 
-def test_what_a_killed_process_left_open_lasts_until_it_was_last_heard_of(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_open_lasts_until_it_was_last_extend_to(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [
         {"time": 10.0, "event": "start"},
@@ -86,7 +86,7 @@ def test_what_a_killed_process_left_open_lasts_until_it_was_last_heard_of(tmp_pa
     assert problems == ["events.jsonl, line 5 is no event"]
     (rl,) = process.spans
     assert (rl.end, rl.seconds, process.last) == (None, 7.0, 18.0)
-    heard_of(process, 30.0)
+    extend_to(process, 30.0)
     assert (rl.seconds, process.seconds, process.status) == (19.0, 20.0, None)
     # A second process begins: the first one's span stays as long as it was.
     lines.append({"time": 40.0, "event": "start"})
@@ -140,12 +140,12 @@ def test_a_disk_that_is_full_is_said_once_and_ends_nothing(
 
 
 def test_what_a_command_imports_before_its_first_run_is_of_that_run() -> None:
-    command_began()
-    assert command_began() is None
-    command_begins()
-    began = command_began()
+    take_command_start()
+    assert take_command_start() is None
+    mark_command_start()
+    began = take_command_start()
     assert began is not None
-    assert command_began() is None
+    assert take_command_start() is None
 
 
 def test_a_line_that_a_full_disk_tore_does_not_swallow_the_next_process(tmp_path: Path) -> None:
