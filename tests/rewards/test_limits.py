@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.rewards.limited import LimitedRewardManager
-from slipstream.rewards.limits import Limits, Pace
+from slipstream.rewards.limits import Limits, RateLimit
 from tests.rewards.helpers import decode, sample
 
 
@@ -85,7 +85,7 @@ def test_so_many_at_once() -> None:
 
 def test_a_pause_is_not_saved_up() -> None:
     clock = Clock()
-    pace = Pace(60, clock.time)
+    pace = RateLimit(60, clock.time)
     assert [pace.reserve(1) for _ in range(3)] == [0, 1, 2]
     clock.now += 50
     assert [pace.reserve(2) for _ in range(3)] == [0, 2, 4]

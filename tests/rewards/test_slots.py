@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.rewards import slots
 from slipstream.rewards.runner import DeadlineRunner
-from slipstream.rewards.slots import COMPUTING, MOST, Slots, ThreadClock
+from slipstream.rewards.slots import COMPUTING, MAX_AT_ONCE, Slots, ThreadClock
 
 
 async def most_at_once(several: Slots, calls: int, *, waits: bool = False, until: int = 0) -> int:
@@ -69,9 +69,9 @@ def test_as_many_as_may_compute(
     assert anyio.run(run) == most
 
 
-@pytest.mark.parametrize("most", [MOST, 50])
+@pytest.mark.parametrize("most", [MAX_AT_ONCE, 50])
 def test_many_more_where_they_wait(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MOST", most)
+    monkeypatch.setattr(slots, "MAX_AT_ONCE", most)
 
     async def run() -> int:
         return await most_at_once(Slots(None, waiting), 2 * most, until=most)
@@ -84,9 +84,9 @@ def test_those_that_are_known_to_wait_are_not_looked_at() -> None:
         raise AssertionError
 
     async def run() -> int:
-        return await most_at_once(Slots(None, never), MOST, waits=True, until=MOST)
+        return await most_at_once(Slots(None, never), MAX_AT_ONCE, waits=True, until=MAX_AT_ONCE)
 
-    assert anyio.run(run) == MOST
+    assert anyio.run(run) == MAX_AT_ONCE
 
 
 def test_serves_one_event_loop_after_the_other() -> None:

@@ -10,7 +10,7 @@ import pytest
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.sandbox.local import UnisolatedSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramLimits
-from slipstream.rewards.scorers.code import MOST_TESTS, compute_score, extract_code, read_tests
+from slipstream.rewards.scorers.code import MAX_TESTS, compute_score, extract_code, read_tests
 
 # Programs of these tests are ours: isolation is tested where it is made.
 SANDBOX = UnisolatedSandbox(ProgramLimits(run_timeout_s=2, total_timeout_s=20, output_kb=64))
@@ -133,7 +133,7 @@ def test_tells_what_happened() -> None:
 def test_runs_no_more_tests_than_ten() -> None:
     many = {"inputs": [str(i) for i in range(30)], "outputs": [str(i) for i in range(30)]}
     told = compute_score("apps", fenced("print(input())"), many, sandbox=SANDBOX)
-    assert (told["tests"], told["score"]) == (MOST_TESTS, 1.0)
+    assert (told["tests"], told["score"]) == (MAX_TESTS, 1.0)
 
 
 @pytest.mark.parametrize(
