@@ -122,7 +122,7 @@ def test_law_of_one_problem_by_hand() -> None:
     task = CountdownTask(give_up=0.5)
     # Six tries in random order, one of which is the solution: it is try k with probability 1/6 and
     # is reached with probability 0.5^(k-1).
-    law = task.demonstration_law(Problem((1, 4, 5), 9))
+    law = task.demonstration_distribution(Problem((1, 4, 5), 9))
     assert law.accuracy == pytest.approx(sum(0.5**k for k in range(6)) / 6)
     # A response that ends with try k, solved or given up, takes 8 k + 4 tokens.
     assert law.lengths[12] == pytest.approx(1 / 6 + 5 / 6 * 0.5)
@@ -172,7 +172,7 @@ def test_max_tries_bounds_the_response() -> None:
     assert task.max_response_tokens() == 20
     for index in range(50):
         assert tokens(task.demonstration("train", index)[1]["content"]) + 1 <= 20
-    law = task.demonstration_law(Problem((1, 4, 5), 9))
+    law = task.demonstration_distribution(Problem((1, 4, 5), 9))
     assert law.accuracy == pytest.approx(1 / 3)
     assert law.lengths == pytest.approx({12: 1 / 6, 20: 5 / 6})
 
