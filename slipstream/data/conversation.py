@@ -39,7 +39,7 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedConversation:
-    """A conversation as tokens. `spans` cover `ids` without gaps; `loss_mask` has the same length."""
+    """A conversation as tokens. `spans` cover `ids` without gaps; `loss_mask` is equally long."""
 
     ids: list[int]
     loss_mask: list[float]
