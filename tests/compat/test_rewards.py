@@ -156,7 +156,7 @@ def test_manager_classes_score_batches() -> None:
 
     together = verl.BatchRewardManager(tokenizer, 0, lengths)
     assert together(batch()).sum(1).tolist() == [7.0, 6.0]
-    with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source, which fills it"):
+    with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source"):
         verl.NaiveRewardManager(tokenizer, 0, reward_fn_key="source")
 
 

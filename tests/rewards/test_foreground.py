@@ -161,4 +161,4 @@ def test_the_command_prints_a_report_and_refuses_bad_arguments(
     for bad in ("[1]", "{"):
         with pytest.raises(SystemExit):
             cli.main(["reward", str(rows), "--kwargs", bad])
-    assert "is no mapping" in capsys.readouterr().err
+    assert "is not valid JSON" in capsys.readouterr().err

@@ -4,7 +4,7 @@ let D = JSON.parse(document.getElementById("data").textContent);
 const RUN_DASH = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [1, 4], [12, 4], [6, 2, 2, 2]];
 const SECTIONS = [
   ["learning", "Learning"], ["time", "Time"], ["lengths", "Lengths"], ["speculation", "Speculation"],
-  ["stability", "Stability"], ["failures", "Dropped and failed"], ["samples", "Samples"],
+  ["stability", "Stability"], ["failures", "Lost and failed"], ["samples", "Samples"],
   ["before", "Before RL"], ["run", "Run"],
 ];
 const view = { x: "step", smooth: "auto", theme: null };
