@@ -39,7 +39,7 @@ from slipstream.metrics.loggers import METRICS_FILE, check_loggers
 from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
-from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
+from slipstream.metrics.timeline import EVENTS_FILE, Timeline, take_command_start
 from slipstream.models.config import ModelConfig
 from slipstream.models.hf_policy import HFPolicyConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
@@ -162,7 +162,7 @@ def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline
     timeline = Timeline(Path(config.trainer.default_local_dir) / EVENTS_FILE)
     machine = this_machine()
     timeline.start(
-        command_began(),
+        take_command_start(),
         cwd=str(Path.cwd()),
         argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
         environment={
