@@ -383,7 +383,7 @@ class CpuAttention:
             H,
             K,
             work=Q * K * sum(length * length for length in own.lengths) // 16,
-            narrow=self._dtype == torch.bfloat16,
+            bf16=self._dtype == torch.bfloat16,
         )
         return dq, dk
 

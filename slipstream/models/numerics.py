@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.processor import by_intel, words
-from slipstream.kernels.team import suited
+from slipstream.kernels.processor import cpu_flags, is_intel
+from slipstream.kernels.team import kernels_supported
 
 ROW_MULTIPLE = 4
 """The row count of torch's matrix products must be a multiple of this: the math libraries process
@@ -58,7 +58,7 @@ def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
     Their results are exact for any number of rows.
     """
-    return dtype == torch.float32 and device.type == "cpu" and suited()
+    return dtype == torch.float32 and device.type == "cpu" and kernels_supported()
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -169,7 +169,7 @@ def cpu_has_bf16_units() -> bool:
 
     Other CPUs emulate bf16, which is slower than fp32.
     """
-    return bool(words() & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @cache
@@ -179,7 +179,7 @@ def bf16_products_are_faster() -> bool:
     They are slower if bf16 is emulated, and on Intel processors without AMX: there the bf16 pair
     instruction takes longer than two fused multiply-adds (docs/log.md).
     """
-    return "amx_bf16" in words() or (cpu_has_bf16_units() and not by_intel())
+    return "amx_bf16" in cpu_flags() or (cpu_has_bf16_units() and not is_intel())
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -182,13 +182,13 @@ def test_keys_are_padded_to_chunks_or_to_steps_if_that_is_exact(
     cpu = torch.device("cpu")
     assert padded_keys(513, torch.bfloat16, cpu) == 528
     with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+        elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
         assert padded_keys(513, torch.bfloat16, cpu) == 1024
     for exact, padded in ((True, [16, 16, 128, 144]), (False, [128, 128, 128, 256])):
         monkeypatch.setattr(numerics, "partial_chunks_are_exact", lambda exact=exact: exact)
         assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 129)] == [16, 16, 144]
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
             assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 128, 129)] == padded
 
 

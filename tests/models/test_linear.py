@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.processor import has_amx
 from slipstream.models import numerics
 from slipstream.models.linear import PackedLinear
 
@@ -88,7 +88,7 @@ def test_bf16_sums_pairs_of_inputs_in_order() -> None:
         [1, 1, 1, 1],
     ]
     # The second input of a pair is added first. AMX sums first and second inputs separately.
-    totals = torch.tensor([0.0, 1, 0, 0, 4] if has_matrix_unit() else [1.0, 0, 1, 0, 4])
+    totals = torch.tensor([0.0, 1, 0, 0, 4] if has_amx() else [1.0, 0, 1, 0, 4])
     assert torch.equal(linear(torch.tensor(rows)), totals[:, None].expand(5, 32))
 
 
@@ -162,8 +162,8 @@ def test_gradients_are_correct_with_products_in_bf16_and_in_fp32(
 def test_bf16_products_are_used_only_on_processors_with_fast_ones(
     monkeypatch: pytest.MonkeyPatch, words: str, faster: bool
 ) -> None:
-    monkeypatch.setattr(numerics, "words", lambda: frozenset(words.split()))
-    monkeypatch.setattr(numerics, "by_intel", lambda: "GenuineIntel" in words)
+    monkeypatch.setattr(numerics, "cpu_flags", lambda: frozenset(words.split()))
+    monkeypatch.setattr(numerics, "is_intel", lambda: "GenuineIntel" in words)
     for asked in (numerics.bf16_products_are_faster, numerics.cpu_has_bf16_units):
         asked.cache_clear()
     try:

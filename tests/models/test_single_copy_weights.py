@@ -40,7 +40,7 @@ def make(family: str, seed: int) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+    monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
 
 
 @torch.no_grad()
@@ -90,6 +90,6 @@ def test_packed_weights_share_memory_with_the_parameters() -> None:
 def test_single_copy_weights_raise_an_error_with_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: True)
+    monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: True)
     with pytest.raises(ValueError, match="compiled kernels"):
         pack_in_place(make("qwen3", 0), torch.float32)
