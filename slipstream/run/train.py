@@ -34,7 +34,7 @@ from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.deadlines import Deadlines, close_parts, end_process, frozen_interpreter_ends
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
-from slipstream.kernels.compiling import kept_files
+from slipstream.kernels.compiling import cached_files
 from slipstream.metrics.loggers import METRICS_FILE, check_loggers
 from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
@@ -195,7 +195,7 @@ def device_name(device: torch.device) -> str:
 
 def _tell_of_compiling(run: Run) -> None:
     """Tell the user about the first compilation, which otherwise looks like a hang."""
-    if device_of(run.config).type == "cpu" and not any(kept_files()):
+    if device_of(run.config).type == "cpu" and not any(cached_files()):
         run.progress.note(
             "nothing is compiled yet for this processor: kernels are, when first used, which takes "
             "a minute or two, once"

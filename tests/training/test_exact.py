@@ -126,6 +126,6 @@ def test_the_kernels_are_exact_whatever_torch_does(monkeypatch: pytest.MonkeyPat
         assert rows_are_exact(torch.float32, cpu)
         assert rows_are_exact(torch.bfloat16, cpu)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
             assert rows_are_exact(torch.float32, cpu) is torchs
     assert not rows_are_exact(torch.float32, torch.device("meta"))

@@ -47,7 +47,7 @@ from slipstream.inference.speculation.selector import (
     StepRecord,
     StrategySelector,
 )
-from slipstream.kernels.team import by_itself
+from slipstream.kernels.team import single_threaded
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
@@ -210,7 +210,7 @@ class Engine:
             self._lend()
             self._admit()
             self._lend()
-            with by_itself(self._lends):
+            with single_threaded(self._lends):
                 self._decode()
             self._when_idle()
         ended, self._ended = self._ended, []
