@@ -14,6 +14,7 @@ import torch
 
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelConfig as ModelSettings
 from slipstream.config.schema_actor import OptimConfig
@@ -41,16 +42,12 @@ from slipstream.training.lora import BaseWeights
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import ReferencePolicy
 from slipstream.training.single import SingleProcessBackend
+from slipstream.types import EngineCapabilities, PolicyKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slipstream.distributed.team import Team
-
-_BY_TRANSFORMERS = (
-    "actor_rollout_ref.model.implementation=transformers and actor_rollout_ref.rollout.name=hf"
-)
-
 
 POLICY, REFERENCE = "policy", "reference"
 """Names of the trainers among the parts of a process (`distributed`)."""
@@ -171,6 +168,11 @@ def model_config(
     return found
 
 
+def generates_with_transformers(engine: EngineCapabilities) -> bool:
+    """Whether an engine generates with policies that transformers computes."""
+    return PolicyKind.TRANSFORMERS in engine.policies
+
+
 def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
     """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
     for problem, remedy in _beyond_transformers(config):
@@ -182,10 +184,13 @@ def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> Non
 
 def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that take the decoder, and what to set instead."""
-    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    model = config.actor_rollout_ref.model
     key = "actor_rollout_ref"
-    if name != "hf":
-        yield f"{key}.rollout.name={name} does not generate with it", f"{key}.rollout.name=hf"
+    if engine_lacks(config, generates_with_transformers):
+        yield (
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not generate with it",
+            engines_with(generates_with_transformers),
+        )
     if process_count(config) > 1:
         yield (
             f"its weights are not spread over {process_count(config)} processes",
@@ -261,7 +266,10 @@ def max_model_len(config: Config) -> int:
 def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
     """What is said of sequences of up to `longest` tokens, with what to set instead: `keys` is of
     the limit in their place."""
-    elsewhere = ", or let transformers compute the model with " + _BY_TRANSFORMERS
+    elsewhere = (
+        ", or let transformers compute the model with actor_rollout_ref.model.implementation="
+        f"transformers and {engines_with(generates_with_transformers)}"
+    )
     return (
         f"may take {longest} tokens, but {limit.reason}; set {keys}"
         f"{elsewhere if limit.of_decoder else ''}"

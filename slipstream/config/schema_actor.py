@@ -256,8 +256,9 @@ class ValKwargsConfig:
 class RolloutConfig:
     """Generation of responses."""
 
-    name: Literal["embedded", "hf", "fake"] = "embedded"
-    """Inference engine: `embedded` (built in), `hf` (transformers) or `fake` (scripted, tests)."""
+    name: str = "embedded"
+    """Inference engine: `embedded` (built in), `hf` (transformers), `fake` (scripted, tests), or
+    one that `model.external_lib` registers (`inference.register_engine`)."""
     n: PositiveInt = 8
     """Responses per prompt: the group size."""
     temperature: NonNegativeFloat = 1.0

@@ -23,8 +23,8 @@ class RLTrainingConfig:
     rollout's limits, for metrics. A step without any sample to train on is left out; after
     `max_skipped_batches` such in a row the run ends. With `baseline`, advantages are reward -
     `baseline` and `adv_estimator` has no part in them. Every `checkpoint_every` steps, and at the
-    end, the loop calls `save`. `noise_seed` is that of rollouts whose engine takes keyed noise,
-    `seed` that of other draws. `select` chooses tokens over a mini-batch for the loss
+    end, the loop calls `save`. `noise_seed` is that of rollouts whose engine is exact and takes
+    keyed noise, `seed` that of other draws. `select` chooses tokens over a mini-batch for the loss
     (`algorithms.policy_loss_selection`, its config bound). `pf_ppo` resamples
     the rows of each batch. `replay` has the cuts of a truncating sampler,
     over whose support all log-probs are then taken. `correction` None: the rollout's law is

@@ -29,6 +29,7 @@ from slipstream.build.policy import (
 )
 from slipstream.build.speculation import head_to_be
 from slipstream.checkpoint.layout import lora_folder, policy_folder
+from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.inference.engine.kv_cache import KVStore
@@ -338,8 +339,7 @@ def _engine(
     rows = min(in_flight, rollout.max_num_seqs)
     size = store.size(rows, max_model_len(config))
     copied = _COPIED.get(device.type, 1.0)
-    if rollout.name != "embedded":
-        # transformers' caches have no budget.
+    if not engine_entry(rollout.name).capabilities.kv_budget:
         return {
             "engine's weights": dtype.itemsize * _parameters(policy),
             "keys and values": round(copied * size),

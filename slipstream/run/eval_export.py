@@ -20,7 +20,7 @@ from safetensors import safe_open
 from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
 from slipstream.build.engine import make_engine
 from slipstream.build.policy import make_policy, model_config
-from slipstream.build.process import set_threads
+from slipstream.build.process import import_external, set_threads
 from slipstream.build.rollouts import eval_settings
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
@@ -50,6 +50,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Path | None) -> int:
     """Accuracy of a checkpoint (or of a run's newest one) on the held-out prompts."""
     set_threads(config)
+    import_external(config)
     source = policy_folder(checkpoint)
     tokenizer = make_tokenizer(config, source if _has_tokenizer(source) else None)
     task = make_task(config, tokenizer)

@@ -633,7 +633,8 @@ def test_heads_of_odd_width_are_refused_for_every_engine() -> None:
 
 def test_multiples_are_those_of_exact_mode() -> None:
     # The rules may not import torch, and so repeat two numbers.
-    from slipstream.config.validate import _CHUNK_MULTIPLE, _WIDTH_MULTIPLE
+    from slipstream.config.engines import EMBEDDED
+    from slipstream.config.validate import _CHUNK_MULTIPLE
     from slipstream.models.numerics import ROW_MULTIPLE, WIDTH_MULTIPLE
 
-    assert (_WIDTH_MULTIPLE, _CHUNK_MULTIPLE) == (WIDTH_MULTIPLE, ROW_MULTIPLE)
+    assert (EMBEDDED.width_multiple, _CHUNK_MULTIPLE) == (WIDTH_MULTIPLE, ROW_MULTIPLE)
