@@ -24,7 +24,7 @@ from slipstream.build.policy import (
     rollout_too_long,
 )
 from slipstream.build.speculation import make_speculation
-from slipstream.config.engines import ENGINE_KEY, engine_entry, engines_with
+from slipstream.config.engines import ENGINE_KEY, engine_entry, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
@@ -76,7 +76,7 @@ def check_engine(config: Config, model: PolicyConfig) -> None:
         raise ConfigError(problem)
     entry = engine_entry(rollout.name)
     kind = PolicyKind.DECODER if isinstance(model, ModelConfig) else PolicyKind.TRANSFORMERS
-    remedy = engines_with(lambda engine: kind in engine.policies)
+    remedy = engines_with(generates_with(kind))
     if entry.capabilities.for_tests:
         raise ConfigError(f"{ENGINE_KEY}={entry.name} is for tests; set {remedy}")
     if kind not in entry.capabilities.policies:

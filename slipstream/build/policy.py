@@ -14,7 +14,7 @@ import torch
 
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
-from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelConfig as ModelSettings
 from slipstream.config.schema_actor import OptimConfig
@@ -42,7 +42,7 @@ from slipstream.training.lora import BaseWeights
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import ReferencePolicy
 from slipstream.training.single import SingleProcessBackend
-from slipstream.types import EngineCapabilities, PolicyKind
+from slipstream.types import PolicyKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,11 +168,6 @@ def model_config(
     return found
 
 
-def generates_with_transformers(engine: EngineCapabilities) -> bool:
-    """Whether an engine generates with policies that transformers computes."""
-    return PolicyKind.TRANSFORMERS in engine.policies
-
-
 def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
     """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
     for problem, remedy in _beyond_transformers(config):
@@ -186,10 +181,10 @@ def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that take the decoder, and what to set instead."""
     model = config.actor_rollout_ref.model
     key = "actor_rollout_ref"
-    if engine_lacks(config, generates_with_transformers):
+    if engine_lacks(config, generates_with(PolicyKind.TRANSFORMERS)):
         yield (
             f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not generate with it",
-            engines_with(generates_with_transformers),
+            engines_with(generates_with(PolicyKind.TRANSFORMERS)),
         )
     if process_count(config) > 1:
         yield (
@@ -268,7 +263,7 @@ def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
     the limit in their place."""
     elsewhere = (
         ", or let transformers compute the model with actor_rollout_ref.model.implementation="
-        f"transformers and {engines_with(generates_with_transformers)}"
+        f"transformers and {engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
     )
     return (
         f"may take {longest} tokens, but {limit.reason}; set {keys}"

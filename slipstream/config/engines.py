@@ -120,6 +120,11 @@ def engine_lacks(config: Config, has: Has) -> bool:
     return entry is not None and not has(entry.capabilities)
 
 
+def generates_with(kind: PolicyKind) -> Has:
+    """Asks for an engine that generates with policies of this kind."""
+    return lambda engine: kind in engine.policies
+
+
 def engines_with(has: Has) -> str:
     """What to set for a capability, for messages: `actor_rollout_ref.rollout.name=NAME`, with all
     engines that have it and that a run can select."""

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from slipstream.config.engines import engines_with
 from slipstream.errors import ConfigError
 from slipstream.kernels.processor import by_intel, words
 from slipstream.kernels.team import suited
@@ -46,7 +47,8 @@ def check_widths(**widths: int) -> None:
         if width % WIDTH_MULTIPLE:
             raise ConfigError(
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
-                "choose another size, or roll out with actor_rollout_ref.rollout.name=hf"
+                "choose another size, or roll out with "
+                f"{engines_with(lambda engine: engine.width_multiple == 1)}"
             )
 
 
