@@ -40,7 +40,7 @@ from slipstream.threads import usable_cores
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
 from slipstream.training.optim import OptimSettings
-from slipstream.training.protocol import ReferencePolicy
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import PolicyKind
 
@@ -331,7 +331,7 @@ def make_backend(
     sft: bool = False,
     team: Team | None = None,
     part: str = POLICY,
-) -> SingleProcessBackend:
+) -> TrainingBackend:
     """The trainer of one phase; it works on `compute`, and where there is a team as its `part`
     together with those of the other processes."""
     actor = config.actor_rollout_ref.actor
@@ -345,7 +345,7 @@ def make_backend(
         )
     by_rows = not sft and not actor.use_dynamic_bsz
     tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
-    make: Callable[..., SingleProcessBackend] = partial(SingleProcessBackend, decoder)
+    make: Callable[..., TrainingBackend] = partial(SingleProcessBackend, decoder)
     if team is not None:
         assert isinstance(decoder, Decoder), "checked with the configuration"
         # Imported here: it takes torch's part for several processes, and one does without.
@@ -403,25 +403,29 @@ def make_reference(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     initial: Path | None,
+    policy: Policy,
     compute: ComputeThread,
-    backend: SingleProcessBackend,
+    backend: TrainingBackend,
     team: Team | None = None,
 ) -> ReferencePolicy | None:
-    """The initial policy (or `ref.path`), where a KL term or a teacher is wanted: a frozen copy, or
-    under LoRA the base weights of `backend`. Where the KL is over the whole vocabulary, `backend`
-    gets it, too."""
+    """The reference of a KL term, or a teacher; None if neither is wanted.
+
+    It is `ref.path`, or the policy in `initial` that RL starts from: a frozen copy, or with a LoRA
+    adapter the base weights of `backend`, which trains `policy`. If the KL is over the whole
+    vocabulary, `backend` gets the reference, too.
+    """
     if not wants_reference(config):
         return None
     path = config.actor_rollout_ref.ref.path
     reference: ReferencePolicy
     decoder = None
-    if path is None and lora_layers(backend.decoder):
+    if path is None and lora_layers(policy):
         reference = BaseWeights(backend)
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_policy(config, tokenizer, folder, team)
         if folder is not None:
-            check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
+            check_reference(config, decoder.config, policy.config, folder, tokenizer)
         reference = make_backend(
             config, decoder, compute, optim=OptimSettings(lr=0.0), team=team, part=REFERENCE
         )

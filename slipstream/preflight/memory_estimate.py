@@ -53,7 +53,7 @@ from slipstream.preflight.trainer_memory import (
 )
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
-from slipstream.training.single import SingleProcessBackend
+from slipstream.training.protocol import TrainingBackend
 
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
@@ -247,11 +247,11 @@ def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> Mak
     ref = config.actor_rollout_ref
     actor = replace(ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=MOST_TOKENS)
 
-    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
+    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> TrainingBackend:
         model = replace(ref.model, enable_gradient_checkpointing=recompute)
         own = replace(config, actor_rollout_ref=replace(ref, actor=actor, model=model))
 
-        def begin() -> SingleProcessBackend:
+        def begin() -> TrainingBackend:
             decoder = Decoder(little)
             decoder.init_weights(0)
             if lora is not None:
