@@ -39,6 +39,7 @@ from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
 from slipstream.models.draft.files import load_draft_head
 from slipstream.models.draft.model import DraftModel
+from slipstream.tree_size import candidate_count
 
 TRACE_FILE = "speculation.jsonl"
 
@@ -269,7 +270,7 @@ def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
     trees = []
     for steps in dict.fromkeys([(largest.steps + 1) // 2, largest.steps]):
         for topk in dict.fromkeys([min(2, largest.topk), largest.topk]):
-            most = topk + (steps - 1) * topk**2 + 1
+            most = candidate_count(steps, topk) + 1
             rows = [n for n in TREE_ROWS if n < largest.verify_tokens and n <= most]
             trees += [DraftPlan(steps, topk, n) for n in rows if n > steps]
     return [*chains, *trees]

@@ -25,6 +25,7 @@ from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
 from slipstream.errors import did_you_mean
+from slipstream.tree_size import candidate_count
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -568,7 +569,7 @@ def _speculation(config: Config) -> Iterator[str]:
 
 def _tree(eagle: EagleConfig) -> Iterator[str]:
     key, topk = "speculative.eagle", eagle.spec_topk
-    candidates = topk + (eagle.spec_steps - 1) * topk**2
+    candidates = candidate_count(eagle.spec_steps, topk)
     rows = eagle.spec_verify_tokens
     if rows is None:
         yield (

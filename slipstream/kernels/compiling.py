@@ -20,6 +20,7 @@ from typing import Any
 
 from numba import cfunc, config, njit, types
 
+from slipstream import tree_size
 from slipstream.kernels.processor import has_matrix_unit
 
 _one_at_a_time = RLock()
@@ -68,17 +69,22 @@ def kept_files() -> Iterator[Path]:
     return iter(()) if folder is None else Path(folder).rglob("*.nbc")
 
 
+def source_files() -> list[Path]:
+    """Every file with code that is compiled."""
+    here = Path(__file__).parent
+    return [*sorted([*here.glob("*.py"), *here.glob("*/*.py")]), Path(tree_size.__file__)]
+
+
 @cache
 def cache_folder() -> str | None:
     """Where code is kept: NUMBA_CACHE_DIR, else beside this file, else in the home folder; None,
     with a warning, where none can be written."""
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in sorted(here.glob("*.py")):
+    for path in source_files():
         digest.update(path.read_bytes())
     # Numba keeps code of different processors apart, but not what this process may use of one.
     name = f"numba-{digest.hexdigest()[:16]}{'-amx' if has_matrix_unit() else ''}"
-    usual = (here / "__pycache__", Path.home() / ".cache" / "slipstream")
+    usual = (Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "slipstream")
     for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else usual:
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)

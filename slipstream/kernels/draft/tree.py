@@ -27,9 +27,12 @@ from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
+from slipstream.tree_size import candidate_count
 
 WIDTH = 8
 """Tokens of a row that are compared, and most that are followed."""
+
+_candidates = kernel(candidate_count)
 
 _FIELDS = 10
 """Numbers of a node that is followed: the address of its feature, its place in the rotation tables,
@@ -98,7 +101,7 @@ def _record(
 ):  # fmt: skip
     """A level's candidates of a sequence, whose rows are `begin` to `end`, to their place among all
     of it."""
-    start = topk + (level - 1) * topk * topk if level else 0
+    start = _candidates(level, topk)
     fields = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     for row in range(begin, end):
@@ -116,8 +119,8 @@ def _follow(
 ):  # fmt: skip
     """The `topk` best candidates of a level of sequence `n`, whose rows were `begin` to `end_row`
     of those that were followed `before`, become the nodes that are `followed`, and have `paths`."""
-    start = topk + (level - 1) * topk * topk if level else 0
-    count = topk * topk if level else topk
+    start = _candidates(level, topk)
+    count = _candidates(level + 1, topk) - start
     old = carray(ints_at(before), (_FIELDS, rows))
     new = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
@@ -158,7 +161,7 @@ def _grow(
 ):  # fmt: skip
     """What was drawn becomes candidates of sequences `begin` to `end` of those from the `first` on,
     and the best of these what is followed."""
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     ends, begins = carray(ints_at(given), (2, N)), carray(ints_at(starts), (end + 1,))
     level_tokens = carray(ints_at(drawn), (begins[end] * topk,))
     level_scores = carray(doubles_at(promised), (begins[end] * topk,))
@@ -213,7 +216,7 @@ def _tree(
     if part == 0:
         lay_out(given, spots, E, limit, head_stride, N, H, K)
     wait(parts)
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     first, n, early, earlies, most, m, part, parts = share(given, E, N, D, topk, part, parts)
     wide, both, x = wide + 4 * F * m, both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
@@ -318,7 +321,7 @@ def tree(*arguments: int, work: int) -> None:
     `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a state, before the
     layer and before the LM head (0: none, see `draft_prefill`); known: which tokens (Z,) these
     are, int64 (0: all); Z; keys_N2, temperatures: as in `draw`;
-    tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
+    tokens, parents (N, C) int64, scores (N, C) float64: of the C = `candidate_count(steps, topk)`
     candidates of each sequence, level by level, the token, the number of the candidate that it
     follows (-1: none), and the score; -inf, and nothing else of meaning, where it was not gone on;
     steps; topk, at most `WIDTH`; judged: two numbers, float64: a score that what is followed must
