@@ -15,7 +15,7 @@ from slipstream.build.draft import train_settings
 from slipstream.build.engine import rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
 from slipstream.build.rollouts import sampling_params
-from slipstream.build.speculation import first_head, head_to_be
+from slipstream.build.speculation import first_head, head_aux_layers
 from slipstream.config.schema import Config
 from slipstream.deadlines import Deadlines
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
@@ -55,7 +55,7 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
         )
     longest = min(train.max_seq_len, max_model_len(config))
-    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).aux_layers))
+    numbers = policy.hidden_size * (1 + len(head_aux_layers(config, policy)))
     nbytes = longest * numbers * rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
         raise ConfigError(
