@@ -93,11 +93,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:

@@ -276,11 +276,6 @@ def verify(path: Path) -> None:
         )
 
 
-def step_of(path: Path) -> int:
-    """The step of a checkpoint folder, from its manifest."""
-    return int(_read_manifest(path)["step"])
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     manifest = read_json(file)

@@ -6,7 +6,7 @@
 A problem is solvable with exactly two of its numbers. A demonstration searches: it tries sums and
 differences of pairs in random order, none twice, and writes every try and how far off it is; after
 each failed try it gives up with probability `give_up` and answers with the failed try. So response
-lengths have a long tail, imitation is capped (see `demonstration_law`), and reinforcement learning
+lengths have a long tail, imitation is capped, and reinforcement learning
 has something to find: not to give up. Small reproductions of R1's training (Jiayi Pan's TinyZero)
 use the same game with more operators.
 
@@ -18,8 +18,6 @@ SFT loader and the loops.
 from __future__ import annotations
 
 import hashlib
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,8 +35,6 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 DATA_SOURCE = "countdown"
 
-_TOKENS_PER_TRY = 8  # a op b = c off d, and the comma between two tries
-_ANSWER_TOKENS = 4  # answer a op b <eos>, less the comma that the last try does not have
 _MAX_DRAWS = 100_000
 _MAX_REPEATS = 10_000
 
@@ -77,18 +73,6 @@ class Try:
     def text(self, target: int) -> str:
         """The written try: its value and how far off the target that is."""
         return f"{self.expression} = {self.value} off {abs(target - self.value)}"
-
-
-@dataclass(frozen=True, slots=True)
-class DemonstrationLaw:
-    """The exact law of the demonstrations of one problem.
-
-    `accuracy` is the probability that a demonstration is correct; `lengths` maps a response length
-    in tokens (`<eos>` included) to its probability.
-    """
-
-    accuracy: float
-    lengths: dict[int, float]
 
 
 def _tries(numbers: Sequence[int]) -> list[Try]:
@@ -258,45 +242,6 @@ class CountdownTask:
             {"role": "assistant", "content": " ".join(words)},
         ]
 
-    def demonstration_law(self, problem: Problem) -> DemonstrationLaw:
-        """Accuracy and length law of the demonstrations of `problem`, computed exactly.
-
-        With T tries of which S are solutions, the first solution is try k with probability
-        C(T - k, S - 1) / C(T, S), and is reached with probability (1 - give_up)^(k - 1): the mean
-        of that is the cap that imitation cannot pass.
-        """
-        tries = _tries(problem.numbers)
-        total = len(tries)
-        solutions = sum(step.value == problem.target for step in tries)
-        accuracy = 0.0
-        lengths: dict[int, float] = {}
-        unsolved, persisting = 1.0, 1.0  # before try `count`
-        for count in range(1, total - solutions + 2):
-            first = math.comb(total - count, solutions - 1) / math.comb(total, solutions)
-            length = count * _TOKENS_PER_TRY + _ANSWER_TOKENS
-            accuracy += persisting * first
-            lengths[length] = lengths.get(length, 0.0) + persisting * first
-            unsolved -= first
-            stop = 1.0 if count == self.max_tries else self.give_up
-            lengths[length] += persisting * unsolved * stop
-            persisting *= 1.0 - stop
-        return DemonstrationLaw(accuracy, {k: lengths[k] for k in sorted(lengths) if lengths[k]})
-
-    def expected_accuracy(self, split: Split, count: int) -> float:
-        """Mean demonstration accuracy over the first `count` problems: the cap of imitation."""
-        return statistics.fmean(
-            self.demonstration_law(self.problem(split, i)).accuracy for i in range(count)
-        )
-
-    def demonstration_lengths(self, split: Split, count: int) -> dict[int, float]:
-        """Exact law of response lengths over the first `count` problems: tokens -> probability."""
-        total: dict[int, float] = {}
-        for i in range(count):
-            law = self.demonstration_law(self.problem(split, i))
-            for length, probability in law.lengths.items():
-                total[length] = total.get(length, 0.0) + probability / count
-        return {length: total[length] for length in sorted(total)}
-
     def verify(self, problem: Problem, response_text: str) -> Verdict:
         """Judge a response; see `rewards.countdown.verify`."""
         return verify(problem.numbers, problem.target, response_text)
@@ -304,16 +249,6 @@ class CountdownTask:
     def max_prompt_tokens(self) -> int:
         """Longest prompt in tokens of the task's own vocabulary: numbers, target, `:`."""
         return self.max_numbers + 2
-
-    def max_response_tokens(self) -> int:
-        """Longest demonstration in tokens of the task's own vocabulary, `<eos>` included.
-
-        A full search of `max_numbers` numbers tries every pair with both signs.
-        """
-        tries = self.max_numbers * (self.max_numbers - 1)
-        if self.max_tries is not None:
-            tries = min(tries, self.max_tries)
-        return tries * _TOKENS_PER_TRY + _ANSWER_TOKENS
 
     def parameters(self) -> dict[str, Any]:
         """What, besides the tokenizer, the task is a function of; goes into run records."""

@@ -6,7 +6,7 @@ managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,20 +34,8 @@ _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12"
 """NuminaMath's sets of problems."""
 
 
-class ComputeScore(Protocol):
-    """VERL's reward function: a number, or a mapping with the key `score`; may be async."""
-
-    def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-    ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
-
-
 class SyncComputeScore(Protocol):
-    """A `ComputeScore` that answers at once."""
+    """VERL's reward function: a number, or a mapping with the key `score`."""
 
     def __call__(
         self,

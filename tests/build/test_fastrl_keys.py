@@ -106,7 +106,7 @@ def load(overrides: str) -> Config:
     return load_config(
         [*given, *(f"speculative.{one}" for one in overrides.split())],
         recipe="tiny",
-        hardware=Hardware(gpus=0, cpus=2),
+        hardware=Hardware(gpus=0),
         notify=lambda _: None,
     )
 

@@ -28,7 +28,7 @@ def compute() -> Iterator[ComputeThread]:
 
 
 def load(*overrides: str) -> Config:
-    cpu = Hardware(gpus=0, cpus=2)
+    cpu = Hardware(gpus=0)
     return load_config(overrides, recipe="tiny", hardware=cpu, notify=lambda _: None)
 
 

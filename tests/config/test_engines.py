@@ -34,7 +34,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(*overrides: str) -> Config:
-    return load_config(overrides, recipe="tiny", hardware=Hardware(gpus=0, cpus=2))
+    return load_config(overrides, recipe="tiny", hardware=Hardware(gpus=0))
 
 
 def test_the_built_in_engines() -> None:

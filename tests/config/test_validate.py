@@ -7,7 +7,7 @@ import pytest
 from slipstream.config import Config, Hardware, load_config, resolve_mode
 from slipstream.errors import ConfigError
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -554,7 +554,7 @@ def test_a_model_is_asked_for_only_where_one_is_needed() -> None:
 
 
 def test_gpus_that_are_there_can_be_used() -> None:
-    two = Hardware(gpus=2, cpus=8)
+    two = Hardware(gpus=2)
     assert load("trainer.device=cuda", two).trainer.device == "cuda"
     assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
     assert load("trainer.n_gpus_per_node=2", two).trainer.n_gpus_per_node == 2
