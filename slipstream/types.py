@@ -93,11 +93,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
@@ -421,6 +416,49 @@ class Transport(StrEnum):
     SHARED_MEMORY = "shared_memory"
     FILE = "file"
     COLLECTIVE = "collective"
+
+
+class PolicyKind(StrEnum):
+    """Which code computes a policy's forward pass."""
+
+    DECODER = "decoder"
+    """Slipstream's decoder (`models.decoder`)."""
+    TRANSFORMERS = "transformers"
+    """The architecture's class in `transformers` (`models.hf_policy`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an inference engine can do. Rules between options ask this, never an engine's name.
+
+    The defaults describe an engine about which nothing is promised.
+    """
+
+    policies: frozenset[PolicyKind] = frozenset()
+    """The kinds of policy that the engine generates with; empty: it needs no policy."""
+    keyed_noise: bool = False
+    """A token depends only on the request's noise key, its position and the target logits."""
+    exact: bool = False
+    """With the trainer's dtype, log-probs are bit for bit the trainer's."""
+    drafts: bool = False
+    """The engine can speculate: it verifies draft tokens, and its draft head can be updated."""
+    hidden_states: bool = False
+    """`GenerateRequest.return_hidden_states` returns the hidden states of decoding."""
+    top_log_probs: int = 0
+    """How many of the likeliest tokens' log-probs the engine can return at each position."""
+    transports: frozenset[Transport] = frozenset({Transport.REFERENCE})
+    """How the tensors of a `WeightUpdate` may travel to the engine."""
+    several_processes: bool = False
+    """The engine takes weights that several trainer processes hold in parts."""
+    one_thread_tail: bool = False
+    """On a CPU with compiled kernels, the engine can decode the last requests on one thread and
+    lend the other cores (`actor_rollout_ref.rollout.one_thread_below`)."""
+    kv_budget: bool = False
+    """Keys and values stay within `actor_rollout_ref.rollout.kv_cache_bytes`."""
+    width_multiple: int = 1
+    """Hidden size, intermediate size and head width must be multiples of this."""
+    for_tests: bool = False
+    """No run may select this engine."""
 
 
 WeightBucket = Sequence[tuple[str, "Tensor"]]

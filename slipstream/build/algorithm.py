@@ -21,6 +21,7 @@ from slipstream.algorithms import (
     policy_loss_selection,
 )
 from slipstream.algorithms.full_kl import KLDirection
+from slipstream.config.engines import engine_entry
 from slipstream.config.schema import Config
 from slipstream.config.validate_algorithm import GROUP_RELATIVE, canonical
 from slipstream.errors import ConfigError
@@ -57,6 +58,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         config.algorithm,
     )
     mini, batch = a.ppo_mini_batch_size, config.data.train_batch_size
+    engine = engine_entry(r.name).capabilities
     _check_needs(config)
     correction = rollout_correction(config)
     mode = a.policy_loss.loss_mode
@@ -108,8 +110,8 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         shuffle=order if a.shuffle else None,
         critic_shuffle=order if shuffles else None,
         sync_every=config.trainer.sync_every,
-        # Of the other engines no one knows what decided a token.
-        noise_seed=config.trainer.seed if r.name == "embedded" else None,
+        # Only the trainer's own bits and the noise together decide a token as the engine did.
+        noise_seed=config.trainer.seed if engine.keyed_noise and engine.exact else None,
         seed=config.trainer.seed,
     )
 

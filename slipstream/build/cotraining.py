@@ -15,19 +15,19 @@ from slipstream.build.draft import train_settings
 from slipstream.build.engine import rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
 from slipstream.build.rollouts import sampling_params
-from slipstream.build.speculation import first_head, head_to_be
+from slipstream.build.speculation import first_head, head_aux_layers
 from slipstream.config.schema import Config
 from slipstream.deadlines import Deadlines
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.decoded import DecodedFeatures
-from slipstream.drafter.interval import DraftReceiver, IntervalTraining
+from slipstream.drafter.interval import IntervalTraining
 from slipstream.drafter.opportunistic import OpportunisticTraining
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
-from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import Policy
@@ -55,7 +55,7 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
         )
     longest = min(train.max_seq_len, max_model_len(config))
-    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).aux_layers))
+    numbers = policy.hidden_size * (1 + len(head_aux_layers(config, policy)))
     nbytes = longest * numbers * rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
         raise ConfigError(
@@ -103,7 +103,7 @@ def training_steps(config: Config, rl_steps: int) -> int:
 def make_cotraining(
     config: Config,
     policy: Policy,
-    engines: Sequence[DraftReceiver],
+    engines: Sequence[InferenceEngine],
     compute: ComputeThread,
     *,
     ends: Callable[[], PolicyEnds] | None = None,
@@ -153,14 +153,13 @@ def make_cotraining(
             train=settings,
             stands_still=usable_cores() <= torch.get_num_threads(),
         )
-        own = [getattr(engine, "own", engine) for engine in engines]  # of several processes
-        embedded = [engine for engine in own if isinstance(engine, EmbeddedEngine)]
+        lenders = [engine for engine in engines if engine.capabilities.one_thread_tail]
         return OpportunisticTraining(
             setup,
             ends,
             engines,
             compute,
-            lenders=embedded if setup.stands_still else (),
+            lenders=lenders if setup.stands_still else (),
             notify=notify,
             deadlines=deadlines,
             decoded=decoded,

@@ -19,6 +19,7 @@ from slipstream.build.engine import check_engine, engine_settings, rollout_dtype
 from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
 from slipstream.build.speculation import first_head
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
@@ -68,11 +69,11 @@ def check_draft(config: Config) -> None:
             "a draft head learns from a trained policy; set actor_rollout_ref.model.path=FOLDER "
             "and actor_rollout_ref.model.init=null, or give a run with --checkpoint DIR"
         )
-    name = config.actor_rollout_ref.rollout.name
-    if name != "embedded":
+    if engine_lacks(config, lambda engine: engine.hidden_states):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} hands over no hidden states, which a draft "
-            "head learns from; set actor_rollout_ref.rollout.name=embedded"
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} hands over no hidden states, "
+            "which a draft head learns from; set "
+            f"{engines_with(lambda engine: engine.hidden_states)}"
         )
     if config.data.task is None and config.data.train_files is None:
         raise ConfigError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from slipstream.build.algorithm import (
     critic_budget,
     wants_critic,
@@ -21,9 +19,6 @@ from slipstream.models.decoder import takes_sequences_in_a_row
 from slipstream.models.numerics import dtype_from_name
 from slipstream.models.policy import PolicyConfig
 from slipstream.training.packing import padded_length
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.validate import no_decay
@@ -38,18 +39,14 @@ from slipstream.threads import usable_cores
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
 from slipstream.training.optim import OptimSettings
-from slipstream.training.protocol import ReferencePolicy
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.training.single import SingleProcessBackend
+from slipstream.types import PolicyKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slipstream.distributed.team import Team
-
-_BY_TRANSFORMERS = (
-    "actor_rollout_ref.model.implementation=transformers and actor_rollout_ref.rollout.name=hf"
-)
-
 
 POLICY, REFERENCE = "policy", "reference"
 """Names of the trainers among the parts of a process (`distributed`)."""
@@ -181,10 +178,13 @@ def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> Non
 
 def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that take the decoder, and what to set instead."""
-    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    model = config.actor_rollout_ref.model
     key = "actor_rollout_ref"
-    if name != "hf":
-        yield f"{key}.rollout.name={name} does not generate with it", f"{key}.rollout.name=hf"
+    if engine_lacks(config, generates_with(PolicyKind.TRANSFORMERS)):
+        yield (
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not generate with it",
+            engines_with(generates_with(PolicyKind.TRANSFORMERS)),
+        )
     if process_count(config) > 1:
         yield (
             f"its weights are not spread over {process_count(config)} processes",
@@ -260,7 +260,10 @@ def max_model_len(config: Config) -> int:
 def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
     """What is said of sequences of up to `longest` tokens, with what to set instead: `keys` is of
     the limit in their place."""
-    elsewhere = ", or let transformers compute the model with " + _BY_TRANSFORMERS
+    elsewhere = (
+        ", or let transformers compute the model with actor_rollout_ref.model.implementation="
+        f"transformers and {engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
+    )
     return (
         f"may take {longest} tokens, but {limit.reason}; set {keys}"
         f"{elsewhere if limit.of_decoder else ''}"
@@ -327,7 +330,7 @@ def make_backend(
     sft: bool = False,
     team: Team | None = None,
     part: str = POLICY,
-) -> SingleProcessBackend:
+) -> TrainingBackend:
     """The trainer of one phase; it works on `compute`, and where there is a team as its `part`
     together with those of the other processes."""
     actor = config.actor_rollout_ref.actor
@@ -341,7 +344,7 @@ def make_backend(
         )
     by_rows = not sft and not actor.use_dynamic_bsz
     tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
-    make: Callable[..., SingleProcessBackend] = partial(SingleProcessBackend, decoder)
+    make: Callable[..., TrainingBackend] = partial(SingleProcessBackend, decoder)
     if team is not None:
         assert isinstance(decoder, Decoder), "checked with the configuration"
         # Imported here: it takes torch's part for several processes, and one does without.
@@ -399,25 +402,29 @@ def make_reference(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     initial: Path | None,
+    policy: Policy,
     compute: ComputeThread,
-    backend: SingleProcessBackend,
+    backend: TrainingBackend,
     team: Team | None = None,
 ) -> ReferencePolicy | None:
-    """The initial policy (or `ref.path`), where a KL term or a teacher is wanted: a frozen copy, or
-    under LoRA the base weights of `backend`. Where the KL is over the whole vocabulary, `backend`
-    gets it, too."""
+    """The reference of a KL term, or a teacher; None if neither is wanted.
+
+    It is `ref.path`, or the policy in `initial` that RL starts from: a frozen copy, or with a LoRA
+    adapter the base weights of `backend`, which trains `policy`. If the KL is over the whole
+    vocabulary, `backend` gets the reference, too.
+    """
     if not wants_reference(config):
         return None
     path = config.actor_rollout_ref.ref.path
     reference: ReferencePolicy
     decoder = None
-    if path is None and lora_layers(backend.decoder):
+    if path is None and lora_layers(policy):
         reference = BaseWeights(backend)
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_policy(config, tokenizer, folder, team)
         if folder is not None:
-            check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
+            check_reference(config, decoder.config, policy.config, folder, tokenizer)
         reference = make_backend(
             config, decoder, compute, optim=OptimSettings(lr=0.0), team=team, part=REFERENCE
         )

@@ -36,9 +36,10 @@ from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
-from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
-from slipstream.models.draft.files import load_draft_head
+from slipstream.models.draft.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers
+from slipstream.models.draft.files import aux_layers_in, load_draft_head
 from slipstream.models.draft.model import DraftModel
+from slipstream.tree_size import candidate_count
 
 TRACE_FILE = "speculation.jsonl"
 
@@ -139,21 +140,46 @@ def _new_head(
     config: Config, policy: ModelConfig, frequent: Callable[[int], Sequence[int]] | None = None
 ) -> DraftModel:
     eagle = config.speculative.eagle
+    aux_layers = _new_aux_layers(eagle, policy, counts=frequent is not None)
     if eagle.spec_algorithm == "EAGLE":
         return DraftHead(policy)
-    size, aux_layers, tokens = eagle.draft_vocab_size, eagle.aux_hidden_state_layer_ids, None
+    size, tokens = eagle.draft_vocab_size, None
     if size is not None:
-        if frequent is None or size > policy.vocab_size:
-            raise ConfigError(
-                f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
-                f"{policy.vocab_size}, and responses must be there to count tokens in; set it so, "
-                "train the draft model with `slipstream draft` first, or set "
-                "speculative.eagle.draft_vocab_size=null"
-            )
+        assert frequent is not None, "see `_new_aux_layers`"
         tokens = frequent(size)
-    return Eagle3Head(
-        policy, default_aux_layers(policy.num_layers) if aux_layers is None else aux_layers, tokens
-    )
+    return Eagle3Head(policy, aux_layers, tokens)
+
+
+def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -> tuple[int, ...]:
+    """The auxiliary layers of a new head, none for EAGLE. `counts`: there are responses to count
+    the tokens of a draft vocabulary in.
+
+    Raises ConfigError for auxiliary layers or a draft vocabulary that the policy cannot have.
+    """
+    if eagle.spec_algorithm == "EAGLE":
+        return ()
+    size = eagle.draft_vocab_size
+    if size is not None and (not counts or size > policy.vocab_size):
+        raise ConfigError(
+            f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
+            f"{policy.vocab_size}, and responses must be there to count tokens in; set it so, "
+            "train the draft model with `slipstream draft` first, or set "
+            "speculative.eagle.draft_vocab_size=null"
+        )
+    aux_layers = eagle.aux_hidden_state_layer_ids
+    if aux_layers is None:
+        aux_layers = default_aux_layers(policy.num_layers)
+    check_aux_layers(aux_layers, policy.num_layers)
+    return aux_layers
+
+
+def head_aux_layers(config: Config, policy: ModelConfig) -> tuple[int, ...]:
+    """The auxiliary layers of the head that RL begins with. Reads no more than a folder's
+    `config.json`; `check_speculation` reads all of it. Raises what `first_head` does."""
+    eagle = config.speculative.eagle
+    if eagle.spec_model_path is not None:
+        return aux_layers_in(head_folder(Path(eagle.spec_model_path)), policy)
+    return _new_aux_layers(eagle, policy, counts=False)
 
 
 def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
@@ -198,7 +224,7 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
     its folder is not there."""
     speculative = config.speculative
     if speculative.enable:
-        make_selector(config)
+        draft_plans(config)
         _check_depths(speculative.eagle, max_model_len)
         topk = speculative.eagle.spec_topk
         if topk > policy.vocab_size:
@@ -213,7 +239,11 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
                 f"speculative.eagle.spec_model_path={path} is not a folder; train a draft head "
                 "with `slipstream draft`, or set speculative.enable=false"
             )
-        head_to_be(config, policy)
+        if path is not None:
+            # Only the tensors themselves show whether a head is whole and of this policy.
+            _known_head(config, policy)
+        else:
+            _new_aux_layers(speculative.eagle, policy, counts=False)
 
 
 def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
@@ -236,19 +266,41 @@ def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
             )
 
 
-def make_selector(config: Config) -> StrategySelector:
-    """After `speculative.eagle.tune_algorithm`."""
-    speculative, eagle = config.speculative, config.speculative.eagle
+def draft_plans(config: Config) -> dict[int, list[DraftPlan]]:
+    """The plans that a selector chooses from, by the number of running requests from which on they
+    are for (the first: 1), as `speculative.eagle.tune_algorithm` says.
+
+    Raises ConfigError for plans that cannot be, and for thresholds that do not fit them.
+    """
+    eagle = config.speculative.eagle
     largest = _largest_plan(eagle)
     if eagle.tune_algorithm == "PREDEFINED":
-        return PredefinedSelector(largest, bs_threshold=speculative.bs_threshold)
-    if eagle.tune_algorithm != "COST":
-        return _bandit(config, largest)
-    return CostModelSelector(
-        [*_smaller_plans(largest), largest],
+        return {1: [largest]}
+    if eagle.tune_algorithm == "COST":
+        return {1: [*_smaller_plans(largest), largest]}
+    return _bandit_plans(config, largest)
+
+
+def make_selector(config: Config) -> StrategySelector:
+    """The selector of `speculative.eagle.tune_algorithm`. Raises what `draft_plans` does."""
+    speculative, eagle = config.speculative, config.speculative.eagle
+    plans = draft_plans(config)
+    if eagle.tune_algorithm == "PREDEFINED":
+        return PredefinedSelector(plans[1][0], bs_threshold=speculative.bs_threshold)
+    if eagle.tune_algorithm == "COST":
+        return CostModelSelector(
+            plans[1],
+            bs_threshold=speculative.bs_threshold,
+            hysteresis=eagle.hysteresis,
+            exploration=eagle.exploration,
+        )
+    ucb1 = eagle.tune_algorithm == "UCB1"
+    return BanditSelector(
+        plans,
+        UpperConfidenceBound() if ucb1 else EpsilonGreedy(eagle.mab_epsilon),
         bs_threshold=speculative.bs_threshold,
-        hysteresis=eagle.hysteresis,
-        exploration=eagle.exploration,
+        window=eagle.mab_window_size,
+        seed=config.trainer.seed,
     )
 
 
@@ -269,14 +321,14 @@ def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
     trees = []
     for steps in dict.fromkeys([(largest.steps + 1) // 2, largest.steps]):
         for topk in dict.fromkeys([min(2, largest.topk), largest.topk]):
-            most = topk + (steps - 1) * topk**2 + 1
+            most = candidate_count(steps, topk) + 1
             rows = [n for n in TREE_ROWS if n < largest.verify_tokens and n <= most]
             trees += [DraftPlan(steps, topk, n) for n in rows if n > steps]
     return [*chains, *trees]
 
 
-def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
-    """FastRL's, which picks from `mab_configs` and the `default`."""
+def _bandit_plans(config: Config, default: DraftPlan) -> dict[int, list[DraftPlan]]:
+    """Those of FastRL's selectors: `mab_configs` and the `default`."""
     speculative, eagle, key = config.speculative, config.speculative.eagle, "speculative.eagle"
     try:
         plans = [*map(DraftPlan.parse, eagle.mab_configs), default]
@@ -293,17 +345,9 @@ def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
             )
     except ConfigError as error:
         raise ConfigError(f"{key}.mab_configs: {error}") from error
-    buckets: dict[int, list[DraftPlan]] = {1: plans}
-    if eagle.tune_algorithm == "BEG":
-        try:
-            buckets = buckets_by_rows(plans, eagle.mab_bs_threshold)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.mab_bs_threshold: {error}") from error
-    greedy = EpsilonGreedy(eagle.mab_epsilon)
-    return BanditSelector(
-        buckets,
-        UpperConfidenceBound() if eagle.tune_algorithm == "UCB1" else greedy,
-        bs_threshold=speculative.bs_threshold,
-        window=eagle.mab_window_size,
-        seed=config.trainer.seed,
-    )
+    if eagle.tune_algorithm != "BEG":
+        return {1: plans}
+    try:
+        return buckets_by_rows(plans, eagle.mab_bs_threshold)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.mab_bs_threshold: {error}") from error

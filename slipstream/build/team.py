@@ -42,8 +42,7 @@ from slipstream.models.policy import Policy
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.fsdp2 import Ranks
 from slipstream.training.optim import OptimSettings
-from slipstream.training.protocol import ReferencePolicy
-from slipstream.training.single import SingleProcessBackend
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +56,7 @@ class PolicyParts:
     """The trainer's own; in several processes a part of it."""
     whole: Policy
     """All of its weights as they are before anything is learned."""
-    backend: SingleProcessBackend
+    backend: TrainingBackend
     reference: ReferencePolicy | None
     engine: InferenceEngine | None
 
@@ -144,7 +143,9 @@ def _own_parts(
     backend = make_backend(config, policy, compute, optim=wanted.optim, sft=wanted.sft, team=team)
     reference = None
     if not wanted.sft:
-        reference = make_reference(config, tokenizer, wanted.start, compute, backend, team=team)
+        reference = make_reference(
+            config, tokenizer, wanted.start, policy, compute, backend, team=team
+        )
     engine = None
     if wanted.engine:
         speculate = None if wanted.sft else notify

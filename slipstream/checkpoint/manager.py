@@ -277,11 +277,6 @@ def verify(path: Path) -> None:
         )
 
 
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint folder, read from its manifest."""
-    return int(_read_manifest(path)["step"])
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     manifest = read_json(file)

@@ -6,9 +6,9 @@
 A problem is solvable with exactly two of its numbers. A demonstration searches: it tries the sums
 and differences of pairs in random order, each at most once, and writes every try and its distance
 to the target. After each failed try it gives up with probability `give_up`, and answers with the
-failed try. So response lengths have a long tail, the accuracy of imitation is limited (see
-`demonstration_distribution`), and reinforcement learning has something to learn: not to give up.
-Small reproductions of R1's training (Jiayi Pan's TinyZero) use the same game with more operators.
+failed try. So response lengths have a long tail, the accuracy of imitation is limited, and
+reinforcement learning has something to learn: not to give up. Small reproductions of R1's training
+(Jiayi Pan's TinyZero) use the same game with more operators.
 
 Every problem, prompt and demonstration is a pure function of the task's parameters, its seed, the
 split and an index. Knows nothing of models, rollouts or training. Called by the data buffer, the
@@ -18,8 +18,6 @@ SFT loader and the loops.
 from __future__ import annotations
 
 import hashlib
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,8 +35,6 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 DATA_SOURCE = "countdown"
 
-_TOKENS_PER_TRY = 8  # a op b = c off d, and the comma between two tries
-_ANSWER_TOKENS = 4  # answer a op b <eos>, less the comma that the last try does not have
 _MAX_DRAWS = 100_000
 _MAX_REPEATS = 10_000
 
@@ -77,18 +73,6 @@ class Try:
     def text(self, target: int) -> str:
         """The try as written in a demonstration: its value and its distance to the target."""
         return f"{self.expression} = {self.value} off {abs(target - self.value)}"
-
-
-@dataclass(frozen=True, slots=True)
-class DemonstrationDistribution:
-    """The exact distribution of the demonstrations of one problem.
-
-    `accuracy` is the probability that a demonstration is correct. `lengths` maps a response length
-    in tokens (including `<eos>`) to its probability.
-    """
-
-    accuracy: float
-    lengths: dict[int, float]
 
 
 def _tries(numbers: Sequence[int]) -> list[Try]:
@@ -258,47 +242,6 @@ class CountdownTask:
             {"role": "assistant", "content": " ".join(words)},
         ]
 
-    def demonstration_distribution(self, problem: Problem) -> DemonstrationDistribution:
-        """Return the exact accuracy and length distribution of the demonstrations of `problem`.
-
-        With T tries, S of them solutions, the first solution is try k with probability
-        C(T - k, S - 1) / C(T, S). It is reached with probability (1 - give_up)^(k - 1). The
-        expectation of that is the maximum accuracy of imitation.
-        """
-        tries = _tries(problem.numbers)
-        total = len(tries)
-        solutions = sum(step.value == problem.target for step in tries)
-        accuracy = 0.0
-        lengths: dict[int, float] = {}
-        unsolved, persisting = 1.0, 1.0  # before try `count`
-        for count in range(1, total - solutions + 2):
-            first = math.comb(total - count, solutions - 1) / math.comb(total, solutions)
-            length = count * _TOKENS_PER_TRY + _ANSWER_TOKENS
-            accuracy += persisting * first
-            lengths[length] = lengths.get(length, 0.0) + persisting * first
-            unsolved -= first
-            stop = 1.0 if count == self.max_tries else self.give_up
-            lengths[length] += persisting * unsolved * stop
-            persisting *= 1.0 - stop
-        return DemonstrationDistribution(
-            accuracy, {k: lengths[k] for k in sorted(lengths) if lengths[k]}
-        )
-
-    def expected_accuracy(self, split: Split, count: int) -> float:
-        """Return the mean demonstration accuracy of the first `count` problems."""
-        return statistics.fmean(
-            self.demonstration_distribution(self.problem(split, i)).accuracy for i in range(count)
-        )
-
-    def demonstration_lengths(self, split: Split, count: int) -> dict[int, float]:
-        """Return the exact length distribution of the first `count` problems, by token count."""
-        total: dict[int, float] = {}
-        for i in range(count):
-            distribution = self.demonstration_distribution(self.problem(split, i))
-            for length, probability in distribution.lengths.items():
-                total[length] = total.get(length, 0.0) + probability / count
-        return {length: total[length] for length in sorted(total)}
-
     def verify(self, problem: Problem, response_text: str) -> Verdict:
         """Return whether a response is correct, and why (see `rewards.countdown.verify`)."""
         return verify(problem.numbers, problem.target, response_text)
@@ -306,17 +249,6 @@ class CountdownTask:
     def max_prompt_tokens(self) -> int:
         """Return the maximum prompt length in tokens of the task's own vocabulary."""
         return self.max_numbers + 2
-
-    def max_response_tokens(self) -> int:
-        """Return the maximum demonstration length in tokens of the task's own vocabulary.
-
-        `<eos>` is included. A full search tries every pair of `max_numbers` numbers with both
-        signs.
-        """
-        tries = self.max_numbers * (self.max_numbers - 1)
-        if self.max_tries is not None:
-            tries = min(tries, self.max_tries)
-        return tries * _TOKENS_PER_TRY + _ANSWER_TOKENS
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters that determine all prompts, apart from the tokenizer."""

@@ -3,16 +3,14 @@
     data_source   selects the reward function
     prompt        a list of chat messages, or plain text (used without a chat template)
     ability, reward_model.ground_truth, extra_info.index ...
-    images, videos  only for models with a processor
+    images, videos  refused where a row has any: models here read text
 
 Knows files and tokenizers, not order, epochs or rewards. Called by `build.parts` and data checks.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[Truncation, ...] = ("error", "left", "right", "middle")
 
-_MEDIA = {"images": "<image>", "videos": "<video>"}
+_MEDIA = ("images", "videos")
 _KNOWN_COLUMNS = {"ability", "reward_model", "extra_info", *_MEDIA}
 _NAMED = 5  # how many bad rows an error message lists
 
@@ -87,7 +85,6 @@ class PromptReader:
     reward_fn_key: str = "data_source"
     truncation: Truncation = "error"
     filter_overlong: bool = True
-    processor: Any = None
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,14 +122,7 @@ class PromptReader:
 
     def truncate(self, prompt: Prompt, where: str) -> None:
         """Truncate a prompt in place if it is too long. Raises DataError if that is not allowed."""
-        limit = self.max_prompt_length
-        if prompt.multi_modal and len(prompt.ids) > limit and self.truncation != "error":
-            raise DataError(
-                f"{where}: a prompt with images or videos cannot be truncated ({len(prompt.ids)} "
-                f"tokens, data.max_prompt_length {limit}): its placeholders would no longer "
-                "match. Set data.filter_overlong_prompts=true or raise the limit"
-            )
-        prompt.ids = truncate_ids(prompt.ids, limit, self.truncation, where=where)
+        prompt.ids = truncate_ids(prompt.ids, self.max_prompt_length, self.truncation, where=where)
 
     def prompt(self, row: DataRow) -> Prompt:
         """Return the whole prompt of one row.
@@ -143,25 +133,19 @@ class PromptReader:
             raise missing_column(row, self.prompt_key, "data.prompt_key")
         raw = row.values[self.prompt_key]
         messages = raw if isinstance(raw, str) else as_messages(row, self.prompt_key)
-        media = {key: row.values[key] for key in _MEDIA if row.values.get(key)}
-        if media and self.processor is None:
+        if media := [key for key in _MEDIA if row.values.get(key)]:
             raise DataError(
-                f"{row.where} has {' and '.join(media)}, but the model has no processor for them: "
-                "use a model with one, or a dataset without these columns"
+                f"{row.where} has {' and '.join(media)}, and models here read text only: use a "
+                "data set without these columns"
             )
-        if media:
-            ids = self._multi_modal_ids(row, messages, media)
-        else:
-            ids = self.text_ids(messages, row.where)
         return Prompt(
             uid=row.uid,
-            ids=ids,
+            ids=self.text_ids(messages, row.where),
             messages=messages,
             data_source=str(row.values.get(self.reward_fn_key) or ""),
             ground_truth=ground_truth_of(row),
             extra_info=self._extra_info(row),
             ability=str(row.values.get("ability") or ""),
-            multi_modal=media or None,
         )
 
     def text_ids(self, messages: str | list[Message], where: str) -> list[int]:
@@ -183,23 +167,6 @@ class PromptReader:
             **self.template_kwargs,
         )
         return [int(i) for i in ids]
-
-    def _multi_modal_ids(
-        self, row: DataRow, messages: str | list[Message], media: dict[str, list[Any]]
-    ) -> list[int]:
-        if isinstance(messages, str):
-            raise DataError(
-                f"{row.where} has {' and '.join(media)}, so its prompt must be a list of messages "
-                "with <image> and <video> placeholders"
-            )
-        text = self.processor.apply_chat_template(
-            _expand_placeholders(row, messages, media),
-            tokenize=False,
-            add_generation_prompt=True,
-            **self.template_kwargs,
-        )
-        loaded = {key: [_open_media(value) for value in values] for key, values in media.items()}
-        return [int(i) for i in self.processor(text=[text], **loaded)["input_ids"][0]]
 
     def _extra_info(self, row: DataRow) -> dict[str, Any]:
         """Return the row's `extra_info`, plus all columns outside the schema."""
@@ -281,42 +248,3 @@ def _failures(failed: Sequence[str]) -> str:
         f"The chat template failed on {len(failed)} rows, which were left out: "
         f"{', '.join(failed[:_NAMED])}{more}"
     )
-
-
-def _expand_placeholders(
-    row: DataRow, messages: list[Message], media: dict[str, list[Any]]
-) -> list[Message]:
-    """Replace `<image>` and `<video>` in message text by content parts. Checks their number."""
-    kinds = {mark: key for key, mark in _MEDIA.items()}
-    found = dict.fromkeys(_MEDIA, 0)
-    out = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            parts = []
-            for part in re.split(f"({'|'.join(kinds)})", content):
-                if part in kinds:
-                    found[kinds[part]] += 1
-                    parts.append({"type": part.strip("<>")})
-                elif part:
-                    parts.append({"type": "text", "text": part})
-            message = {**message, "content": parts}
-        out.append(message)
-    for key, mark in _MEDIA.items():
-        given = len(media.get(key, []))
-        if found[key] != given:
-            raise DataError(
-                f"{row.where}: {given} {key} but {found[key]} {mark} placeholders in the prompt"
-            )
-    return out
-
-
-def _open_media(value: Any) -> Any:
-    """Open an image stored in parquet as `{"bytes": ..., "path": ...}`, or return its path."""
-    if not isinstance(value, dict):
-        return value
-    if value.get("bytes") is not None:
-        from PIL import Image
-
-        return Image.open(io.BytesIO(value["bytes"]))
-    return value.get("path") or value.get("image") or value.get("video")

@@ -64,12 +64,20 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        """Raises DataError for files that cannot be read, and if no row is left."""
+        """`processor` must be None: models read only text here.
+
+        Raises DataError for files that cannot be read, if no row is left, and for a processor.
+        """
+        if processor is not None:
+            raise DataError(
+                f"{type(self).__name__}(processor=...): models read only text here; "
+                "omit the processor"
+            )
         self.config: Mapping[str, Any] = {} if config is None else config
         self.data_files = data_files
         self.tokenizer: Any = tokenizer
         self.tokenizer_kwargs: dict[str, Any] = {}
-        self.processor = processor
+        self.processor = None
         self.max_samples = max_samples
         self.prompt_key = str(self.config.get("prompt_key", "prompt"))
         self.max_prompt_length = int(self.config.get("max_prompt_length", _MAX_PROMPT_LENGTH))
@@ -162,7 +170,6 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             reward_fn_key=str(self.config.get("reward_fn_key", "data_source")),
             truncation=self.config.get("truncation", "error"),
             filter_overlong=bool(self.config.get("filter_overlong_prompts", True)),
-            processor=self.processor,
             template_kwargs=dict(self.config.get("apply_chat_template_kwargs") or {}),
         )
 

@@ -21,6 +21,7 @@ from slipstream.distributed.team import Member, Team
 from slipstream.inference.protocol import EngineStats, InferenceEngine
 from slipstream.threads import arrival
 from slipstream.types import (
+    EngineCapabilities,
     GenerateRequest,
     Generation,
     KVPolicy,
@@ -45,12 +46,18 @@ class OwnEngine:
 
 
 class RemoteEngine:
-    """`InferenceEngine` on the engine of another process."""
+    """`InferenceEngine` on the engine of another process, which is of the same kind as this
+    process's engine and so has the same `capabilities`."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, capabilities: EngineCapabilities) -> None:
         self._member = member
+        self._capabilities = capabilities
         self._stats = EngineStats()
         self._asked: Future[Any] | None = None
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Generation:
         generation: Generation = await self._call("generate", request)
@@ -84,6 +91,12 @@ class RemoteEngine:
             self._asked.add_done_callback(self._heard)
         return self._stats
 
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """Cores of another process are not lent."""
+
+    def close(self) -> None:
+        """The engine ends with its process."""
+
     def _heard(self, answer: Future[Any]) -> None:
         if answer.exception() is None:
             self._stats = newer(self._stats, answer.result()[1])
@@ -112,11 +125,16 @@ class EngineTeam:
     """`InferenceEngine` on this process's engine and those of the members of `team`."""
 
     def __init__(self, own: InferenceEngine, team: Team) -> None:
-        self.own = own
+        self._own = own
         self._team = team
-        self._engines: list[InferenceEngine] = [own, *map(RemoteEngine, team.members)]
+        remote = [RemoteEngine(member, own.capabilities) for member in team.members]
+        self._engines: list[InferenceEngine] = [own, *remote]
         self._load = [0] * len(self._engines)
         self._groups: dict[str, tuple[int, int]] = {}
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._own.capabilities
 
     async def generate(self, request: GenerateRequest) -> Generation:
         group = request.group or request.request_id
@@ -162,13 +180,16 @@ class EngineTeam:
             version = self.stats().version + 1
         await self._each(lambda engine: engine.update_weights_from_checkpoint(path, version))
 
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """This process's engine lends its cores."""
+        self._own.lend_to(lent)
+
     def stats(self) -> EngineStats:
         return combined([engine.stats() for engine in self._engines])
 
     def close(self) -> None:
         """Close this process's engine; the others end with their processes."""
-        if close := getattr(self.own, "close", None):
-            close()
+        self._own.close()
 
     async def _gather(self, update: WeightUpdate, weights: GatheredWeights) -> None:
         """Each engine takes the weights that its own trainer gathers."""
@@ -177,7 +198,7 @@ class EngineTeam:
             pass
         own = replace(update, buckets=weights.backend.gathered())
         try:
-            await self.own.update_weights(own)
+            await self._own.update_weights(own)
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(all.wait)

@@ -72,8 +72,7 @@ class DraftLoss:
     topk_mass_weight * `topk_mass`, a mean over slots.
 
     `value` (None of a head that predicts no features), `soft`, `acceptance` and `topk_mass` (None
-    where they have no weight) and `accuracy` are those of the first draft, `depth_accuracy` has
-    that of every depth.
+    where they have no weight) and `accuracy` are those of the first draft.
     Accuracy: how often the head's likeliest token is the policy's likeliest one.
     """
 
@@ -84,7 +83,6 @@ class DraftLoss:
     topk_mass: Tensor | None
     accuracy: Tensor
     slots: int
-    depth_accuracy: Sequence[Tensor]
 
 
 def draft_loss(
@@ -129,7 +127,7 @@ def draft_loss(
         lengths=batch.lengths,
     )
     total = torch.zeros((), device=given.device)
-    weights, first, accuracies = 0.0, None, list[Tensor]()
+    weights, first = 0.0, None
     for k, states in enumerate(unrolled):
         # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.
         counted = batch.drafted(2 + k)
@@ -160,16 +158,16 @@ def draft_loss(
         if topk_mass_weight:
             topk_mass = topk_mass_loss(log_p, log_q, topk)
             weighted = weighted + topk_mass_weight * topk_mass
-        drafted = log_q.argmax(-1)
-        if head.tokens is not None:
-            drafted = head.tokens[drafted]
         weight = depth_decay**k
         total = total + weight * weighted
         weights += weight
-        accuracies.append((drafted == likeliest).float().mean())
         if first is None:
+            drafted = log_q.argmax(-1)
+            if head.tokens is not None:
+                drafted = head.tokens[drafted]
+            accuracy = (drafted == likeliest).float().mean()
             some = _shown(acceptance), _shown(topk_mass)
-            first = (_shown(value), soft.detach(), *some, len(counted))
+            first = (_shown(value), soft.detach(), *some, len(counted), accuracy)
     if first is None:
         raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
     return DraftLoss(
@@ -178,9 +176,8 @@ def draft_loss(
         soft=first[1],
         acceptance=first[2],
         topk_mass=first[3],
-        accuracy=accuracies[0],
+        accuracy=first[5],
         slots=first[4],
-        depth_accuracy=accuracies,
     )
 
 

@@ -56,7 +56,7 @@ class CoreLender(Protocol):
     """An engine that decodes the last responses on one thread."""
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """See `EmbeddedEngine`."""
+        """As `InferenceEngine.lend_to`."""
         ...
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from numba import cfunc, config, njit, types
 
+from slipstream import tree_size
 from slipstream.kernels.processor import has_amx
 
 _cache_dir_lock = RLock()
@@ -73,6 +74,12 @@ def cached_files() -> Iterator[Path]:
     return iter(()) if folder is None else Path(folder).rglob("*.nbc")
 
 
+def source_files() -> list[Path]:
+    """Every file with code that is compiled."""
+    here = Path(__file__).parent
+    return [*sorted([*here.glob("*.py"), *here.glob("*/*.py")]), Path(tree_size.__file__)]
+
+
 @cache
 def cache_folder() -> str | None:
     """Return the folder for compiled code, or None, with a warning, if no folder is writable.
@@ -81,12 +88,11 @@ def cache_folder() -> str | None:
     or one in the home folder.
     """
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in sorted(here.glob("*.py")):
+    for path in source_files():
         digest.update(path.read_bytes())
     # Numba separates code of different CPUs, but does not know whether AMX is permitted.
     name = f"numba-{digest.hexdigest()[:16]}{'-amx' if has_amx() else ''}"
-    defaults = (here / "__pycache__", Path.home() / ".cache" / "slipstream")
+    defaults = (Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "slipstream")
     for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else defaults:
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)

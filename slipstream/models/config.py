@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
+from slipstream.config.engines import engines_with, generates_with
 from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
 from slipstream.models.rope_scaling import (
     DEFAULT_THETA,
@@ -22,6 +23,7 @@ from slipstream.models.rope_scaling import (
     read_rope,
 )
 from slipstream.models.windows import read_windows, windows_to_hf
+from slipstream.types import PolicyKind
 
 Family = Literal["qwen2", "qwen3", "llama", "mistral"]
 
@@ -242,7 +244,7 @@ class ModelConfig:
                 f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
                 f"decoder supports ({', '.join(get_args(Family))}); to train a policy of another "
                 "family through transformers, set actor_rollout_ref.model.implementation=auto and "
-                "actor_rollout_ref.rollout.name=hf"
+                f"{engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
             )
         theta, scaling = read_rope(raw, source)
         _refuse_unsupported(raw, family, source)

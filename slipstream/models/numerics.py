@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from slipstream.config.engines import engines_with
 from slipstream.errors import ConfigError
 from slipstream.kernels.processor import cpu_flags, is_intel
 from slipstream.kernels.team import kernels_supported
@@ -49,7 +50,8 @@ def check_widths(**widths: int) -> None:
         if width % WIDTH_MULTIPLE:
             raise ConfigError(
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
-                "choose another size, or set actor_rollout_ref.rollout.name=hf for rollouts"
+                "choose another size, or set for rollouts "
+                f"{engines_with(lambda engine: engine.width_multiple == 1)}"
             )
 
 

@@ -22,7 +22,7 @@ from slipstream.metrics.allocations import AllocationTrace
 from slipstream.models.config import ModelConfig
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.losses import LossInputs, LossOutputs, sft_loss
-from slipstream.training.single import SingleProcessBackend
+from slipstream.training.protocol import TrainingBackend
 from slipstream.types import TrainBatch, TrainRow
 
 LENGTH = 64
@@ -37,7 +37,7 @@ WORDS = 64
 MOST_TOKENS = 2 * ROWS * LENGTH
 """Of a little step: a forward pass of a trainer has to take them all."""
 
-MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], SingleProcessBackend]
+MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], TrainingBackend]
 """A trainer of a model of such sizes, made and working on the thread, with gradient checkpointing
 or without."""
 

@@ -6,7 +6,7 @@ reward managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,20 +34,8 @@ _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12"
 """Data sets of NuminaMath."""
 
 
-class ComputeScore(Protocol):
-    """verl's reward function: returns a number, or a mapping with key `score`; may be async."""
-
-    def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-    ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
-
-
 class SyncComputeScore(Protocol):
-    """A `ComputeScore` that is not async."""
+    """verl's reward function: returns a number, or a mapping with key `score`."""
 
     def __call__(
         self,

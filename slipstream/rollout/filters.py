@@ -86,14 +86,6 @@ def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.0) -> Filt
     return KEEP if mean >= min_reward else FilterResult(False, "low_mean_reward")
 
 
-def check_any_success(samples: Sequence[Sample], threshold: float = 1.0) -> FilterResult:
-    """Reject groups in which no sample's reward reaches `threshold`."""
-    _refuse_empty(samples)
-    if any(sample.reward >= threshold for sample in samples):
-        return KEEP
-    return FilterResult(False, "no_success")
-
-
 def check_response_diversity(samples: Sequence[Sample], min_unique: float = 0.5) -> FilterResult:
     """Reject groups in which less than the share `min_unique` of responses differ, by their ids.
 
@@ -147,31 +139,6 @@ def check_quality_and_diversity(
         if not result:
             return result
     return KEEP
-
-
-FILTERS: dict[str, GroupFilter] = {
-    fn.__name__: fn
-    for fn in (
-        check_reward_nonzero_std,
-        check_spread,
-        check_min_reward,
-        check_any_success,
-        check_response_diversity,
-        check_reasonable_length,
-        check_quality_and_diversity,
-    )
-}
-
-
-def get_filter(name: str) -> GroupFilter:
-    """The filter of that name, with its default settings.
-
-    Raises:
-        ConfigError: no such filter.
-    """
-    if name not in FILTERS:
-        raise ConfigError(f"unknown group filter {name!r}; known: {', '.join(FILTERS)}")
-    return FILTERS[name]
 
 
 def run_filter(group_filter: GroupFilter | None, samples: Sequence[Sample]) -> FilterResult:

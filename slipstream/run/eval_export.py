@@ -17,7 +17,7 @@ from safetensors import safe_open
 from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
 from slipstream.build.engine import make_engine
 from slipstream.build.policy import make_policy, model_config
-from slipstream.build.process import set_threads
+from slipstream.build.process import import_external, set_threads
 from slipstream.build.rollouts import eval_settings
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
@@ -48,6 +48,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     """Evaluate a checkpoint, or the newest one of a run, on the held-out prompts. Returns the exit
     status."""
     set_threads(config)
+    import_external(config)
     source = policy_folder(checkpoint)
     tokenizer = make_tokenizer(config, source if _has_tokenizer(source) else None)
     task = make_task(config, tokenizer)

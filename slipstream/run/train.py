@@ -29,6 +29,7 @@ from slipstream.build.team import open_team
 from slipstream.build.thread_count import FEW, threads_for
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.layout import policy_folder
+from slipstream.config.engines import engine_entry
 from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
@@ -197,8 +198,8 @@ def _tell_of_compiling(run: Run) -> None:
     """Tell the user about the first compilation, which otherwise looks like a hang."""
     if device_of(run.config).type == "cpu" and not any(cached_files()):
         run.progress.note(
-            "nothing is compiled yet for this processor: kernels are, when first used, which takes "
-            "a minute or two, once"
+            "kernels are compiled for this processor at their first use, once; this takes a minute "
+            "or two"
         )
 
 
@@ -237,7 +238,7 @@ def announce(run: Run, mode: Mode) -> None:
     train_dtype = _short(dtype_from_name(actor.dtype, device))
     engine_dtype = _short(rollout_dtype(run.config))
     exact = (
-        rollout.name == "embedded"
+        engine_entry(rollout.name).capabilities.exact
         and train_dtype == engine_dtype
         and rows_are_exact(rollout_dtype(run.config), device)
     )

@@ -26,9 +26,7 @@ from slipstream.types import TrainBatch, TrainRow
 
 
 def load(*overrides: str) -> Config:
-    return load_config(
-        overrides, recipe="tiny", hardware=Hardware(gpus=0, cpus=2), notify=lambda _: None
-    )
+    return load_config(overrides, recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
 
 
 @pytest.fixture

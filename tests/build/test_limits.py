@@ -14,7 +14,7 @@ from slipstream.rewards.sandbox.local import BubblewrapSandbox, UnisolatedSandbo
 from slipstream.rewards.sandbox.protocol import ProgramLimits
 from tests.inference.helpers import shared_decoder
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 ROLLOUT = "actor_rollout_ref.rollout"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from itertools import combinations
+from math import comb
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,9 @@ from slipstream.data.countdown import SPLITS, CountdownTask, Problem, Split, spl
 from slipstream.errors import ConfigError
 
 TASK = CountdownTask(seed=0)
+
+TOKENS_PER_TRY = 8
+"""`a op b = c off d`, and the comma between two tries."""
 
 
 def tokens(text: str) -> int:
@@ -117,68 +122,52 @@ def test_demonstrations_have_correct_steps_without_repetition() -> None:
         assert not any(hits[:-1])
         assert answer.split() == steps[-1][:3]
         assert hits[-1] == TASK.verify(problem, text).correct
-        assert tokens(text) + 1 <= TASK.max_response_tokens()
+        assert tokens(text) + 1 <= 20 * TOKENS_PER_TRY + 4
 
 
-def test_distribution_of_one_problem_matches_hand_calculation() -> None:
-    task = CountdownTask(give_up=0.5)
-    # There are six tries in random order. The solution is try k with probability 1/6, and try k is
-    # reached with probability 0.5^(k-1).
-    distribution = task.demonstration_distribution(Problem((1, 4, 5), 9))
-    assert distribution.accuracy == pytest.approx(sum(0.5**k for k in range(6)) / 6)
-    # A response that ends with try k has 8 k + 4 tokens, whether it is solved or given up.
-    assert distribution.lengths[12] == pytest.approx(1 / 6 + 5 / 6 * 0.5)
-    assert distribution.lengths[28] == pytest.approx(0.25 * (1 / 6 + 3 / 6 * 0.5))
-    assert sum(distribution.lengths.values()) == pytest.approx(1.0)
-
-
-def test_demonstration_accuracy_matches_the_distribution() -> None:
-    count = 3000
-    verdicts = [
-        TASK.verify(TASK.problem("train", i), TASK.demonstration("train", i)[1]["content"]).correct
+def share_solved(task: CountdownTask, count: int) -> float:
+    """How many of the first `count` demonstrations are correct."""
+    return statistics.fmean(
+        task.verify(task.problem("train", i), task.demonstration("train", i)[1]["content"]).correct
         for i in range(count)
-    ]
-    expected = TASK.expected_accuracy("train", count)
-    assert 0.55 < expected < 0.7
+    )
+
+
+def test_a_demonstration_gives_up_with_the_probability_set() -> None:
+    task = CountdownTask(give_up=0.5, min_numbers=3, max_numbers=3)
+    count = 3000
+    # Six tries in random order; the first of the s that solve is try k with probability
+    # C(6 - k, s - 1) / C(6, s), and is reached with probability 0.5^(k-1).
+    expected = 0.0
+    for index in range(count):
+        problem = task.problem("train", index)
+        values = [a + b for a, b in combinations(problem.numbers, 2)]
+        values += [abs(a - b) for a, b in combinations(problem.numbers, 2)]
+        s = values.count(problem.target)
+        expected += sum(comb(6 - k, s - 1) * 0.5 ** (k - 1) for k in range(1, 8 - s)) / comb(6, s)
     # The standard error is 0.009.
-    assert statistics.fmean(verdicts) == pytest.approx(expected, abs=0.03)
+    assert share_solved(task, count) == pytest.approx(expected / count, abs=0.03)
 
 
-def test_without_giving_up_all_problems_are_solved() -> None:
-    task = CountdownTask(give_up=0.0)
-    assert task.expected_accuracy("train", 200) == pytest.approx(1.0)
-    assert task.verify(
-        task.problem("train", 7), task.demonstration("train", 7)[1]["content"]
-    ).correct
+def test_imitation_is_capped_and_searching_longer_helps() -> None:
+    assert 0.55 < share_solved(TASK, 1000) < 0.7
+    assert share_solved(CountdownTask(give_up=0.0), 200) == 1.0
+    solved = [share_solved(CountdownTask(max_tries=k), 400) for k in (1, 4, 12, 20)]
+    assert solved == sorted(solved)
+    assert solved[-1] > solved[0] + 0.3
 
 
 def test_lengths_have_a_long_tail() -> None:
-    count = 2000
-    lengths = sorted(tokens(TASK.demonstration("train", i)[1]["content"]) + 1 for i in range(count))
+    lengths = sorted(tokens(TASK.demonstration("train", i)[1]["content"]) + 1 for i in range(2000))
     assert lengths[-1] / statistics.median(lengths) > 4.0
-    expected = TASK.demonstration_lengths("train", count)
-    assert sum(expected.values()) == pytest.approx(1.0)
-    mean = sum(length * p for length, p in expected.items())
-    assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.05)
-    assert max(expected) == TASK.max_response_tokens() == 8 * 20 + 4
-
-
-def test_accuracy_increases_with_max_tries() -> None:
-    accuracies = [
-        CountdownTask(max_tries=k).expected_accuracy("train", 200) for k in (1, 4, 12, 20)
-    ]
-    assert accuracies == sorted(accuracies)
-    assert accuracies[-1] > accuracies[0] + 0.3
+    # Five numbers make ten pairs, and twenty tries.
+    assert lengths[-1] <= 20 * TOKENS_PER_TRY + 4
 
 
 def test_max_tries_limits_the_response_length() -> None:
     task = CountdownTask(max_tries=2, give_up=0.0)
-    assert task.max_response_tokens() == 20
-    for index in range(50):
-        assert tokens(task.demonstration("train", index)[1]["content"]) + 1 <= 20
-    distribution = task.demonstration_distribution(Problem((1, 4, 5), 9))
-    assert distribution.accuracy == pytest.approx(1 / 3)
-    assert distribution.lengths == pytest.approx({12: 1 / 6, 20: 5 / 6})
+    lengths = {tokens(task.demonstration("train", index)[1]["content"]) + 1 for index in range(50)}
+    assert lengths == {TOKENS_PER_TRY + 4, 2 * TOKENS_PER_TRY + 4}
 
 
 def test_max_prompt_tokens_is_reached() -> None:

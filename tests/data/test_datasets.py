@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.data.datasets import PromptReader, inspect_prompts, load_prompts, truncate_ids
+from slipstream.data.rlhf_dataset import RLHFDataset
 from slipstream.errors import ConfigError, DataError
 from tests.data.helpers import char_tokenizer, ids
 
@@ -48,7 +49,6 @@ def test_rows_are_read_from_every_format(tmp_path: Path, suffix: str) -> None:
     assert second.ground_truth == "8"
     assert second.extra_info == {"split": "train", "index": 8}
     assert second.ability == "math"
-    assert second.multi_modal is None
 
 
 def test_plain_text_is_tokenized_without_a_template(tmp_path: Path) -> None:
@@ -157,45 +157,18 @@ def test_template_options_and_tools_reach_the_template(tmp_path: Path) -> None:
     assert prompt.ids == ids("1z")
 
 
-class FakeProcessor:
-    """Renders one id per content part; images have the id 900."""
-
-    def __init__(self) -> None:
-        self.images: Any = None
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return "".join(p["type"][0] for m in messages for p in m["content"])
-
-    def __call__(self, text: list[str], images: Any = None) -> dict[str, list[list[int]]]:
-        self.images = images
-        return {"input_ids": [[900 if c == "i" else 1 for c in text[0]]]}
-
-
-def test_images_need_a_processor_and_matching_placeholders(tmp_path: Path) -> None:
-    picture = {**row(0, "see <image> and tell"), "images": ["cat.png"]}
-    path = write(tmp_path / "a.jsonl", [picture])
-    with pytest.raises(DataError, match="has images, but the model has no processor"):
-        load_prompts(path, char_tokenizer(), max_prompt_length=9)
-    processor = FakeProcessor()
-    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=9, processor=processor)
-    assert prompt.ids == [1, 900, 1]
-    assert prompt.multi_modal == {"images": ["cat.png"]}
-    assert processor.images == ["cat.png"]
-    with pytest.raises(DataError, match="cannot be truncated"):
-        load_prompts(
-            path,
-            char_tokenizer(),
-            max_prompt_length=2,
-            processor=processor,
-            filter_overlong=False,
-            truncation="left",
-        )
-    missing = write(tmp_path / "b.jsonl", [{**row(0), "images": ["cat.png"]}])
-    with pytest.raises(DataError, match="1 images but 0 <image> placeholders"):
-        load_prompts(missing, char_tokenizer(), max_prompt_length=9, processor=processor)
-    text = write(tmp_path / "c.jsonl", [{"prompt": "hi", "images": ["cat.png"]}])
-    with pytest.raises(DataError, match="must be a list of messages"):
-        load_prompts(text, char_tokenizer(), max_prompt_length=9, processor=processor)
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_pictures_are_refused(column: str, tmp_path: Path) -> None:
+    """No model here reads them."""
+    path = write(tmp_path / "a.jsonl", [row(0), {**row(1), column: ["cat.png"]}])
+    with pytest.raises(DataError, match=f"a.jsonl.* has {column}, .*without these columns"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=60)
+    # An empty column is none.
+    path = write(tmp_path / "b.jsonl", [{**row(0), column: []}])
+    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=60)
+    assert prompt.extra_info.get(column) is None
+    with pytest.raises(DataError, match="leave the processor out"):
+        RLHFDataset(path, char_tokenizer(), processor=object())
 
 
 def test_missing_prompt_column_names_file_columns_and_setting(tmp_path: Path) -> None:

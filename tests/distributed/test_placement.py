@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from slipstream.config.engines import FAKE
 from slipstream.distributed.engines import EngineTeam, OwnEngine, RemoteEngine
 from slipstream.distributed.host import HOST, Host
 from slipstream.distributed.placement import Cluster
@@ -119,7 +120,7 @@ def test_a_process_that_dies_is_named(team: Team, failures: list[BaseException])
     ):
         raise RuntimeError("connection closed by peer")
     with pytest.raises(TrainingError, match="has died"):
-        anyio.run(RemoteEngine(team.members[0]).generate, make_request("a", max_tokens=4))
+        anyio.run(RemoteEngine(team.members[0], FAKE).generate, make_request("a", max_tokens=4))
     assert not failures
 
 
@@ -148,6 +149,8 @@ def test_contract(several: Team, case: Case) -> None:
             all_of_us.wait()
 
     team: Any = EngineTeam(own, several)
+    assert team.capabilities == FAKE
+    assert [engine.capabilities for engine in team._engines] == [FAKE, FAKE]
 
     async def bounded() -> None:
         with anyio.fail_after(20):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from numba import config
 
+import slipstream
 from slipstream.kernels import compiling
 
 
@@ -26,7 +27,23 @@ def test_the_cache_folder_depends_on_all_source_files(
     assert first == folder()
     # A change of any file, not only of the one with the function, must invalidate old code.
     (tmp_path / "b.py").write_text("two")
-    assert folder() != first
+    second = folder()
+    assert second != first
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "c.py").write_text("three")
+    assert folder() not in (first, second)
+
+
+def test_every_file_that_is_compiled_is_a_source() -> None:
+    package = Path(slipstream.__file__).parent
+    compiled = {
+        path
+        for path in (package / "kernels").rglob("*.py")
+        if "kernels.compiling import" in path.read_text(encoding="utf-8")
+    }
+    assert package / "kernels" / "draft" / "tree.py" in compiled
+    assert compiled < set(compiling.source_files())
+    assert package / "tree_size.py" in compiling.source_files()
 
 
 def test_the_home_folder_is_used_if_the_package_is_not_writable(

@@ -31,9 +31,12 @@ from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
+from slipstream.tree_size import candidate_count
 
 WIDTH = 8
 """Number of best tokens of a row that are compared, and the maximum of `topk`."""
+
+_candidates = kernel(candidate_count)
 
 _FIELDS = 10
 """Number of fields of a followed node: address of its feature, row of the rotation tables, `own`,
@@ -108,7 +111,7 @@ def _record(
 
     Rows `begin` to `end` belong to the sequence. The output arrays have room for all candidates
     of it."""
-    start = topk + (level - 1) * topk * topk if level else 0
+    start = _candidates(level, topk)
     fields = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     for row in range(begin, end):
@@ -128,8 +131,8 @@ def _follow(
 
     Rows `begin` to `end_row` belong to the sequence. Its `topk` best candidates, which are children
     of those that were followed `before`, become the nodes that are `followed`, and have `paths`."""
-    start = topk + (level - 1) * topk * topk if level else 0
-    count = topk * topk if level else topk
+    start = _candidates(level, topk)
+    count = _candidates(level + 1, topk) - start
     old = carray(ints_at(before), (_FIELDS, rows))
     new = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
@@ -172,7 +175,7 @@ def _grow(
 
     This covers sequences `begin` to `end`, counted from `first`. All drawn tokens are candidates,
     and the best of these what is followed."""
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     ends, begins = carray(ints_at(given), (2, N)), carray(ints_at(starts), (end + 1,))
     level_tokens = carray(ints_at(drawn), (begins[end] * topk,))
     level_scores = carray(doubles_at(promised), (begins[end] * topk,))
@@ -230,7 +233,7 @@ def _tree(
     if part == 0:
         lay_out(given, spots, E, limit, head_stride, N, H, K)
     wait(parts)
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     first, n, early, earlies, most, m, part, parts = share(given, E, N, D, topk, part, parts)
     wide, both, x = wide + 4 * F * m, both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
@@ -337,7 +340,7 @@ def tree(*arguments: int, work: int) -> None:
     lm_start: packed, with `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a
     state, before the layer and before the LM head (0: none, see `prefill`); draft_tokens: the draft
     vocabulary (Z,), int64 (0: all tokens); Z; keys_N2, temperatures: as in `draw`;
-    tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
+    tokens, parents (N, C) int64, scores (N, C) float64: of the C = `candidate_count(steps, topk)`
     candidates of each sequence, level by level, the token, the number of the candidate that it
     follows (-1: none), and the score; where a node was not followed, the score of its children is
     -inf, and their token and parent are arbitrary;

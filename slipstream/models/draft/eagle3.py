@@ -88,7 +88,7 @@ class Eagle3Head(DraftModel):
         super().__init__(config)
         self.aux_layers = tuple(aux_layers)
         self.tokens = None if tokens is None else tuple(tokens)
-        _check_aux_layers(self.aux_layers, config.num_layers)
+        check_aux_layers(self.aux_layers, config.num_layers)
         if self.tokens is not None:
             check_tokens(self.tokens, config.vocab_size)
         D = config.hidden_size
@@ -190,7 +190,8 @@ class PackedEagle3Head(PackedDraft):
         return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 
-def _check_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> None:
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
+    """Raises ConfigError for auxiliary layers that are not three of `num_layers` in order."""
     in_order = all(a < b for a, b in pairwise(aux_layers))
     inside = all(0 <= layer < num_layers for layer in aux_layers)
     if len(aux_layers) != NUM_AUX_LAYERS or not in_order or not inside:

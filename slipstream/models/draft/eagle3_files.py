@@ -38,14 +38,14 @@ def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False)
 
     With `by_outputs`, `eagle_config` numbers auxiliary layers as SGLang does.
     """
-    aux_layers = list(head.aux_layers)
+    layer_ids = list(head.aux_layers)
     return head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch.")) | {
         "architectures": [ARCHITECTURE],
         "draft_vocab_size": head.draft_vocab_size,
-        _IDS: aux_layers,
+        _IDS: layer_ids,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            _IDS: [aux_layer - by_outputs for aux_layer in aux_layers],
+            _IDS: [layer - by_outputs for layer in layer_ids],
         },
     }
 
@@ -95,9 +95,9 @@ def head_of(
             f"{folder} is no EAGLE-3 head for this policy: {'; '.join(others)}; train one with "
             "`slipstream draft`, or set speculative.eagle.spec_model_path to the folder of one"
         )
-    aux_layers = _aux_layers(raw, policy, folder)
+    layer_ids = aux_layers(raw, policy, folder)
     layers = (
-        (max(aux_layers) + 1 if aux_layers else NUM_AUX_LAYERS)
+        (max(layer_ids) + 1 if layer_ids else NUM_AUX_LAYERS)
         if policy is None
         else policy.num_layers
     )
@@ -105,7 +105,7 @@ def head_of(
     config = replace(own, num_layers=layers, max_position_embeddings=positions)
     try:
         tokens = _tokens(raw, tensors, own.vocab_size)
-        head = Eagle3Head(config, aux_layers, tokens)
+        head = Eagle3Head(config, layer_ids, tokens)
     except ConfigError as error:
         raise _unfit(folder, error) from error
     # vLLM's own heads name the layer `layers.0`.
@@ -137,10 +137,9 @@ def _setting(raw: Mapping[str, Any], name: str) -> object:
     return raw.get(name) or (isinstance(nested, Mapping) and nested.get(name))
 
 
-def _aux_layers(
-    raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path
-) -> tuple[int, ...]:
-    """Return the auxiliary layers from `config.json` as vLLM reads them."""
+def aux_layers(raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path) -> tuple[int, ...]:
+    """Return the auxiliary layers, numbered as in vLLM. Raises CheckpointError if `config.json`
+    does not name them."""
     ids = _setting(raw, _IDS)
     if not ids:
         if policy is None:

@@ -101,6 +101,16 @@ def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftMod
     return head
 
 
+def aux_layers_in(folder: Path, policy: ModelConfig) -> tuple[int, ...]:
+    """The auxiliary layers that a head of `policy` in a folder reads, none for EAGLE.
+
+    Raises CheckpointError if they cannot be told from `config.json`.
+    """
+    if not any("eagle3" in name.lower() for name in _architectures(folder)):
+        return ()
+    return eagle3_files.aux_layers(_config(folder), policy, folder)
+
+
 def _different(theirs: ModelConfig, policy: ModelConfig) -> list[str]:
     ours, found = asdict(policy), asdict(theirs)
     return [

@@ -26,6 +26,7 @@ from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
+from slipstream.tree_size import candidate_count
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -100,7 +101,7 @@ class TreeDrafter:
         `topk` slots. `scale` is the scale of the scores in `kernels.draft.tree`.
         """
         n = len(counts_N)
-        shape = n, topk + (steps - 1) * topk**2
+        shape = n, candidate_count(steps, topk)
         tokens, parents = np.empty((2, *shape), np.int64)
         scores, gaps = np.empty(shape), np.empty((n, WIDTH))
         limits = np.array([least, scale])
