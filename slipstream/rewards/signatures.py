@@ -123,7 +123,7 @@ class TRLSignature:
             "data_source": sample.data_source,
             "prompts": sample.prompt,
             COMPLETIONS: [{"role": "assistant", "content": response}] if spoken else response,
-            "completion_ids": sample.response_ids,
+            "completion_ids": list(sample.response_ids),
         }
 
 
