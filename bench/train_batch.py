@@ -118,8 +118,9 @@ def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
     backend = SingleProcessBackend(decoder, optim=OptimSettings(lr=1e-3))
     critic = None
     if case == "gae":
-        critic = critics.Critic(ValueModel(config), optim=OptimSettings(lr=1e-3))
+        critic = critics.Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
         value = critic.model.score.weight
+        torch.nn.init.constant_(value, 0.01)
 
         def values(batch: Any) -> Any:
             for micro in critics.micro_batches(

@@ -414,8 +414,8 @@ class TrainBatch:
     selected: Tensor | None = None
     """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
     kept_ids: list[list[array[int]]] | None = None
-    """For each row and token, the ids that a truncating sampler kept at each target token:
-    log-probs are then those of the law over them. An empty array stands for the whole vocabulary."""
+    """For each row and token, the ids that a truncating sampler kept there: log-probs are then
+    those of the law over them. An empty array stands for the whole vocabulary."""
     uids: list[str]
     keys: list[NoiseKey | None]
     """Of each row, the noise that the policy's tokens were sampled with, where the engine takes

@@ -41,6 +41,7 @@ def train_batch(rows: Sequence[TrainRow], *, temperature: float = 1.0) -> TrainB
                 f"row {absent[0]} has no {name}, but other rows of the batch have; give them to "
                 "all rows or to none"
             )
+    kept = [row.kept_ids for row in rows if row.kept_ids is not None]
     has_old = [row.old_log_probs is not None for row in rows]
     columns = {}
     for name in _OPTIONAL:
@@ -56,9 +57,7 @@ def train_batch(rows: Sequence[TrainRow], *, temperature: float = 1.0) -> TrainB
         tokens=integers(row.tokens for row in rows),
         loss_mask=floats((row.loss_mask for row in rows), exact=True),
         has_old_log_probs=torch.tensor(has_old) if any(has_old) and not all(has_old) else None,
-        kept_ids=[row.kept_ids or [] for row in rows]
-        if rows and rows[0].kept_ids is not None
-        else None,
+        kept_ids=kept or None,
         uids=[row.uid for row in rows],
         keys=[row.key for row in rows],
         temperature=temperature,

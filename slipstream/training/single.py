@@ -180,7 +180,8 @@ class SingleProcessBackend:
     ) -> TrainFuture[Tensor]:
         """Log-probs (T,) of the target tokens at the batch's temperature.
 
-        Aligned with the batch's tokens; 0.0 at tokens that are no target. Bitwise the ones that `forward_backward` works with.
+        Aligned with the batch's tokens; 0.0 at tokens that are no target. Bitwise the ones
+        that `forward_backward` works with.
         """
         return self._compute.submit(lambda: self._compute_log_probs(batch, sink))
 
