@@ -1,6 +1,6 @@
 """Host memory and time of the path from scored samples to the loss, without the model.
 
-    python -m bench.train_batch [--tokens N] [--runs K] [--against CHECKOUT]
+    python -m bench.train_batch [--tokens N] [--spread S] [--runs K] [--against CHECKOUT]
 
 Each case makes synthetic groups of N response tokens in all and gives them to `Learner.learn`. The
 backend is the real one, but a formula of the label replaces the model's forward pass. What is left
@@ -32,13 +32,14 @@ CASES = ("grpo", "corrected", "gae")
 weights and rejection against the rollout's log-probs, and a KL penalty in the reward. `gae`: the
 first one with a critic and GAE."""
 
-PROMPT, GROUP, MEDIAN = 64, 8, 400
-"""Prompt tokens, samples per group, and median response length of a log-normal law."""
+PROMPT, GROUP, MEDIAN, SPREAD = 64, 8, 400, 0.8
+"""Prompt tokens, samples per group, and the log-normal law of response lengths: its median, and the
+standard deviation of the logarithm."""
 
 VOCAB = 32_000
 
 
-def make_groups(tokens: int) -> list[Any]:
+def make_groups(tokens: int, spread: float) -> list[Any]:
     """Groups with `tokens` response tokens in all, as a rollout returns them."""
     from slipstream.types import Group, Prompt, Sample, Segment, Status, VersionSpan
 
@@ -48,7 +49,7 @@ def make_groups(tokens: int) -> list[Any]:
         prompt = Prompt(uid=f"p{index}", ids=[draw.randrange(VOCAB) for _ in range(PROMPT)])
         samples = []
         for place in range(GROUP):
-            length = min(left, max(1, int(draw.lognormvariate(0, 0.8) * MEDIAN)))
+            length = min(left, max(1, int(draw.lognormvariate(0, spread) * MEDIAN)))
             if not length:
                 break
             left -= length
@@ -169,7 +170,7 @@ def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
     return learner, digest
 
 
-def measure(case: str, tokens: int) -> dict[str, Any]:
+def measure(case: str, tokens: int, spread: float) -> dict[str, Any]:
     """In a process of its own: one update."""
     import anyio
 
@@ -182,10 +183,10 @@ def measure(case: str, tokens: int) -> dict[str, Any]:
         found: dict[str, float] = await learner.learn(1, groups, Timers(), print)
         return found
 
-    anyio.run(learn, make_groups(2_000))
+    anyio.run(learn, make_groups(2_000, spread))
     FreedMemory().give_back()
     before = _resident("VmRSS")
-    groups = make_groups(tokens)
+    groups = make_groups(tokens, spread)
     FreedMemory().give_back()
     held = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
@@ -209,8 +210,9 @@ def _resident(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
-def run_once(checkout: Path, case: str, tokens: int) -> dict[str, Any]:
-    line = [sys.executable, str(Path(__file__).resolve()), "--one", case, "--tokens", str(tokens)]
+def run_once(checkout: Path, case: str, given: argparse.Namespace) -> dict[str, Any]:
+    line = [sys.executable, str(Path(__file__).resolve()), "--one", case]
+    line += ["--tokens", str(given.tokens), "--spread", str(given.spread)]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
         line, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
@@ -222,12 +224,15 @@ def run_once(checkout: Path, case: str, tokens: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host memory and time from samples to the loss.")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="response tokens in all")
+    parser.add_argument(
+        "--spread", type=float, default=SPREAD, help="of response lengths; 0: all are equal"
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs per case; medians are printed")
     parser.add_argument("--against", type=Path, help="another checkout, to compare with")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one, args.tokens)))
+        print(json.dumps(measure(args.one, args.tokens, args.spread)))
         return
     here = Path(__file__).resolve().parent.parent
     checkouts = {"this checkout": here}
@@ -239,7 +244,7 @@ def main() -> None:
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
         for _ in range(args.runs):
             for name, checkout in checkouts.items():
-                found[name].append(run_once(checkout, case, args.tokens))
+                found[name].append(run_once(checkout, case, args))
         for name, runs in found.items():
             middle = {
                 key: statistics.median(run[key] for run in runs)
