@@ -62,23 +62,21 @@ class TeamBackend(ShardedBackend):
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         with self._team.together(self._part, "compute_log_probs", batch) as all_of_us:
             return all_of_us.joined(super().compute_log_probs(batch, sink=sink))
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         with self._team.together(self._part, "compute_base_log_probs", batch) as all_of_us:
             return all_of_us.joined(super().compute_base_log_probs(batch, sink=sink))
 
-    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
         with self._team.together(self._part, "compute_sum_pi_squared", batch) as all_of_us:
             return all_of_us.joined(super().compute_sum_pi_squared(batch))
 
-    def compute_full_kl(
-        self, batch: TrainBatch, direction: KLDirection
-    ) -> TrainFuture[list[list[float]]]:
+    def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
         with self._team.together(self._part, "compute_full_kl", batch, direction) as all_of_us:
             return all_of_us.joined(super().compute_full_kl(batch, direction))
 

@@ -84,17 +84,20 @@ class RowCollector:
             return set()
         wanted = {
             index
-            for index, row in enumerate(batch.rows)
-            if row.key is not None and any(row.loss_mask[2 : self._settings.max_length])
+            for index, (key, mask) in enumerate(
+                zip(batch.keys, batch.loss_mask.split(batch.lengths), strict=True)
+            )
+            if key is not None and bool(mask[2 : self._settings.max_length].any())
         }
         if self._decoded is None:
             return wanted
         for index in sorted(wanted):
-            row = batch.rows[index]
-            hidden = self._decoded.take(row)
+            key, place = batch.keys[index], batch.slice_of(index)
+            tokens = batch.tokens[place].tolist()
+            hidden = self._decoded.take(key, tokens)
             if hidden is not None:
                 wanted.remove(index)
-                self._add(row.tokens, row.loss_mask, hidden, row.key)
+                self._add(tokens, batch.loss_mask[place].tolist(), hidden, key)
         return wanted
 
     def receive(self, features: Features) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.types import GenerateRequest, Generation, NoiseKey, TrainRow
+from slipstream.types import GenerateRequest, Generation, NoiseKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,13 @@ class DecodedFeatures:
             self._found[request.key] = one
             self.nbytes += one.nbytes
 
-    def take(self, row: TrainRow) -> Tensor | None:
-        """Features (T - 1, D) of all tokens of `row` but the last; None where none came."""
-        found = None if row.key is None else self._found.get(row.key)
-        if row.key is None or found is None or found.tokens != row.tokens:
+    def take(self, key: NoiseKey | None, tokens: list[int]) -> Tensor | None:
+        """Features (T - 1, D) of all `tokens` of the row of `key` but the last; None where none
+        came."""
+        found = None if key is None else self._found.get(key)
+        if key is None or found is None or found.tokens != tokens:
             return None
-        del self._found[row.key]
+        del self._found[key]
         self.nbytes -= found.nbytes
         self.taken += 1
         return torch.cat(found.parts)

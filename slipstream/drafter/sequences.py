@@ -20,8 +20,9 @@ from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, round_up
 from slipstream.models.sharded import full
+from slipstream.training.columns import train_batch
 from slipstream.training.packing import LENGTH_MULTIPLE, build_micro_batch, plan_micro_batches
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.types import TrainRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +162,8 @@ def policy_features(
     device = policy.embedding.device
     lengths = {index: len(text) for index, text in enumerate(texts)}
     padded = not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
-    batch = TrainBatch(
-        rows=[TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
+    batch = train_batch(
+        [TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
     )
     for indices in plan_micro_batches(lengths, max_tokens=max_tokens, padded=padded):
         micro = build_micro_batch(

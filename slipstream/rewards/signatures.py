@@ -126,7 +126,7 @@ class TRLSignature:
             "data_source": sample.data_source,
             "prompts": sample.prompt,
             COMPLETIONS: [{"role": "assistant", "content": response}] if is_chat else response,
-            "completion_ids": sample.response_ids,
+            "completion_ids": list(sample.response_ids),
         }
 
 

@@ -214,8 +214,8 @@ def extract_sample_fields(
 ) -> tuple[list[list[int]], list[list[float]], list[float]]:
     """(tokens, loss masks, rewards), one entry per sample; prompt tokens are included."""
     return (
-        [sample.tokens for sample in samples],
-        [sample.loss_mask for sample in samples],
+        [list(sample.tokens) for sample in samples],
+        [list(sample.loss_mask) for sample in samples],
         [sample.reward for sample in samples],
     )
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
@@ -128,4 +130,13 @@ class ShardedBackend(SingleProcessBackend):
         for theirs in self._ranks.gather({index: out[index] for index in own}):
             for index, row in theirs.items():
                 out[index] = row
+        return out
+
+    def _all_tokens(self, batch: TrainBatch, out: Tensor) -> Tensor:
+        parts = [[batch.slice_of(index) for index in share] for share in self._shares(batch)]
+        own = torch.cat([out[:0], *(out[place] for place in parts[self._ranks.rank])])
+        for places, theirs in zip(parts, self._ranks.gather(own), strict=True):
+            sizes = [place.stop - place.start for place in places]
+            for place, values in zip(places, theirs.split(sizes), strict=True):
+                out[place] = values
         return out

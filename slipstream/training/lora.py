@@ -26,7 +26,7 @@ class BaseWeights:
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """`TrainingBackend.compute_log_probs` under the base weights."""
         return self._backend.compute_base_log_probs(batch, sink=sink)
 

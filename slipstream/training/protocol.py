@@ -93,7 +93,7 @@ class ReferencePolicy(Protocol):
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """As `TrainingBackend.compute_log_probs`."""
         ...
 
@@ -125,16 +125,16 @@ class TrainingBackend(Protocol):
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
-        """Log-probs of the target tokens under the present weights, one list per row.
+    ) -> TrainFuture[Tensor]:
+        """Log-probs (T,) of the target tokens under the present weights.
 
-        Aligned with the row's tokens; 0.0 where `loss_mask` is 0 and at entry 0.
+        Aligned with the batch's tokens; 0.0 at tokens that are no target.
         """
         ...
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """`compute_log_probs` without the LoRA adapter.
 
         Raises (when awaited):
@@ -142,7 +142,7 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
         """Of the distribution at each target token, the sum of its squared probabilities; aligned
         as `compute_log_probs`."""
         ...
@@ -156,9 +156,7 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def compute_full_kl(
-        self, batch: TrainBatch, direction: KLDirection
-    ) -> TrainFuture[list[list[float]]]:
+    def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
         """The KL over the whole vocabulary between the present policy and the reference of
         `use_full_kl`, at each target token; aligned as `compute_log_probs`."""
         ...

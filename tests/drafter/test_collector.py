@@ -12,6 +12,7 @@ from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.errors import ConfigError
 from slipstream.models import Decoder
+from slipstream.training.columns import train_batch
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import SamplingParams, TrainBatch, TrainRow
@@ -38,7 +39,7 @@ def batch_of(decoder: Decoder, count: int) -> TrainBatch:
         )
         for r in responses(decoder, requests(count))
     ]
-    return TrainBatch(rows=rows)
+    return train_batch(rows)
 
 
 def collected(sink: FeatureCollector, batch: TrainBatch) -> None:
@@ -87,7 +88,7 @@ def test_rows_without_noise_or_without_a_token_to_draft_are_left_out() -> None:
         TrainRow(tokens=[1, 2], loss_mask=[0.0, 1.0], key=key),
         TrainRow(tokens=[1] * 12, loss_mask=[0.0] * 9 + [1.0] * 3, key=key),
     ]
-    assert sink.select(TrainBatch(rows=rows)) == {0}
+    assert sink.select(train_batch(rows)) == {0}
 
 
 def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
