@@ -14,6 +14,7 @@ accepts fewer of the drafts after the first one the more requests run, whoever t
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,3 +232,9 @@ def _row(
             "at_once": bench.at_once,
         },
     )
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "export", *sys.argv[1:]]))

@@ -9,6 +9,7 @@ process of its own, and the largest difference of the gradients. `plain` is what
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -184,3 +185,9 @@ def _measure(bench: LogprobBench, contender: str, threads: int) -> float:
     before = resident_bytes()
     inputs.gradients(contender)
     return (peak_rss() - before) / 1e6
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "logprob", *sys.argv[1:]]))

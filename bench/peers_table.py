@@ -5,6 +5,7 @@ Made from rows, fresh ones or such that were written to files. Used by `slipstre
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from bench.trl_compare import summary, training_rows
@@ -141,3 +142,9 @@ def _shown(value: float | Spread, digits: int = 3) -> str:
             low, middle, high = (f"{v:,.0f}" for v in (value.min, value.median, value.max))
         return middle if low == high else f"{middle} [{low} .. {high}]"
     return f"{value:.{digits}g}"
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "peers", *sys.argv[1:]]))

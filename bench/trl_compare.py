@@ -349,3 +349,9 @@ def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
         ]
         found["not_below"] = float(plain.values["accuracy_mean"]) >= max(lows)  # type: ignore[arg-type]
     return found
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "trl", *sys.argv[1:]]))
