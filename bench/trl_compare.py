@@ -127,7 +127,7 @@ def run_parity(
             answer = theirs(process, model, batch, case, given, threads)
             seconds = time.perf_counter() - start
             apart = differences(ours(model, batch, case, given), answer)
-            say(f"parity, {case.name}: {said(apart)}")
+            say(f"parity, {case.name}: {describe(apart)}")
             check(case.name, apart)
             values = {
                 "loss_difference": apart.loss,
@@ -144,7 +144,7 @@ def run_parity(
         seconds = time.perf_counter() - start
     moved = update_differences(model, our_updates(model, steps, settings), answered)
     norms = ", ".join(f"{norm:.3g}" for norm in answered.grad_norms)
-    say(f"parity, {UPDATES} steps with gradients of norms {norms}: {said_of_updates(moved)}")
+    say(f"parity, {UPDATES} steps with gradients of norms {norms}: {describe_updates(moved)}")
     check_updates(moved)
     values = {"grad_norm_difference": moved.grad_norm, "update_difference": moved.update}
     return [*rows, _parity_row(f"{UPDATES} steps", values, seconds, threads)]
@@ -163,7 +163,7 @@ def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads:
     )
 
 
-def said(apart: Differences) -> str:
+def describe(apart: Differences) -> str:
     """In words."""
     return (
         f"loss {apart.loss:.1e}, advantages {apart.advantages:.1e}, gradients {apart.gradient:.1e} "
@@ -175,12 +175,12 @@ def check(name: str, apart: Differences) -> None:
     """Raises EngineError where both do not compute the same."""
     if not apart.largest <= TOLERANCE:
         raise EngineError(
-            f"TRL's loss is not ours in the case {name}: {said(apart)}, where {TOLERANCE:g} is "
+            f"TRL's loss is not ours in the case {name}: {describe(apart)}, where {TOLERANCE:g} is "
             "allowed; what is not the same is not timed"
         )
 
 
-def said_of_updates(apart: UpdateDifferences) -> str:
+def describe_updates(apart: UpdateDifferences) -> str:
     """In words."""
     return (
         f"norms {apart.grad_norm:.1e} apart, weights {apart.update:.1e} of the way that they went"
@@ -191,7 +191,7 @@ def check_updates(apart: UpdateDifferences) -> None:
     """Raises EngineError where both do not take the same steps."""
     if not (apart.update <= UPDATE_TOLERANCE and apart.grad_norm <= UPDATE_TOLERANCE):
         raise EngineError(
-            f"TRL's optimizer steps are not ours: {said_of_updates(apart)}, where "
+            f"TRL's optimizer steps are not ours: {describe_updates(apart)}, where "
             f"{UPDATE_TOLERANCE:g} is allowed; what is not the same is not timed"
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.trl_parity import AGG_MODES
 from slipstream.bench.ab import FROZEN, PLAIN, AbBench, arms_of, command, read_outcome
-from slipstream.bench.interleaved_runs import Interleavable, begun, interleave
+from slipstream.bench.interleaved_runs import Interleavable, interleave, started_runs
 from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
 from slipstream.bench.rl_line import start_of
 from slipstream.build.data import make_task, make_tokenizer
@@ -97,10 +97,10 @@ class _Timed:
     def __init__(self, run: Interleavable, ran: ContenderRun) -> None:
         self._run, self._ran = run, ran
 
-    def take_turn(self) -> bool:
+    def take_step(self) -> bool:
         """See `Interleavable`."""
         start = time.perf_counter()
-        more = self._run.take_turn()
+        more = self._run.take_step()
         if more:
             self._ran.seconds.append(time.perf_counter() - start)
         return more
@@ -118,7 +118,7 @@ class _TrlRun:
     ) -> None:
         self._process, self._ran, self._enough = process, ran, enough
 
-    def take_turn(self) -> bool:
+    def take_step(self) -> bool:
         """See `Interleavable`."""
         if self._enough(self._ran):
             return False
@@ -263,7 +263,7 @@ def run_round(
 
     with ExitStack() as stack:
         turns: list[Interleavable] = []
-        for name, started in stack.enter_context(begun(lines, say, external)).items():
+        for name, started in stack.enter_context(started_runs(lines, say, external)).items():
             turns.append(_Timed(started, ran[name]))
         for precision in precisions:
             name = f"trl-{precision}"

@@ -79,7 +79,7 @@ if _BESIDE in os.environ:
 class Interleavable(Protocol):
     """A run that takes a step when it is told to."""
 
-    def take_turn(self) -> bool:
+    def take_step(self) -> bool:
         """A step; whether it waits for another turn."""
         ...
 
@@ -96,7 +96,7 @@ def interleave(
     for turns in itertools.count(1):
         if not runs:
             return
-        left = [run for run in runs if run.take_turn()]
+        left = [run for run in runs if run.take_step()]
         for run in runs:
             if run not in left:
                 run.end()
@@ -116,7 +116,7 @@ class _RunProcess:
         """Whether it waits for a turn; False once it has ended."""
         return self.socket.recv(1) == _READY
 
-    def take_turn(self) -> bool:
+    def take_step(self) -> bool:
         """See `Interleavable`."""
         try:
             self.socket.sendall(_GO)
@@ -137,12 +137,12 @@ def run_interleaved(
 ) -> None:
     """Run commands of RL as `begun` begins them, in turns (`interleave`). Raises EngineError where
     one fails, and stops the others."""
-    with begun(lines, say, external_lib) as runs:
+    with started_runs(lines, say, external_lib) as runs:
         interleave(list(runs.values()))
 
 
 @contextmanager
-def begun(
+def started_runs(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
 ) -> Iterator[dict[str, Interleavable]]:
     """Runs of RL by name, each waiting for its first turn: arguments of `slipstream` with

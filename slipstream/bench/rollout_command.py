@@ -168,7 +168,7 @@ def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
 def _say_bounds(rows: Sequence[ResultRow]) -> None:
     from slipstream.bench.speculation import rollout as speculation
 
-    most = speculation.most_possible(rows)
+    most = speculation.upper_bounds(rows)
     for part, floor in speculation.FLOORS.items():
         print(
             f"  {part}: floor {floor} over plain; upper bound {most[part]:.2f}, with drafts that "

@@ -124,7 +124,7 @@ def say_ab(rows: Sequence[ResultRow]) -> bool:
     """Print whether all runs agree, and how the drafts did.
 
     Returns whether all runs are equal to the last bit; on a GPU, whether they differ only as often
-    as rounding explains (`ab.MOST_PARTED`).
+    as rounding explains (`ab.MAX_DIVERGENCE`).
     """
     from slipstream.bench import ab
 
@@ -136,16 +136,16 @@ def say_ab(rows: Sequence[ResultRow]) -> bool:
         )
     found = ab.summary(rows)
     same = found["identical"] is True
-    parted = found[ab.PARTED]
-    assert isinstance(parted, float)
+    divergence = found[ab.DIVERGENCE]
+    assert isinstance(divergence, float)
     on_gpu = any(row.settings[ab.DEVICE] == "cuda" for row in rows)
     if same:
         print("  identical: responses, log-probs, rewards and final weights, bit for bit")
     elif on_gpu:
         print(
             "  not identical, which rounding can cause on a GPU: in the first step, which starts "
-            f"from equal weights, {parted:.2%} of tokens are the first of their response to differ "
-            f"(rounding explains up to {ab.MOST_PARTED:.0%})"
+            f"from equal weights, {divergence:.2%} of tokens are the first of their response to "
+            f"differ (rounding explains up to {ab.MAX_DIVERGENCE:.0%})"
         )
     else:
         print("  NOT identical: drafts changed the trained policy, which is a bug")
@@ -165,7 +165,7 @@ def say_ab(rows: Sequence[ResultRow]) -> bool:
             f"  speed of rollouts with trees allowed over chains only: {over:.3f}x; median over "
             f"steps {by_step:.3f}x ±{error:.3f}"
         )
-    return same or (on_gpu and parted <= ab.MOST_PARTED)
+    return same or (on_gpu and divergence <= ab.MAX_DIVERGENCE)
 
 
 BENCHMARK = Benchmark(add_flags=add_flags, run=run, summary=summary, say=say)

@@ -15,16 +15,16 @@ from slipstream.bench.ab import (
     CHAINS,
     COTRAINED,
     DEVICE,
+    DIVERGENCE,
     FROZEN,
-    PARTED,
     PLAIN,
     AbBench,
     RunOutcome,
     arms_of,
     command,
     curve,
+    divergence,
     identical,
-    parted,
     read_outcome,
     summary,
 )
@@ -66,13 +66,13 @@ def outcome_of(first: dict[str, list[int]]) -> RunOutcome:
 
 def test_how_often_responses_part() -> None:
     plain = outcome_of({"a": [1, 2, 3, 4], "b": [5, 6], "c": [7] * 10})
-    assert parted(plain, plain) == 0
+    assert divergence(plain, plain) == 0
     # One at its third token, after which nothing is compared; one has gone on for longer.
     other = outcome_of({"a": [1, 2, 9, 9], "b": [5, 6, 7], "c": [7] * 10})
-    assert parted(other, plain) == 2 / (3 + 3 + 10)
-    assert parted(plain, other) == 2 / (3 + 3 + 10)
+    assert divergence(other, plain) == 2 / (3 + 3 + 10)
+    assert divergence(plain, other) == 2 / (3 + 3 + 10)
     with pytest.raises(EngineError, match="other samples"):
-        parted(outcome_of({"a": [1]}), plain)
+        divergence(outcome_of({"a": [1]}), plain)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_is_good_enough(
 ) -> None:
     values = {
         "identical": identical,
-        PARTED: share,
+        DIVERGENCE: share,
         "rollout_speedup": 1.0,
         "step_speedup": 1.0,
     }
@@ -231,7 +231,7 @@ def test_rows_hold_one_run_against_the_other(
         "rollout_speedup": {FROZEN: 2.0, COTRAINED: 4.0},
         "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
         "accept_length_over_frozen": 0.25,
-        PARTED: 0.0,
+        DIVERGENCE: 0.0,
     }
     assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2

@@ -105,7 +105,7 @@ sys.exit(cli.main({line!r}))
 
 
 def test_benchmarks_of_the_checkout_are_found_from_any_folder(tmp_path: Path) -> None:
-    # The installed program `slipstream` has neither the checkout nor the current folder in its path.
+    # The path of the installed program `slipstream` holds neither checkout nor current folder.
     line = ["bench", "learning", "--policy", str(tmp_path)]
     code = WITHOUT_PATH.format(root=str(ROOT), line=line)
     done = subprocess.run(
