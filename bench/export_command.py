@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> list[ResultRow]:
 
 
 def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
-    from bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
+    from bench.export import TIES, TOLERANCE, good, largest_gap, ratio_of
 
     furthest = max(abs(ratio_of(row) - 1) for row in rows)
     print(
@@ -70,7 +70,7 @@ def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
         f"  of vLLM's responses with drafts, {same['vllm_same_as_plain']:.1%} equal those without "
         f"drafts and {same['same_responses']:.1%} equal ours; where responses first differ, the "
         "two most likely tokens are at most "
-        f"{max(map(widest_parting, rows)):.2g} nats apart (promised: {TIES[rows[0].dtype]} in "
+        f"{max(map(largest_gap, rows)):.2g} nats apart (promised: {TIES[rows[0].dtype]} in "
         f"{rows[0].dtype}; median over all tokens: "
         f"{median_of(rows[0].values['vllm_median_gap']):.2g})"
     )
