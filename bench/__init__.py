@@ -1,1 +1,1 @@
-"""Benchmarks that back the claims of this project; run them from a checkout."""
+"""Benchmarks that prove the claims of this project. They run in a checkout of the repository."""

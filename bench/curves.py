@@ -1,10 +1,10 @@
-"""Curves for the pages of docs/algorithms: RL with each algorithm, from one SFT checkpoint.
+"""Curves for the pages in docs/algorithms: RL with each algorithm, from one SFT checkpoint.
 
-Trains as `slipstream bench learning` does (same settings, same prompts), validates along the way,
-and draws one PNG for each algorithm: held-out accuracy with its interval, and the reward of each
-step. A page whose picture exists gets a section that shows it. Without --policy a run of the recipe
-`quickstart_small` is made first: RL begins where its SFT ended, and where its RL ended is the
-teacher of `on_policy_distillation`. With 30 steps an algorithm takes minutes.
+The runs have the settings and prompts of `slipstream bench learning`, with validations in between.
+For each algorithm the script draws one PNG: held-out accuracy with its interval, and the reward of
+each step. It adds a section with the picture to the page of the algorithm. Without --policy it
+first runs the recipe `quickstart_small`. RL starts from that run's SFT policy; the run's last
+policy is the teacher of `on_policy_distillation`. With 30 steps, an algorithm takes minutes.
 `python bench/curves.py [--policy RUN] [--steps N] [--only NAME ...] [--out DIR] [key=value ...]`
 """
 
@@ -31,16 +31,16 @@ PAGES: dict[str, tuple[str, ...]] = {
         "gae", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline",
         "on_policy_distillation",
     )},
-    # Groups of one, in which the two differ, do not come about here.
+    # The two pages differ only for groups of one response, which these runs do not have.
     "rloo": ("advantages/rloo.md", "advantages/rloo_vectorized.md"),
-    # Estimator and loss of one paper, run together.
+    # An estimator and a loss of the same paper, in one run.
     "gpg": ("advantages/gpg.md", "losses/gpg.md"),
     **{name: (f"losses/{name}.md",) for name in (
         "vanilla", "gspo", "sapo", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl",
         "dro", "bypass_mode",
     )},
 }  # fmt: skip
-"""Name of a run of `bench learning` -> the pages that its curve belongs on."""
+"""Name of a run of `bench learning` -> the pages that show its curve."""
 
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/mean@(?P<n>\d+)")
 
@@ -49,7 +49,7 @@ Point = tuple[int, float, float, float]
 
 
 def accuracies(lines: Sequence[Mapping[str, float]]) -> list[Point]:
-    """Held-out accuracy of each validation, by the number of RL steps done before it."""
+    """Held-out accuracy of each validation, with the number of RL steps before it."""
     points: list[Point] = []
     step = 0
     for line in lines:
@@ -63,8 +63,8 @@ def accuracies(lines: Sequence[Mapping[str, float]]) -> list[Point]:
 
 
 def draw(name: str, lines: Sequence[Mapping[str, float]], out: Path) -> Path:
-    """The PNG `out/name.png`. Raises DataError where nothing was logged."""
-    # Imported here: matplotlib takes its time, and errors of usage should not wait for it.
+    """Draw the PNG `out/name.png`. Raises DataError if nothing was logged."""
+    # Imported here because it is slow, and usage errors should appear at once.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,8 +74,8 @@ def draw(name: str, lines: Sequence[Mapping[str, float]], out: Path) -> Path:
     points = accuracies(lines)
     if not rewards or not points:
         raise DataError(
-            f"{name}: nothing to draw, {len(rewards)} rewards and {len(points)} validations were "
-            "logged; train for longer (--steps)"
+            f"{name}: cannot draw {len(rewards)} rewards and {len(points)} validations; raise "
+            "--steps"
         )
     figure = Figure(figsize=(7.2, 2.4), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -98,8 +98,10 @@ def draw(name: str, lines: Sequence[Mapping[str, float]], out: Path) -> Path:
 
 
 def show(page: Path, picture: Path, how: str) -> bool:
-    """Give `page` a section with `picture`, and `how` it came to be, unless it has it; whether the
-    page was changed."""
+    """Add a section with `picture` and the text `how` to `page`, unless it has one.
+
+    Returns whether the page was changed.
+    """
     above = "../" * (len(page.relative_to(DOCS).parts) - 1)
     link = f"![held-out accuracy and reward by RL step]({above}{PICTURES}/{picture.name})"
     text = page.read_text(encoding="utf-8")
@@ -110,7 +112,7 @@ def show(page: Path, picture: Path, how: str) -> bool:
 
 
 def policy_run(folder: Path, say: Callable[[str], None]) -> Path:
-    """SFT and RL of the recipe `quickstart_small`, in `folder`."""
+    """Run the recipe `quickstart_small` (SFT and RL) in `folder`."""
     say(f"SFT and RL of the recipe quickstart_small, in {folder}")
     line = [sys.executable, "-m", "slipstream.cli", "train", "--recipe", "quickstart_small"]
     run_line([*line, f"trainer.default_local_dir={folder}"], say)
@@ -119,14 +121,20 @@ def policy_run(folder: Path, say: Callable[[str], None]) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Draw what each algorithm learns, for its page in docs/algorithms."
+        description="Draw the learning curve of each algorithm, for its page in docs/algorithms."
     )
-    parser.add_argument("--policy", metavar="RUN", type=Path, help="run folder to begin from")
+    parser.add_argument("--policy", metavar="RUN", type=Path, help="run folder to start from")
     parser.add_argument("--steps", metavar="N", type=positive, default=30, help="default: 30")
-    parser.add_argument("--every", metavar="N", type=positive, default=5, help="validate so often")
+    parser.add_argument(
+        "--every",
+        metavar="N",
+        type=positive,
+        default=5,
+        help="RL steps between validations (default: 5)",
+    )
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=PAGES, default=[])
     parser.add_argument("--out", metavar="DIR", type=Path, default=DOCS / PICTURES)
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="of every run")
+    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings of every run")
     args = parser.parse_args(argv)
     return exit_status(lambda: _draw_all(args), debug=False)
 
@@ -145,7 +153,7 @@ def _draw_all(args: argparse.Namespace) -> int:
             settings=(f"trainer.test_freq={args.every}", *args.settings),
         )
         for name in args.only or PAGES:
-            print(f"RL, {name}: {' '.join(RUNS[name]) or 'as it comes'}")
+            print(f"RL, {name}: {' '.join(RUNS[name]) or 'default settings'}")
             target = Path(scratch) / name
             run_line(command(bench, name, target), print)
             print(draw(name, read_steps(target), args.out))

@@ -1,19 +1,21 @@
-"""A draft head in vLLM (`slipstream bench export`): is it as good there as it is here?
+"""A draft head in vLLM (`slipstream bench export`): does vLLM accept its drafts as often as we do?
 
-The policy and its head go to vLLM as files, as `slipstream export` writes them, and both
-engines answer the same prompts greedily, with chains of the same depths; vLLM answers them without
-drafts, too. All must write the same tokens where their sums agree, which the benchmark counts, and
-both accept as many drafts. vLLM adds up in another order than we do, and with drafts, that is of
-other numbers of rows, in another one than without: where responses part, it says how far apart the
-two likeliest tokens were there. vLLM's class for EAGLE-1 heads is one of the Llama family, that for
-EAGLE-3 heads is for policies of all of ours. It is asked one prompt at a time: on a CPU, vLLM 0.32
-accepts fewer of the drafts after the first one the more requests run, whoever trained the head
-(docs/log/draft_heads.md). Times are not compared: that is `rollout --policy`.
+`slipstream export` writes the policy and its head for vLLM. Both engines answer the same prompts
+greedily, with chains of the same depths. vLLM also answers them without drafts. Both must accept
+the same number of drafts, and all must write the same tokens, up to rounding: vLLM sums in another
+order than our engine, and with drafts in another order than without. So where responses diverge,
+the benchmark reports the gap between the two most likely tokens.
+
+vLLM's class for EAGLE-1 heads needs a policy of the Llama family; its class for EAGLE-3 heads works
+with all of our families. vLLM gets one prompt at a time: on a CPU, vLLM 0.32 accepts fewer of the
+drafts after the first one with more running requests, whoever trained the head
+(docs/log/draft_heads.md). `rollout --policy` compares times. Also runs as `python -m bench.export`.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,14 +36,14 @@ from slipstream.models.draft.layouts import export_draft_head
 from slipstream.models.hf_io import save_checkpoint
 
 TOLERANCE = 0.10
-"""How far tokens per verification in vLLM may be from ours, as a share of ours."""
+"""Largest relative difference between vLLM's tokens per verification and ours."""
 
 TIES = {"float32": 1e-3, "bfloat16": 0.25}
-"""Nats by which rounding may decide between two tokens, by what is computed in: the largest logits
-are mostly 8 to 16, where bf16 numbers are 0.0625 apart. Responses may part there only."""
+"""By dtype: the largest gap, in nats, between two tokens that rounding can swap. The largest logits
+are mostly 8 to 16, where bf16 numbers are 0.0625 apart. Responses may diverge only at such gaps."""
 
-_PARTING = "largest_gap_where_they_part"
-_VLLM_PARTING = "vllm_largest_gap_where_they_part"
+_GAP = "largest_gap_where_they_part"
+_VLLM_GAP = "vllm_largest_gap_where_they_part"
 
 _DRAFTED = "vllm:spec_decode_num_drafts"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -49,9 +51,10 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportBench:
-    """Responses of `new_tokens` to `prompts` prompts of a policy, by chains of
-    each of `depths` drafts; vLLM is given `at_once` prompts together. Raises ConfigError for
-    impossible values."""
+    """Responses of `new_tokens` tokens to `prompts` prompts, with chains of each depth in `depths`.
+
+    vLLM gets `at_once` prompts at a time. Raises ConfigError for impossible values.
+    """
 
     policy: Path
     dtype: torch.dtype = torch.float32
@@ -63,13 +66,16 @@ class ExportBench:
     def __post_init__(self) -> None:
         check_at_least_one(self, "prompts", "new_tokens", "at_once", where="bench export: ")
         if not self.depths or min(self.depths) < 1:
-            raise ConfigError(f"bench export: depths {self.depths} must be at least 1")
+            raise ConfigError(f"bench export: every depth of {self.depths} must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """What an engine wrote in so many seconds, and how many tokens came of each verification. For
-    each token `gaps` (vLLM's only) has how far its log-prob is above the next one's, in nats."""
+    """An engine's responses, its tokens per verification, and its seconds.
+
+    `gaps` (only from vLLM) is, for each token, the log-prob of the most likely token minus that of
+    the second most likely one, in nats.
+    """
 
     token_ids: Sequence[Sequence[int]]
     per_verification: float
@@ -78,15 +84,15 @@ class Accepted:
 
 
 def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """A row for each depth. Raises ConfigError where the policy is of another family, has no room
-    for such responses, or vLLM is not installed."""
+    """Measure; one row per depth. Raises ConfigError if vLLM has no class for the head and policy,
+    if the policy has too few positions, or if vLLM is not installed."""
     trained = load_trained(bench.policy)
     family = trained.decoder.config.family
     if family != "llama" and not isinstance(trained.head, Eagle3Head):
         raise ConfigError(
-            f"{bench.policy} has a policy of the family {family}, and vLLM's class for EAGLE heads "
-            "is one of Llama's; train one with actor_rollout_ref.model.init.family=llama, or a "
-            "head with speculative.eagle.spec_algorithm=EAGLE3, whose class is for all"
+            f"{bench.policy} has a policy of the family {family}, but vLLM's class for EAGLE-1 "
+            "heads needs Llama; train a policy with actor_rollout_ref.model.init.family=llama, or a head "
+            "with speculative.eagle.spec_algorithm=EAGLE3"
         )
     workload = _workload(trained, bench)
     rows = []
@@ -98,7 +104,7 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
         say(f"{len(workload.prompts)} prompts in vLLM, without drafts")
         plain, _ = _theirs(policy, "vllm-plain", None, workload, bench)
         for depth in bench.depths:
-            say(f"{len(workload.prompts)} prompts, chains of {depth}: here, and in vLLM")
+            say(f"{len(workload.prompts)} prompts, chains of {depth}: in our engine and in vLLM")
             ours = _ours(trained, workload, bench.dtype, depth)
             drafts = {"method": method, "model": str(head), "num_speculative_tokens": depth}
             theirs, versions = _theirs(policy, f"vllm-{method}-{depth}", drafts, workload, bench)
@@ -107,29 +113,29 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
 
 
 def ratio_of(row: ResultRow) -> float:
-    """Tokens per verification in vLLM over ours."""
+    """vLLM's tokens per verification over ours."""
     found = row.values["vllm_over_ours"]
     assert isinstance(found, float)
     return found
 
 
-def widest_parting(row: ResultRow) -> float:
-    """Nats between the two likeliest tokens, at most, where responses part: ours from vLLM's, and
-    these from vLLM's without drafts."""
-    return max(median_of(row.values[_PARTING]), median_of(row.values[_VLLM_PARTING]))
+def largest_gap(row: ResultRow) -> float:
+    """The largest gap, in nats, between the two most likely tokens where responses diverge: vLLM's
+    from ours, and vLLM's with drafts from those without."""
+    return max(median_of(row.values[_GAP]), median_of(row.values[_VLLM_GAP]))
 
 
 def good(rows: Sequence[ResultRow]) -> bool:
-    """Whether vLLM accepts as much, and all write the same up to ties."""
+    """Whether vLLM accepts the same number of drafts, and all responses are equal up to
+    rounding."""
     return all(
-        abs(ratio_of(row) - 1) <= TOLERANCE and widest_parting(row) <= TIES[row.dtype]
-        for row in rows
+        abs(ratio_of(row) - 1) <= TOLERANCE and largest_gap(row) <= TIES[row.dtype] for row in rows
     )
 
 
-def parted(one: Accepted, others: Sequence[Sequence[int]]) -> list[float]:
-    """How sure `one` was of its first token that is another in the other's response, for each
-    response that differs."""
+def gaps_at_divergence(one: Accepted, others: Sequence[Sequence[int]]) -> list[float]:
+    """For each response of `one` that differs from `others`: the gap at the first different
+    token."""
     found = []
     for mine, other, gaps in zip(one.token_ids, others, one.gaps, strict=True):
         places = (i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b)
@@ -138,12 +144,14 @@ def parted(one: Accepted, others: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _workload(trained: Trained, bench: ExportBench) -> Workload:
-    """Prompts, and room for as many tokens as are asked for after the longest."""
+    """The prompts and lengths. Raises ConfigError if the longest prompt leaves too few
+    positions."""
     prompts = tuple(tuple(prompt) for prompt in trained.prompts[: bench.prompts])
     room = trained.max_model_len - max(map(len, prompts))
     if bench.new_tokens > room:
         raise ConfigError(
-            f"--new-tokens {bench.new_tokens}: the policy's run has room for {room} after a prompt"
+            f"--new-tokens {bench.new_tokens}: the policy's run has room for only {room} tokens "
+            f"after a prompt; lower --new-tokens to {room}"
         )
     return Workload(name="export", prompts=prompts, lengths=(bench.new_tokens,) * len(prompts))
 
@@ -168,7 +176,7 @@ def _theirs(
     workload: Workload,
     bench: ExportBench,
 ) -> tuple[Accepted, Mapping[str, str]]:
-    """What vLLM writes with `drafts`, its `speculative_config`, and its versions."""
+    """vLLM's responses with the `speculative_config` `drafts` (None: without), and its versions."""
     settings = VllmSettings(
         dtype=str(bench.dtype).removeprefix("torch."), eager=True, speculative=drafts, gaps=True
     )
@@ -184,7 +192,7 @@ def _theirs(
             )
         counted = [answer["speculation"] for answer in peer.answers]
         versions = dict(peer.versions or {})
-    # Without drafts nothing is counted.
+    # Without drafts, vLLM has no such counters.
     verifications = sum(one.get(_DRAFTED, 0) for one in counted)
     accepted = sum(one.get(_ACCEPTED, 0) for one in counted)
     theirs = Accepted(
@@ -205,7 +213,8 @@ def _row(
     plain: Accepted,
     versions: Mapping[str, str],
 ) -> ResultRow:
-    parts, theirs_part = parted(theirs, ours.token_ids), parted(plain, theirs.token_ids)
+    from_ours = gaps_at_divergence(theirs, ours.token_ids)
+    from_plain = gaps_at_divergence(plain, theirs.token_ids)
     answers = len(workload.prompts)
     return ResultRow(
         benchmark="export",
@@ -219,10 +228,10 @@ def _row(
             "tokens_per_verification": ours.per_verification,
             "vllm_tokens_per_verification": theirs.per_verification,
             "vllm_over_ours": theirs.per_verification / ours.per_verification,
-            "same_responses": 1 - len(parts) / answers,
-            _PARTING: max(parts, default=0.0),
-            "vllm_same_as_plain": 1 - len(theirs_part) / answers,
-            _VLLM_PARTING: max(theirs_part, default=0.0),
+            "same_responses": 1 - len(from_ours) / answers,
+            _GAP: max(from_ours, default=0.0),
+            "vllm_same_as_plain": 1 - len(from_plain) / answers,
+            _VLLM_GAP: max(from_plain, default=0.0),
             "vllm_median_gap": median(gap for gaps in plain.gaps for gap in gaps),
         },
         settings={
@@ -231,3 +240,9 @@ def _row(
             "at_once": bench.at_once,
         },
     )
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "export", *sys.argv[1:]]))

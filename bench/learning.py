@@ -1,12 +1,14 @@
-"""Whether every algorithm learns: RL with each, from one policy (`slipstream bench learning`).
+"""Does every algorithm learn? RL with each of them, from one policy.
 
-Each run is a process of its own with the settings of the policy's run, the same seed and the same
-prompts; only the algorithm differs. What counts is the validation reward at the end against that
-before, on the same problems.
+Each run is a separate process with the settings of the policy's run, the same seed and the same
+prompts; only the algorithm differs. The benchmark compares the validation reward after RL with the
+reward before, on the same problems. Run it as `slipstream bench learning` or
+`python -m bench.learning`.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
+from slipstream.bench.benchmark import Benchmark
+from slipstream.bench.flags import QUICKSTART, add_count_flag, add_settings_flag
+from slipstream.bench.printing import progress
 from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.rl_line import run_line, start_of
 from slipstream.checkpoint.layout import policy_folder
@@ -26,11 +31,11 @@ _ACTOR = "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 _ADV = "algorithm.adv_estimator"
 _TWO = f"{_ACTOR}.ppo_mini_batch_size=8"
-"""Two optimizer steps a batch: with one the ratio is 1 and no clip binds."""
-
+"""Two optimizer steps per batch. With one step the ratio is 1, and no clip has an effect."""
 
 _SMALLER = f"{_ACTOR}.optim.lr=0.00015"
-"""For what takes larger steps at the same rate: little signal of its own, or nothing clipped."""
+"""A lower rate, for algorithms whose steps are larger at the same rate: few responses have an
+advantage, or nothing is clipped."""
 
 
 def _loss(name: str, *more: str) -> list[str]:
@@ -44,7 +49,7 @@ RUNS: dict[str, list[str]] = {
         f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         f"{_ACTOR}.loss_scale_factor=100",
     ],
-    # One response of a group teaches.
+    # Only one response of a group has an advantage.
     "grpo_passk": [f"{_ADV}=grpo_passk", _SMALLER],
     "rloo": [f"{_ADV}=rloo"],
     "opo": [f"{_ADV}=opo"],
@@ -88,7 +93,8 @@ RUNS: dict[str, list[str]] = {
     "full_kl": [f"{_ACTOR}.use_kl_loss=true", f"{_ACTOR}.kl_loss_type=full"],
     "lora": ["actor_rollout_ref.model.lora_rank=16", f"{_ACTOR}.optim.lr=0.001"],
 }
-"""Name -> what it sets. `{end}` is the last policy of the run folder, a teacher."""
+"""Name of an algorithm -> its settings. `{end}` stands for the last policy of the run folder, which
+is the teacher."""
 
 BATCH = (
     "data.train_batch_size=16",
@@ -99,7 +105,7 @@ BATCH = (
     "speculative.train.enable_drafter_training=false",
     "actor_rollout_ref.rollout.one_thread_below=0",
 )
-"""Settings of all runs: gradients with less noise than the quickstart's, and no draft model."""
+"""Settings of all runs: larger groups than in the quickstart, for less noise, and no drafts."""
 
 REWARD = "critic/score/mean"
 
@@ -108,8 +114,8 @@ _ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningBench:
-    """RL of `steps` steps from the policy that the SFT in the run folder `policy` ended with, with
-    each algorithm of `only` (none: all of `RUNS`). Raises ConfigError for unknown names and counts
+    """RL of `steps` steps, starting from the SFT policy in the run folder `policy`, with each
+    algorithm in `only` (empty: all of `RUNS`). Raises ConfigError for unknown names and counts
     below 1."""
 
     policy: Path
@@ -122,18 +128,17 @@ class LearningBench:
         for name in self.only:
             if name not in RUNS:
                 raise ConfigError(
-                    f"--only {name} is not known{did_you_mean(name, RUNS)} (known: "
-                    f"{', '.join(RUNS)})"
+                    f"--only {name} is unknown{did_you_mean(name, RUNS)} (known: {', '.join(RUNS)})"
                 )
         if not (self.policy / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{self.policy} is no run folder: it has no {CONFIG_FILE}; `make quickstart` makes "
-                "runs/quickstart"
+                f"{self.policy} is not a run folder: it has no {CONFIG_FILE}; `make quickstart` "
+                "makes runs/quickstart"
             )
 
 
-def run(bench: LearningBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """Train with each; a row for each. Raises EngineError where a run fails."""
+def measure(bench: LearningBench, say: Callable[[str], None]) -> list[ResultRow]:
+    """Train with each algorithm; one row per algorithm. Raises EngineError if a run fails."""
     rows = []
     with TemporaryDirectory() as folder:
         for name in bench.only or RUNS:
@@ -145,7 +150,7 @@ def run(bench: LearningBench, say: Callable[[str], None]) -> list[ResultRow]:
 
 
 def command(bench: LearningBench, name: str, target: Path) -> list[str]:
-    """The line of one run, into the folder `target`."""
+    """The command of one run, which writes to the folder `target`."""
     end = policy_folder(bench.policy).resolve()
     return [
         *(sys.executable, "-m", "slipstream.cli", "rl"),
@@ -165,17 +170,17 @@ def command(bench: LearningBench, name: str, target: Path) -> list[str]:
 
 
 def read_steps(folder: Path) -> list[Mapping[str, float]]:
-    """Metrics of all lines, in order; the first and the last one have a validation."""
+    """All lines of metrics of a run, in order; the first and the last contain a validation."""
     return [metrics for _, metrics in read_jsonl(folder / METRICS_FILE)]
 
 
 def validated(metrics: Mapping[str, float]) -> float | None:
-    """The accuracy of a validation, where there was one."""
+    """The accuracy of a validation; None for a line without one."""
     return next((metrics[name] for name in metrics if _ACCURACY.fullmatch(name)), None)
 
 
 def row(bench: LearningBench, name: str, lines: Sequence[Mapping[str, float]]) -> ResultRow:
-    """What one run came to."""
+    """The result of one run."""
     steps = [line for line in lines if "timing_s/step" in line]
     rewards = [line[REWARD] for line in steps if REWARD in line]
     few = max(1, len(rewards) // 6)
@@ -204,7 +209,7 @@ def row(bench: LearningBench, name: str, lines: Sequence[Mapping[str, float]]) -
 
 
 def table(rows: Sequence[ResultRow]) -> str:
-    """A line for each."""
+    """One line per algorithm."""
     columns = ("validation_before", "validation_after", "reward_first", "reward_last")
     heading = "".join(f"{name.replace('_', ' '):>20}" for name in columns)
     lines = [f"  {'':<30}{heading}{'seconds':>10}"]
@@ -215,14 +220,16 @@ def table(rows: Sequence[ResultRow]) -> str:
 
 
 def not_learned(rows: Sequence[ResultRow]) -> list[str]:
-    """Algorithms whose validation reward did not rise."""
+    """The algorithms whose validation reward did not rise."""
     return [row.contender for row in rows if float(row.values["gain"]) <= 0]  # type: ignore[arg-type]
 
 
 def plot(rows: Sequence[ResultRow], out: Path) -> Path:
-    """Curves of the training reward, one small picture for each algorithm, all to one scale; the
-    PNG `out`, whose folder is made."""
-    # Imported here: benches run without drawing, too.
+    """Draw the training reward of each algorithm, all on one scale, into the PNG `out`.
+
+    Makes the folder of `out`, and returns its path.
+    """
+    # Imported here: only `--plot` needs matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -246,8 +253,50 @@ def plot(rows: Sequence[ResultRow], out: Path) -> Path:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     figure.supxlabel("RL step", fontsize=8)
-    figure.supylabel("mean reward of a batch; bold: of five steps", fontsize=8)
+    figure.supylabel("mean reward of a batch; bold: mean of five steps", fontsize=8)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     return out
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        metavar="FOLDER",
+        type=Path,
+        default=QUICKSTART,
+        help=f"run folder with an SFT policy to start from (default: {QUICKSTART})",
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", nargs="+", default=[], help="these algorithms (default: all)"
+    )
+    add_count_flag(parser, "steps", 30, "RL steps of each algorithm")
+    add_settings_flag(parser, "settings of all runs")
+    parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw the curves")
+
+
+def run(args: argparse.Namespace) -> list[ResultRow]:
+    bench = LearningBench(
+        policy=args.policy, steps=args.steps, only=tuple(args.only), settings=tuple(args.set)
+    )
+    rows = measure(bench, progress)
+    print("validation reward before and after; training reward, first and last sixth of the steps")
+    print(table(rows))
+    if args.plot is not None:
+        print(f"  picture: {plot(rows, args.plot)}")
+    return rows
+
+
+def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
+    missed = not_learned(rows)
+    print(f"  floor: a higher validation reward; missed by {', '.join(missed) or 'none'}")
+    return 1 if missed else 0
+
+
+BENCHMARK = Benchmark(add_flags=add_flags, run=run, say=say)
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "learning", *sys.argv[1:]]))

@@ -1,7 +1,8 @@
-"""Matrix products of few and of many rows: `F.linear` against the kernels of `models/linear.py`.
+"""Matrix products of few and many rows: `F.linear` against the kernels in `models/linear.py`.
 
-Prints microseconds (median, twelve weights in turn as in a model), and for how many row counts a
-row's bits differ from the same row in a large batch. `python bench/linear.py [--threads N]`
+Prints the median time in microseconds, alternating between twelve weights as in a model, and the
+number of row counts for which the bits of a row differ from those in a large batch.
+`python bench/linear.py [--threads N]`
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ ANY_ROWS = (*range(1, 34), 48, 60, 100, 128, 200, 256, 500, 512)
 
 
 def microseconds(product: Callable[[Tensor, int], object], x: Tensor, repeats: int) -> float:
-    turns = itertools.cycle(range(12))
+    weights = itertools.cycle(range(12))
     for _ in range(12):
-        product(x, next(turns))
+        product(x, next(weights))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        product(x, next(turns))
+        product(x, next(weights))
         times.append(time.perf_counter() - start)
     return 1e6 * statistics.median(times)
 

@@ -1,14 +1,16 @@
-"""Log-probs of tokens under a large LM head: by chunks of rows against through all logits.
+"""Log-probs of tokens under a large LM head: in chunks of rows, against all logits at once.
 
-Forward and backward pass, in turns: seconds, peak memory above what the inputs take, each in a
-process of its own, and the largest difference of the gradients. `plain` is what autograd makes of
-`F.linear`, `log_softmax` and `gather`; `chunked` is `chunked_token_log_probs` as it is by default,
-`kept` the same with some chunks of logits kept for its backward pass, as trainers have it.
+Measures forward and backward passes, interleaved: seconds, peak memory above that of the inputs (in
+a separate process each), and the largest difference of the gradients. `plain` is autograd through
+`F.linear`, `log_softmax` and `gather`. `chunked` is `chunked_token_log_probs` with its defaults.
+`kept` also keeps some chunks of logits for the backward pass, as the trainers do. Run it as
+`slipstream bench logprob` or `python -m bench.logprob`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -30,20 +32,20 @@ from slipstream.metrics.resident import peak_rss, reset_peak_rss, resident_bytes
 PLAIN, CHUNKED, KEPT = "plain", "chunked", "kept"
 
 TIME_FLOOR = 1.0
-"""Seconds of `kept` over those of `plain`, at most."""
+"""Largest allowed time of `kept` over that of `plain`."""
 
 MEMORY_FLOOR = 0.25
-"""Peak memory of chunks over that of `plain`, at most."""
+"""Largest allowed peak memory of `chunked` and `kept` over that of `plain`."""
 
 GRADIENT_FLOOR = 1e-5
-"""Largest difference of gradients over the largest gradient, at most."""
+"""Largest allowed difference of gradients, over the largest gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobBench:
-    """One measurement: `tokens` rows of `hidden` numbers, a head of `vocab` words, in float32.
+    """One measurement: `tokens` hidden states of width `hidden`, a vocabulary of `vocab`, float32.
 
-    `keep_megabytes` (of 10^6 bytes) of logits stay for the backward pass of `kept`.
+    `kept` keeps `keep_megabytes` MB (10^6 bytes) of logits for its backward pass.
     """
 
     tokens: int = 8192
@@ -56,14 +58,14 @@ class LogprobBench:
     def __post_init__(self) -> None:
         check_at_least_one(self, "tokens", "vocab", "hidden", "chunk_size", "rounds")
         if self.keep_megabytes < 0:
-            raise ConfigError(f"--keep-megabytes {self.keep_megabytes}: give at least 0")
+            raise ConfigError(f"--keep-megabytes {self.keep_megabytes} must be at least 0")
 
 
 Gradients = tuple[Tensor, Tensor]
 
 
 class _Inputs:
-    """Hidden states, head, labels, and the gradients that arrive at the log-probs."""
+    """Hidden states, LM head, labels, and the gradients with respect to the log-probs."""
 
     def __init__(self, bench: LogprobBench) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -78,11 +80,11 @@ class _Inputs:
         self._weight.requires_grad_()
 
     def gradients(self, contender: str) -> Gradients:
-        """Of hidden states and head, after a forward and a backward pass."""
+        """Gradients of hidden states and head, from a forward and a backward pass."""
         if contender == PLAIN:
             logits = F.linear(self._hidden, self._weight)
             log_p = torch.log_softmax(logits, dim=-1)
-            # As in a function: the graph alone holds on to what it needs.
+            # As at the end of a function: from here only autograd's graph keeps tensors alive.
             del logits
             log_probs = log_p.gather(-1, self._labels.unsqueeze(-1)).squeeze(-1)
             del log_p
@@ -103,7 +105,7 @@ class _Inputs:
 def run(bench: LogprobBench) -> list[ResultRow]:
     """Measure; one row per contender."""
     contenders = (PLAIN, CHUNKED, KEPT)
-    # First: a process that starts later would find this one's memory in use.
+    # First, before this process uses memory itself.
     peaks = {name: _peak_megabytes(bench, name) for name in contenders}
     inputs = _Inputs(bench)
     exact = inputs.gradients(PLAIN)
@@ -140,7 +142,7 @@ def run(bench: LogprobBench) -> list[ResultRow]:
 
 
 def missed(rows: Sequence[ResultRow]) -> list[str]:
-    """What is not as promised, in words."""
+    """The floors that were missed, in words."""
     values = {row.contender: {k: median_of(v) for k, v in row.values.items()} for row in rows}
     wrong = []
     if values[KEPT]["times_plain"] > TIME_FLOOR:
@@ -148,10 +150,10 @@ def missed(rows: Sequence[ResultRow]) -> list[str]:
     for name in (CHUNKED, KEPT):
         if values[name]["share_of_plain_memory"] > MEMORY_FLOOR:
             share = values[name]["share_of_plain_memory"]
-            wrong.append(f"{name} takes {share:.0%} of {PLAIN}'s memory")
+            wrong.append(f"{name} needs {share:.0%} of {PLAIN}'s memory")
         if values[name]["largest_gradient_difference"] > GRADIENT_FLOOR:
             apart = values[name]["largest_gradient_difference"]
-            wrong.append(f"{name}'s gradients are {apart:.2g} off")
+            wrong.append(f"{name}'s gradients differ by {apart:.2g}")
     return wrong
 
 
@@ -160,23 +162,23 @@ def _runner(inputs: _Inputs, contender: str) -> Callable[[], object]:
 
 
 def _difference(actual: Gradients, exact: Gradients) -> float:
-    """The largest one, over the largest gradient of the same tensor."""
+    """The largest difference, over the largest gradient of the same tensor."""
     return max(
         float((a - b).abs().max() / b.abs().max()) for a, b in zip(actual, exact, strict=True)
     )
 
 
 def _peak_megabytes(bench: LogprobBench, contender: str) -> float:
-    # A fresh interpreter: a forked one would start with its parent's pages.
+    # A new interpreter, because a forked process would start with its parent's pages.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_measure, bench, contender, torch.get_num_threads()).result()
 
 
 def _measure(bench: LogprobBench, contender: str, threads: int) -> float:
-    """Peak resident MB (10^6 bytes) above what is resident before the forward pass."""
+    """Peak resident memory in MB (10^6 bytes), minus that before the forward pass."""
     torch.set_num_threads(threads)
-    # A small one first: libraries that are loaded at their first use are not what is measured.
+    # A small pass first, because libraries that are loaded at first use should not count.
     tiny = LogprobBench(tokens=16, vocab=64, hidden=16, keep_megabytes=0)
     _Inputs(tiny).gradients(contender)
     inputs = _Inputs(bench)
@@ -184,3 +186,9 @@ def _measure(bench: LogprobBench, contender: str, threads: int) -> float:
     before = resident_bytes()
     inputs.gradients(contender)
     return (peak_rss() - before) / 1e6
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "logprob", *sys.argv[1:]]))

@@ -1,11 +1,11 @@
-"""What `--dry-run` says of memory, against what runs then take.
+"""The memory that `--dry-run` estimates, against the peak memory of real runs.
 
     python -m bench.memory [NAME ...]
 
-Each case is estimated in one process, and run in another, whose peak of resident memory the system
-tells when it ends to a small one that began it: a peak counts what the one before took. Responses
-are made as long as they may be. Prints both and their ratio, and fails where one is further than a
-quarter from the other.
+Each case is estimated in one process and run in another. A small third process starts the run and
+gets its peak resident memory from the system, because the peak of a child includes that of the
+process that started it. All responses have the maximum length. Prints both values and their ratio,
+and fails if they differ by more than a quarter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SHORT = (
     *("trainer.total_training_steps=2", "trainer.test_freq=1", "data.val_size=64"),
 )
 _FULL = ("actor_rollout_ref.rollout.ignore_eos=true",)
-# What is measured is this machine's memory, not a GPU's.
-_HERE = ("trainer.device=cpu",)
+# The benchmark measures main memory, not a GPU's.
+_ON_CPU = ("trainer.device=cpu",)
 
 CASES: dict[str, tuple[str, ...]] = {
     "quickstart": ("--recipe", "quickstart"),
@@ -86,11 +86,11 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def _settings(name: str) -> list[str]:
-    return [*CASES[name], *_SHORT, *_FULL, *_HERE]
+    return [*CASES[name], *_SHORT, *_FULL, *_ON_CPU]
 
 
 def estimate(name: str) -> None:
-    """In a process of its own: print the bytes that are estimated."""
+    """In a separate process: print the estimated bytes as JSON."""
     from slipstream.models.config import ModelConfig
     from slipstream.preflight.dry_run import looked_at
     from slipstream.preflight.memory_estimate import estimate_memory
@@ -109,7 +109,7 @@ def estimate(name: str) -> None:
 
 
 def used(name: str) -> None:
-    """In a process of its own: print the peak of resident bytes of the run."""
+    """In a separate process: print the peak resident bytes of the run."""
     with TemporaryDirectory() as folder:
         line = [sys.executable, "-m", "slipstream.cli", "train", *_settings(name)]
         with subprocess.Popen(
@@ -119,29 +119,29 @@ def used(name: str) -> None:
             text=True,
         ) as process:
             assert process.stderr is not None
-            said = process.stderr.read()
+            output = process.stderr.read()
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            raise SystemExit(f"{name}: the run ended with status {process.returncode}: {said}")
+            raise SystemExit(f"{name}: the run ended with status {process.returncode}: {output}")
         print(usage.ru_maxrss * 1024)
 
 
-def _apart(what: str, name: str) -> str:
-    """The last line of what a process of its own prints."""
+def _in_process(what: str, name: str) -> str:
+    """The last line that a separate process prints."""
     line = [sys.executable, "-m", "bench.memory", what, name]
     try:
-        said = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
     except subprocess.CalledProcessError as error:
         raise SystemExit(error.returncode) from None
-    return said.splitlines()[-1]
+    return output.splitlines()[-1]
 
 
 def main(names: Sequence[str]) -> None:
     worst = 0.0
     for name in names or CASES:
-        found = json.loads(_apart(_ESTIMATE, name))
-        peak = int(_apart(_USED, name))
+        found = json.loads(_in_process(_ESTIMATE, name))
+        peak = int(_in_process(_USED, name))
         ratio = found["total"] / peak
         worst = max(worst, abs(ratio - 1))
         print(
@@ -153,7 +153,7 @@ def main(names: Sequence[str]) -> None:
             listed = ", ".join(f"{what} {size / 1e6:.0f}" for what, size in parts.items())
             print(f"    {phase}, MB: {listed}", flush=True)
     if worst > WITHIN:
-        raise SystemExit(f"{worst:.0%} apart, where {WITHIN:.0%} is promised")
+        raise SystemExit(f"estimate and peak differ by {worst:.0%}; promised: {WITHIN:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What makes a token's numbers independent of its neighbours on this CPU: the rules of exact mode.
+"""The rules of exact mode on this CPU: when do a token's bits not depend on the rest of the batch?
 
-Prints, for matrix products and for attention, how many values differ when the same rows are
-computed in batches of other sizes. `python bench/numerics.py [--dtype float32|bfloat16]`
+Prints, for matrix products and for attention, which values change when the same rows are computed
+in batches of other sizes. `python bench/numerics.py [--dtype float32|bfloat16]`
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = (*range(1, 34), 40, 48, 56, 64, 100, 128, 256, 500, 512, 1000, 1024)
 
 
 def linear_rows(dtype: torch.dtype) -> None:
-    """For which row counts a row of x W^T differs from the same row among 2,048."""
+    """Print the row counts for which a row of x W^T differs from the same row among 2,048 rows."""
     for width, out in SHAPES:
         x = torch.randn(2048, width).to(dtype)
         w = torch.randn(out, width).to(dtype)
@@ -35,7 +35,7 @@ def linear_rows(dtype: torch.dtype) -> None:
 
 
 def attention_rows(dtype: torch.dtype) -> None:
-    """One decoded token against the same token inside a whole forward pass."""
+    """Print how many values of one decoded token differ from those in a whole forward pass."""
     for heads, group, width in ((1, 4, 32), (2, 4, 32), (2, 2, 64), (4, 1, 16), (1, 4, 48)):
         B, T = 6, 512
         q = torch.randn(B, T, heads * group, width).to(dtype)

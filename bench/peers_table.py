@@ -1,10 +1,12 @@
-"""One table of what was measured beside other systems: decoding (`decode`) and GRPO (`trl`).
+"""One Markdown table of the comparisons with other systems: decoding (`decode`) and GRPO (`trl`).
 
-Made from rows, fresh ones or such that were written to files. Used by `slipstream bench peers`.
+The rows come from a measurement or from files. Run it as `slipstream bench peers` or
+`python -m bench.peers_table`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from bench.trl_compare import summary, training_rows
@@ -30,13 +32,16 @@ _OURS_TRAINING = {PLAIN: "Slipstream", FROZEN: "Slipstream, with drafts"}
 
 
 def table(rows: Sequence[ResultRow]) -> str:
-    """Markdown: the table, and under it what it was measured on. Of a decoding peer the fastest
-    setting stands for it, of TRL all do. Raises DataError without rows of either."""
+    """Markdown: the table, then notes on machine and settings. A decoding peer is shown with its
+    fastest setting, TRL with all. Raises DataError if there are no rows of either benchmark."""
     decoding = [row for row in rows if row.benchmark == "decode"]
     training = training_rows([row for row in rows if row.benchmark == "trl"])
     lines = [*_decoding(decoding), *_training(training)]
     if not lines:
-        raise DataError("no rows of `slipstream bench decode` or `trl` to make a table of")
+        raise DataError(
+            "no rows of `slipstream bench decode` or `slipstream bench trl`; give files to --from "
+            "that their --json FILE wrote"
+        )
     shown = [_HEADINGS, ("---",) * len(_HEADINGS), *lines]
     notes = [*_circumstances(decoding), *_circumstances(training), *_training_notes(rows)]
     return "\n".join(
@@ -103,7 +108,7 @@ def _training_notes(rows: Sequence[ResultRow]) -> list[str]:
     found = summary(rows)
     first = trained[0].settings
     notes = [
-        f"GRPO: {first['rounds']} seeds of {first['steps']} steps in turns, "
+        f"GRPO: {first['rounds']} seeds of {first['steps']} interleaved steps, "
         f"{first['prompts_per_step']} prompts of {first['group_size']} completions of up to "
         f"{first['max_completion_length']} tokens, loss `{first['loss_type']}`"
     ]
@@ -121,11 +126,11 @@ def _training_notes(rows: Sequence[ResultRow]) -> list[str]:
 
 
 def _circumstances(rows: Sequence[ResultRow]) -> list[str]:
-    """Machines, and each set of versions."""
+    """Notes on the machines, and on each set of versions."""
     notes = []
     for row in rows:
         flags = " ".join(row.machine.cpu_flags)
-        # Of a peer that chooses its threads by itself there is nothing to say.
+        # A peer that chooses its number of threads has no such note.
         if row.threads is not None:
             notes.append(
                 f"{row.machine.cpu} [{flags}], {row.machine.cores} cores, {row.threads} threads"
@@ -141,3 +146,9 @@ def _shown(value: float | Spread, digits: int = 3) -> str:
             low, middle, high = (f"{v:,.0f}" for v in (value.min, value.median, value.max))
         return middle if low == high else f"{middle} [{low} .. {high}]"
     return f"{value:.{digits}g}"
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "peers", *sys.argv[1:]]))

@@ -1,11 +1,11 @@
-"""One run in one process and in several, on the same cores: what changes, and what it costs.
+"""A run in one process against the same run in several processes, on the same cores.
 
     python bench/processes.py --policy RUN [--processes 2] [--steps 6] [--rounds 3] [key=value ...]
 
-RL of the recipe `quickstart` from RUN's SFT, in turns: one process with as many threads as there
-are to be processes, then so many processes with one thread each. Prints which share of the
-responses of each step is the same, how far apart the weights end over the way that they went, and
-the median seconds of a step and of its parts, as ratios within each round.
+Each round runs RL of the recipe `quickstart` from RUN's SFT policy twice: in one process with N
+threads, then in N processes with one thread each. Prints the share of equal responses in each step;
+the distance between the final weights over the distance that they moved; and the median seconds of
+a step and of its parts, as ratios within each round.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def responses(out: Path, step: int) -> list[str]:
 
 
 def equal(one: Path, several: Path, step: int) -> float:
-    """The share of a step's responses that is."""
+    """The share of equal responses in a step."""
     a, b = responses(one, step), responses(several, step)
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
 def seconds(out: Path) -> dict[str, float]:
-    """Medians over the steps, but for the first one, which compiles and imports."""
+    """Median seconds by part, without the first step, which compiles and imports."""
     logged = [metrics for step, metrics in read_jsonl(out / "metrics.jsonl") if step > 1]
     return {p: median(m[f"timing_s/{p}"] for m in logged) for p in PARTS}
 
 
-def apart(policy: Path, one: Path, several: Path, steps: int) -> float:
-    """How far the weights are apart over the way that those of one process went."""
+def weight_distance(policy: Path, one: Path, several: Path, steps: int) -> float:
+    """The distance between both final weights, over the distance that one process's moved."""
     start, a, b = (
         load_file(folder / "model.safetensors")
         for folder in (
@@ -77,7 +77,9 @@ def apart(policy: Path, one: Path, several: Path, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", required=True, type=Path, help="a run, or a model's folder")
+    parser.add_argument(
+        "--policy", required=True, type=Path, help="a run folder, or the folder of a model"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
@@ -86,27 +88,29 @@ def main() -> None:
     policy = policy_folder(sft if sft.is_dir() else args.policy)
     count = args.processes
     ratios: dict[str, list[float]] = {part: [] for part in PARTS}
-    for turn in range(args.rounds):
+    for number in range(args.rounds):
         with TemporaryDirectory() as folder:
             one, several = Path(folder) / "one", Path(folder) / "several"
             train(one, policy, args.steps, [f"trainer.num_threads={count}"], more)
             own = [f"trainer.nnodes={count}", "trainer.num_threads=1"]
             train(several, policy, args.steps, own, more)
-            if not turn:
+            if not number:
                 pairs = [
                     (responses(one, s), responses(several, s)) for s in range(1, args.steps + 1)
                 ]
                 same = [sum(x == y for x, y in zip(a, b, strict=True)) / len(a) for a, b in pairs]
-                print("same responses by step:", " ".join(f"{share:.0%}" for share in same))
-                print(f"weights apart: {apart(policy, one, several, args.steps):.1e} of their way")
+                distance = weight_distance(policy, one, several, args.steps)
+                print("equal responses by step:", " ".join(f"{share:.0%}" for share in same))
+                print(f"distance between the weights: {distance:.1e} of the distance moved")
             a, b = seconds(one), seconds(several)
             for part in PARTS:
                 ratios[part].append(b[part] / a[part])
             shown = ", ".join(f"{part} {a[part]:.3f} and {b[part]:.3f}" for part in PARTS)
-            print(f"round {turn + 1}: seconds in one and in {count}: {shown}", flush=True)
+            print(f"round {number + 1}: seconds in one and in {count}: {shown}", flush=True)
     for part, found in ratios.items():
         print(
-            f"{part}: {median(found):.2f}x the time of one ({min(found):.2f} to {max(found):.2f})"
+            f"{part}: {median(found):.2f}x the time of one process ({min(found):.2f} to "
+            f"{max(found):.2f})"
         )
 
 

@@ -1,9 +1,9 @@
-"""How long the report of a long run takes, and how large it is.
+"""Time and page size of `slipstream report` for a long run.
 
     python bench/report.py runs/quickstart --steps 1000
 
-Makes a run of so many steps by repeating the steps of a real one, with their rollouts, and draws it
-by the command line, several times.
+Makes a run of that length by repeating the steps of a real run, with their rollouts, and draws its
+report several times.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = (folder / "report.html").stat().st_size
     print(
         f"{args.steps} steps: {median(times):.2f} s ({min(times):.2f} to {max(times):.2f}, "
-        f"{args.rounds} times; floor 5 s), {size / 1e6:.2f} MB (floor 5 MB)"
+        f"{args.rounds} rounds; promised: below 5 s), {size / 1e6:.2f} MB (promised: below 5 MB)"
     )
     return 0
 

@@ -1,8 +1,7 @@
-"""Memory over many small requests through one engine: resident bytes after every tenth of them.
+"""Resident memory of one engine over many small requests, printed after every tenth of them.
 
-A leak shows as a line that rises. Head and history draft at every step, and prefix caching and the
-asynchronous protocol are on.
-`python bench/requests.py [count]`
+A leak shows as a rising number. Head and history draft in every step; prefix caching and the
+asynchronous protocol are on. `python bench/requests.py [count]`
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ async def run(engine: EmbeddedEngine, count: int) -> None:
                 tasks.start_soon(engine.generate, small_request(index, rng))
         gc.collect()
         now = resident_bytes()
-        # The first tenth warms up.
+        # The first tenth is a warm-up.
         first = now if part <= 1 else first
         seconds = time.perf_counter() - started
         print(

@@ -1,11 +1,11 @@
-"""The screenshots of README.md and docs: the report in a browser, and the terminal of a run.
+"""Makes the screenshots of README.md and docs: the report in a browser, and the terminal of a run.
 
     python bench/screenshots.py report runs/quickstart docs/report.png
     python bench/screenshots.py terminal docs/terminal.png -- slipstream rl ...
 
-`report` draws the run's page and photographs its top in light and dark (`report-dark.png`).
-`terminal` runs a command in a terminal of 100 columns and photographs what stood there when most
-of the sample's text was drafted. Wants Chromium, playwright and pyte.
+`report` draws the run's page and takes a screenshot of its top in light and in dark colors
+(`report-dark.png`). `terminal` runs a command in a terminal of 100 columns, and takes a screenshot
+of the moment when most of the shown sample came from drafts. Needs Chromium, playwright and pyte.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLORS = {
 
 
 def report(run: Path, output: Path) -> None:
-    """Photograph the top of the page of `run`."""
+    """Take screenshots of the top of the report of `run`."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         write_report([run], page)
@@ -45,13 +45,13 @@ def report(run: Path, output: Path) -> None:
             ("light", output),
             ("dark", output.with_stem(f"{output.stem}-dark")),
         ):
-            _photograph(page.as_uri(), path, width=1200, height=1500, scheme=scheme, ready=True)
+            _screenshot(page.as_uri(), path, width=1200, height=1500, scheme=scheme, ready=True)
 
 
 def terminal(command: Sequence[str], output: Path) -> None:
-    """Run `command` in a terminal, and photograph it at its best moment."""
+    """Run `command` in a terminal, and take a screenshot of its best moment."""
     screens = _run(command)
-    # While the engine works, and most of the sample was drafted.
+    # The engine is running, and most of the sample's tokens are underlined as drafted.
     best = max(
         screens,
         key=lambda screen: (" running" in screen, screen.count("text-decoration:underline")),
@@ -64,11 +64,11 @@ def terminal(command: Sequence[str], output: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "terminal.html"
         page.write_text(text, encoding="utf-8")
-        _photograph(page.as_uri(), output, width=920, height=300, scheme="dark", ready=False)
+        _screenshot(page.as_uri(), output, width=920, height=300, scheme="dark", ready=False)
 
 
 def _run(command: Sequence[str]) -> list[str]:
-    """What stood in the terminal after each burst of output, as HTML."""
+    """The contents of the terminal after each burst of output, as HTML."""
     import pyte
 
     parent, child = pty.openpty()
@@ -125,7 +125,7 @@ def _cell(cell: object) -> str:
     return f'<span style="{style}">{shown}</span>' if style else shown
 
 
-def _photograph(
+def _screenshot(
     url: str, output: Path, *, width: int, height: int, scheme: str, ready: bool
 ) -> None:
     from playwright.sync_api import sync_playwright

@@ -1,8 +1,8 @@
-"""Why all work on tensors shares one thread: what a second OpenMP team does to the first.
+"""Why all work on tensors shares one thread: a second OpenMP team slows down the first.
 
-Forward and backward of the quickstart's model, tokens/s (median): on the main thread, on a
-worker thread that does everything, and on a worker after the main thread has computed, too.
-`python bench/threads.py`
+Prints the median tokens per second of forward and backward passes of the quickstart's model: on the
+main thread, on a worker thread that does everything, and on a worker thread after the main thread
+has computed. `python bench/threads.py`
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ if __name__ == "__main__":
         sys.exit()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for case in CASES:
-        # A process each: a team of OpenMP threads, once made, stays.
+        # One process per run, because a team of OpenMP threads never ends.
         runs = [subprocess.check_output([sys.executable, __file__, case]) for _ in range(3)]
         print(f"{case:<18} {statistics.median(float(run) for run in runs):6.0f} tokens/s")

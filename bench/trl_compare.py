@@ -1,18 +1,21 @@
-"""TRL's GRPO against ours: the same model, prompts, lengths and settings (`slipstream bench trl`).
+"""TRL's GRPO against ours, with the same model, prompts, lengths and settings.
 
-First what is computed: of one batch both must have the same loss and gradients, and after several
-optimizer steps on given batches the same weights (`trl_parity`), or nothing is timed. Then
-training, in turns of a step (`turns`), each contender a process of its own:
+First it compares results (`trl_parity`): both must compute the same loss and gradients for one
+batch, and the same weights after several optimizer steps on given batches. Otherwise nothing is
+timed. Then it compares training. The steps of all contenders are interleaved (`interleaved_runs`),
+and each contender is a separate process:
 
     plain               Slipstream without drafts
-    speculation         Slipstream with the draft head as it is, where the policy has one
-    trl-PRECISION       TRL, generating by transformers' `generate`; see `PRECISIONS`
+    speculation         Slipstream with the fixed draft head, if the policy has one
+    trl-PRECISION       TRL, which generates with transformers' `generate`; see `PRECISIONS`
 
-A turn's time is taken here, for all alike. Ours end after the steps asked for; TRL goes on until it
-has sampled as many tokens as ours, so that the policies that come out can be compared on held-out
-problems, by one evaluator. Every round is another seed; of several, an accuracy's interval is that
-of its mean over seeds. Drafts change no token: where the policy is the same to the last bit it is
-evaluated once.
+The time of a step is measured here, in the same way for all. Our runs end after the requested
+steps. TRL trains until it has sampled the same number of tokens, so that the final policies can be
+compared on held-out problems, with one evaluator. Every round has another seed; with several
+rounds, the interval of an accuracy is that of its mean over seeds. Drafts change no token: policies
+that are equal bit for bit are evaluated once.
+
+Run it as `slipstream bench trl` or `python -m bench.trl_compare`.
 """
 
 from __future__ import annotations
@@ -68,15 +71,15 @@ from slipstream.metrics.batch_metrics import accuracy_interval, mean_interval
 from slipstream.models.numerics import dtype_from_name
 
 UPDATES = 4
-"""Optimizer steps of which the weights are compared."""
+"""Number of optimizer steps after which the weights are compared."""
 
 SPEED_GOAL = 1.5
-"""Our step over TRL's that the project promises, TRL in its fastest precision."""
+"""The promised speed of our step over TRL's, in TRL's fastest precision."""
 
 
 def run(bench: TrlBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """Measure: a row for each case of parity, then one for each contender. Raises ConfigError where
-    TRL is not installed, EngineError where parity fails or a run does."""
+    """Measure; one row per parity case, then one per contender. Raises ConfigError if TRL is not
+    installed, EngineError if parity or a run fails."""
     trl = trl_command()
     config = compose(bench)
     settings = trl_settings(config)
@@ -112,9 +115,9 @@ def run_parity(
     threads: int,
     say: Callable[[str], None],
 ) -> list[ResultRow]:
-    """A row for each case, and one for `UPDATES` optimizer steps with `settings`.
+    """One row per case, and one for `UPDATES` optimizer steps with `settings`.
 
-    Raises EngineError where one is further apart than `TOLERANCE` or `UPDATE_TOLERANCE`.
+    Raises EngineError if a difference is above `TOLERANCE` or `UPDATE_TOLERANCE`.
     """
     task = task_of(config, model)
     batch = make_batch(task, task.tokenizer)
@@ -127,7 +130,7 @@ def run_parity(
             answer = theirs(process, model, batch, case, given, threads)
             seconds = time.perf_counter() - start
             apart = differences(ours(model, batch, case, given), answer)
-            say(f"parity, {case.name}: {said(apart)}")
+            say(f"parity, {case.name}: {describe(apart)}")
             check(case.name, apart)
             values = {
                 "loss_difference": apart.loss,
@@ -137,16 +140,20 @@ def run_parity(
             }
             rows.append(_parity_row(case.name, values, seconds, threads))
     steps = [make_batch(task, task.tokenizer, first=100 * step) for step in range(UPDATES)]
-    # Another process: TRL reads the number of threads once, and keeps what it has trained.
+    # A new process, because TRL reads the number of threads once and keeps its trained weights.
     with PeerProcess("trl, updates", trl) as process:
         start = time.perf_counter()
         answered = their_updates(process, model, steps, settings, threads)
         seconds = time.perf_counter() - start
-    moved = update_differences(model, our_updates(model, steps, settings), answered)
+    apart_after = update_differences(model, our_updates(model, steps, settings), answered)
     norms = ", ".join(f"{norm:.3g}" for norm in answered.grad_norms)
-    say(f"parity, {UPDATES} steps with gradients of norms {norms}: {said_of_updates(moved)}")
-    check_updates(moved)
-    values = {"grad_norm_difference": moved.grad_norm, "update_difference": moved.update}
+    described = describe_updates(apart_after)
+    say(f"parity, {UPDATES} steps with gradient norms {norms}: {described}")
+    check_updates(apart_after)
+    values = {
+        "grad_norm_difference": apart_after.grad_norm,
+        "update_difference": apart_after.update,
+    }
     return [*rows, _parity_row(f"{UPDATES} steps", values, seconds, threads)]
 
 
@@ -163,43 +170,44 @@ def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads:
     )
 
 
-def said(apart: Differences) -> str:
-    """In words."""
+def describe(apart: Differences) -> str:
+    """The differences in words."""
     return (
-        f"loss {apart.loss:.1e}, advantages {apart.advantages:.1e}, gradients {apart.gradient:.1e} "
-        f"apart (the worst tensor by itself {apart.tensor:.1e})"
+        f"differences: loss {apart.loss:.1e}, advantages {apart.advantages:.1e}, gradients "
+        f"{apart.gradient:.1e} (worst single tensor {apart.tensor:.1e})"
     )
 
 
 def check(name: str, apart: Differences) -> None:
-    """Raises EngineError where both do not compute the same."""
+    """Raises EngineError if the differences are above `TOLERANCE`."""
     if not apart.largest <= TOLERANCE:
         raise EngineError(
-            f"TRL's loss is not ours in the case {name}: {said(apart)}, where {TOLERANCE:g} is "
-            "allowed; what is not the same is not timed"
+            f"TRL and Slipstream compute different losses in the case {name}: {describe(apart)}; "
+            f"allowed: {TOLERANCE:g}. Nothing is timed"
         )
 
 
-def said_of_updates(apart: UpdateDifferences) -> str:
-    """In words."""
+def describe_updates(apart: UpdateDifferences) -> str:
+    """The differences in words."""
     return (
-        f"norms {apart.grad_norm:.1e} apart, weights {apart.update:.1e} of the way that they went"
+        f"differences: gradient norms {apart.grad_norm:.1e}, weights {apart.update:.1e} of the "
+        "distance that they moved"
     )
 
 
 def check_updates(apart: UpdateDifferences) -> None:
-    """Raises EngineError where both do not take the same steps."""
+    """Raises EngineError if the differences are above `UPDATE_TOLERANCE`."""
     if not (apart.update <= UPDATE_TOLERANCE and apart.grad_norm <= UPDATE_TOLERANCE):
         raise EngineError(
-            f"TRL's optimizer steps are not ours: {said_of_updates(apart)}, where "
-            f"{UPDATE_TOLERANCE:g} is allowed; what is not the same is not timed"
+            f"TRL and Slipstream take different optimizer steps: {describe_updates(apart)}; "
+            f"allowed: {UPDATE_TOLERANCE:g}. Nothing is timed"
         )
 
 
 def _evaluate(
     bench: TrlBench, ran: Mapping[str, ContenderRun], folder: Path, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Scores on held-out problems by contender; the same weights are evaluated once."""
+    """Scores on held-out problems by contender. Equal weights are evaluated once."""
     scores: dict[str, list[float]] = {}
     by_weights: dict[str, list[float]] = {}
     for name, one in ran.items():
@@ -208,7 +216,7 @@ def _evaluate(
             continue
         say(f"{name}: {bench.problems} held-out problems")
         scores[name] = evaluate(bench, one.folder, folder / f"{name}.jsonl", say)
-        say(f"{name}: {fmean(scores[name]):.3f} of them right")
+        say(f"{name}: accuracy {fmean(scores[name]):.3f}")
         if one.weights:
             by_weights[one.weights] = scores[name]
     return scores
@@ -217,7 +225,7 @@ def _evaluate(
 def evaluate(
     bench: TrlBench, policy: Path, output: Path, say: Callable[[str], None]
 ) -> list[float]:
-    """One score a problem, by `slipstream eval` with the settings of the bench's policy."""
+    """One score per problem, from `slipstream eval` with the settings of the bench's policy."""
     run_line(
         [
             *(sys.executable, "-m", "slipstream.cli", "eval"),
@@ -271,7 +279,7 @@ def _row(
     )
     if scores:
         values["accuracy"] = Spread.of([fmean(of_seed) for of_seed in scores])
-        # Trainings from other seeds differ by more than the problems do by chance.
+        # Seeds differ by more than the sampling error over problems.
         by_seed = [fmean(of_seed) for of_seed in scores]
         several = len(by_seed) > 1
         mean, low, high = mean_interval(by_seed) if several else accuracy_interval(scores[0])
@@ -302,18 +310,18 @@ def _median(values: Sequence[float]) -> float:
 
 
 def training_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
-    """Those of contenders."""
+    """The rows of contenders, without those of parity."""
     return [row for row in rows if row.case == "grpo step"]
 
 
 def fastest(rows: Sequence[ResultRow]) -> ResultRow:
-    """TRL in the precision with the shortest step."""
+    """The row of TRL in the precision with the shortest step."""
     theirs_rows = [row for row in training_rows(rows) if row.contender.startswith("trl-")]
     return min(theirs_rows, key=lambda row: row.seconds.median)
 
 
 def speedups(rows: Sequence[ResultRow]) -> dict[str, float]:
-    """Median step of TRL's fastest over ours, without drafts and with them."""
+    """By contender of ours: the median step time of TRL's fastest over ours."""
     best = fastest(rows).seconds.median
     return {
         row.contender: best / row.seconds.median
@@ -323,9 +331,9 @@ def speedups(rows: Sequence[ResultRow]) -> dict[str, float]:
 
 
 def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
-    """By name: the largest difference of the parity cases (None: not among the rows), our speed
-    over TRL's fastest, with drafts and without, and whether our held-out accuracy reaches TRL's
-    interval (None: not measured)."""
+    """By name: the largest difference of the parity cases (None: no such rows); TRL's fastest
+    precision; our speed over it, with and without drafts; and whether our held-out accuracy reaches
+    TRL's interval (None: not measured)."""
     apart = [
         float(row.values[key])  # type: ignore[arg-type]
         for row in rows
@@ -349,3 +357,9 @@ def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
         ]
         found["not_below"] = float(plain.values["accuracy_mean"]) >= max(lows)  # type: ignore[arg-type]
     return found
+
+
+if __name__ == "__main__":
+    from slipstream import cli
+
+    sys.exit(cli.main(["bench", "trl", *sys.argv[1:]]))

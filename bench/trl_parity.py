@@ -1,8 +1,8 @@
-"""TRL's GRPO against ours: loss and gradients of one batch, and weights after several optimizer
-steps, from the same weights and in fp32.
+"""Parity of TRL's GRPO and ours: loss and gradients of one batch, and weights after several
+optimizer steps, from the same weights and in fp32.
 
-What TRL calls by other names is paired in `CASES`. The batch is made of demonstrations of the
-countdown task, right ones and such that gave up. Used by `trl`, and by tests of what TRL said.
+`CASES` pairs settings of TRL with ours. The batch consists of demonstrations of the countdown task,
+both correct and incorrect ones. Used by `trl_compare`, and by tests with recorded answers of TRL.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRL_EPS = 1e-4
-"""What TRL adds to a group's standard deviation; our runs add 1e-6 (`GRPO_EPS`)."""
+"""The number that TRL adds to a group's standard deviation; our runs add 1e-6 (`GRPO_EPS`)."""
 
 TOLERANCE = 1e-5
-"""Largest of `Differences` allowed: sums of fp32 products in another order, through a dozen layers
-and back."""
+"""Largest allowed value of `Differences`. Both sum fp32 products in different orders, forward and
+backward through a dozen layers."""
 
 UPDATE_TOLERANCE = 1e-3
-"""Of `UpdateDifferences.update`: Adam divides by a gradient's own size, so a weight whose gradient
-is next to nothing moves by what rounding makes of it."""
+"""Largest allowed value of `UpdateDifferences`. Adam divides by the size of a gradient, so rounding
+decides how a weight with an almost zero gradient moves."""
 
 AGG_MODES = {
     "grpo": LossAggMode.SEQ_MEAN_TOKEN_MEAN,
     "dapo": LossAggMode.TOKEN_MEAN,
     "dr_grpo": LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM,
 }
-"""TRL's `loss_type` -> our `loss_agg_mode`; `dr_grpo` with `loss_scale_factor` the longest
-completion."""
+"""TRL's `loss_type` -> our `loss_agg_mode`. `dr_grpo` also needs the longest completion as
+`loss_scale_factor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Settings in TRL's words. `off_policy`: old log-probs are not the model's own, so that the
-    ratio is not 1 and clips bind; `delta` is our `clip_ratio_c`."""
+    """Settings with TRL's names. With `off_policy`, old log-probs differ from the model's, so the
+    ratio is not 1 and clips have an effect. `delta` is our `clip_ratio_c`."""
 
     name: str
     loss_type: str
@@ -69,7 +69,7 @@ class Case:
     off_policy: bool = False
 
     def settings(self, max_completion_length: int) -> dict[str, Any]:
-        """For TRL's GRPOConfig."""
+        """Arguments of TRL's GRPOConfig."""
         names = ("loss_type", "scale_rewards", "epsilon", "epsilon_high", "delta")
         given = asdict(self)
         return {
@@ -94,8 +94,8 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedBatch:
-    """Completions with rewards, `group_size` to a prompt, one after the other. `shifts` are what
-    old log-probs are apart from the model's own where a case is off-policy, one per token."""
+    """Completions with rewards, `group_size` consecutive ones per prompt. In off-policy cases, old
+    log-probs are the model's own plus `shifts`, one per token."""
 
     group_size: int
     prompt_ids: Sequence[Sequence[int]]
@@ -110,7 +110,7 @@ class FixedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityOutcome:
-    """Of one case: a loss, the advantages (B,) and the gradients of all weights by name."""
+    """The result of one case: loss, advantages (B,), and the gradients of all weights by name."""
 
     loss: float
     advantages: Sequence[float]
@@ -119,9 +119,12 @@ class ParityOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Relative to the largest value of what is compared, `loss` to the largest advantage, of which
-    it is a mean that may be 0: `gradient` of all weights together, `tensor` of the one that is
-    furthest apart by its own largest value."""
+    """Largest differences, relative to the largest compared value.
+
+    `loss` is relative to the largest advantage, because a loss is a mean of advantages and can be
+    0. `gradient` is relative to the largest gradient of all weights; `tensor` is the worst
+    difference relative to the largest gradient of its own tensor.
+    """
 
     loss: float
     advantages: float
@@ -135,8 +138,8 @@ class Differences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """Of several optimizer steps: the norm of each gradient before clipping, and all weights
-    afterwards, by name."""
+    """The result of several optimizer steps: the gradient norm of each, before clipping, and all
+    final weights by name."""
 
     grad_norms: Sequence[float]
     weights: Mapping[str, Tensor]
@@ -144,8 +147,8 @@ class Updated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateDifferences:
-    """`grad_norm`: of the step whose gradients are furthest apart, relative. `update`: the distance
-    of the weights of both, relative to the way that they went."""
+    """`grad_norm` is the largest relative difference of gradient norms over the steps. `update` is
+    the distance between both final weights over the distance that they moved."""
 
     grad_norm: float
     update: float
@@ -159,11 +162,11 @@ def make_batch(
     group_size: int = 4,
     first: int = 0,
 ) -> FixedBatch:
-    """Demonstrations of the task's training problems from `first` on, as many variants of each as
-    make a group of which some are right and some are wrong."""
+    """Demonstrations of the task's training problems, starting at problem `first`. Each group has
+    `group_size` variants for a problem; only groups with different rewards are used."""
     found = (_group(task, tokenizer, index, group_size) for index in itertools.count(first))
-    telling = (group for group in found if group is not None)
-    rows = [row for group in itertools.islice(telling, groups) for row in group]
+    usable = (group for group in found if group is not None)
+    rows = [row for group in itertools.islice(usable, groups) for row in group]
     draws = random.Random(0)
     return FixedBatch(
         group_size=group_size,
@@ -177,7 +180,7 @@ def make_batch(
 def _group(
     task: CountdownTask, tokenizer: PreTrainedTokenizerBase, index: int, size: int
 ) -> list[tuple[list[int], list[int], float]] | None:
-    """(prompt, completion, reward) of each; None where all rewards are one."""
+    """(prompt, completion, reward) of each variant; None if all rewards are equal."""
     problem = task.problem("train", index)
     rows = []
     for variant in range(size):
@@ -190,7 +193,7 @@ def _group(
 
 
 def old_log_probs(model: Path, batch: FixedBatch) -> list[list[float]]:
-    """Of completions, those of an off-policy case: the model's own and `shifts`."""
+    """Old log-probs of completions for off-policy cases: the model's own plus `shifts`."""
     backend = _backend(model)
     try:
         rows = train_batch(_rows(batch, None, None))
@@ -207,12 +210,12 @@ def old_log_probs(model: Path, batch: FixedBatch) -> list[list[float]]:
 def ours(
     model: Path, batch: FixedBatch, case: Case, old: Sequence[Sequence[float]] | None
 ) -> ParityOutcome:
-    """Loss and gradients of our trainer. `old`: old log-probs of completions, None: its own."""
+    """Loss and gradients of our trainer. `old` are old log-probs of completions (None: its own)."""
     advantages = _advantages(batch, by_std=case.scale_rewards == "group")
     config = PolicyLossConfig(
         clip_ratio=case.epsilon,
         clip_ratio_high=case.epsilon_high,
-        # Without TRL's `delta` nothing bounds a ratio where the advantage is negative.
+        # Without `delta`, TRL does not bound the ratio for negative advantages.
         clip_ratio_c=1e9 if case.delta is None else case.delta,
         loss_scale_factor=batch.longest if case.loss_type == "dr_grpo" else None,
     )
@@ -239,7 +242,7 @@ def theirs(
     old: Sequence[Sequence[float]] | None,
     threads: int,
 ) -> ParityOutcome:
-    """The same of TRL, in the process of `bench/peers/trl_peer.py`."""
+    """Loss and gradients of TRL, computed by the process of `bench/peers/trl_peer.py`."""
     with TemporaryDirectory() as folder:
         given, gradients = Path(folder) / "batch.json", Path(folder) / "gradients.safetensors"
         content = {**asdict(batch), "old_log_probs": old}
@@ -258,7 +261,8 @@ def theirs(
 
 
 def our_updates(model: Path, batches: Sequence[FixedBatch], settings: Mapping[str, Any]) -> Updated:
-    """Our trainer's, by a step of each batch, with `settings` as for `trl_runs.trl_settings`."""
+    """Weights of our trainer after one step per batch. `settings` are those of
+    `trl_runs.trl_settings`."""
     scaled = settings["loss_type"] == "dr_grpo"
     loss = policy_loss_fn(
         loss_agg_mode=AGG_MODES[settings["loss_type"]],
@@ -293,7 +297,7 @@ def their_updates(
     settings: Mapping[str, Any],
     threads: int,
 ) -> Updated:
-    """The same of TRL, in the process of `bench/peers/trl_peer.py`."""
+    """Weights of TRL after one step per batch, from the process of `bench/peers/trl_peer.py`."""
     with TemporaryDirectory() as folder:
         files = [Path(folder) / f"{place}.json" for place in range(len(batches))]
         for file, batch in zip(files, batches, strict=True):
@@ -311,17 +315,17 @@ def their_updates(
 
 
 def update_differences(model: Path, a: Updated, b: Updated) -> UpdateDifferences:
-    """Between what both made of `model`. Raises ValueError where they have other weights, or took
-    other numbers of steps, or did not move."""
+    """Differences between the weights that both trained from `model`. Raises ValueError if they
+    have weights of other names or numbers of steps, or if weights did not move."""
     _check_names(a.weights, b.weights)
     start = dict(load_checkpoint(model).named_parameters())
-    way = sum(_square(a.weights[name], start[name].detach()) for name in a.weights)
+    moved = sum(_square(a.weights[name], start[name].detach()) for name in a.weights)
     apart = sum(_square(a.weights[name], b.weights[name]) for name in a.weights)
-    if not way or not min(*a.grad_norms, *b.grad_norms):
-        raise ValueError("nothing was learned: steps of a learning rate or a gradient of 0")
+    if not moved or not min(*a.grad_norms, *b.grad_norms):
+        raise ValueError("weights did not move: a learning rate or a gradient is 0")
     norms = zip(a.grad_norms, b.grad_norms, strict=True)
     return UpdateDifferences(
-        grad_norm=max(abs(x - y) / max(x, y) for x, y in norms), update=(apart / way) ** 0.5
+        grad_norm=max(abs(x - y) / max(x, y) for x, y in norms), update=(apart / moved) ** 0.5
     )
 
 
@@ -332,11 +336,12 @@ def _square(a: Tensor, b: Tensor) -> float:
 def _check_names(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     if a.keys() != b.keys():
         odd = ", ".join(sorted(a.keys() ^ b.keys()))
-        raise ValueError(f"these are of different weights: only one side has {odd}")
+        raise ValueError(f"the names of the weights differ: only one side has {odd}")
 
 
 def differences(a: ParityOutcome, b: ParityOutcome) -> Differences:
-    """Between two outcomes of one case. Raises ValueError where they have other weights."""
+    """Differences between two outcomes of one case. Raises ValueError for weights of other
+    names."""
     _check_names(a.gradients, b.gradients)
     pairs = [(a.gradients[name], b.gradients[name]) for name in a.gradients]
     apart = [_apart(x, y) for x, y in pairs]
@@ -367,7 +372,7 @@ def _backend(
 
 
 def _advantages(batch: FixedBatch, *, by_std: bool) -> list[float]:
-    """(B,), with TRL's epsilon."""
+    """Advantages (B,), with TRL's epsilon."""
     groups = [place // batch.group_size for place in range(len(batch.rewards))]
     rewards = torch.tensor(batch.rewards, dtype=torch.float64)[:, None]
     found, _ = grpo(

@@ -1,4 +1,7 @@
-"""What TRL and we are told, and one training of all in turns of a step. Used by `trl`."""
+"""Settings of the comparison with TRL, and one round of interleaved training of all contenders.
+
+Used by `trl_compare`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 
 from bench.trl_parity import AGG_MODES
 from slipstream.bench.ab import FROZEN, PLAIN, AbBench, arms_of, command, read_outcome
-from slipstream.bench.interleaved_runs import Interleavable, begun, interleave
+from slipstream.bench.interleaved_runs import Interleavable, interleave, started_runs
 from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
 from slipstream.bench.rl_line import start_of
 from slipstream.build.data import make_task, make_tokenizer
@@ -30,22 +33,24 @@ PRECISIONS = {
     "float32": ("float32",),
     "bfloat16": ("bfloat16-autocast", "bfloat16-weights", "float32"),
 }
-"""Our dtype -> what TRL computes with: weights in fp32 and products in bf16, as ours; or weights,
-optimizer and all else in bf16; and where bf16 is cast to and fro it may be slower than fp32."""
+"""Our dtype -> precisions of TRL. `bfloat16-autocast` has weights in fp32 and products in bf16,
+like ours. `bfloat16-weights` has weights, optimizer and everything else in bf16. `float32` is
+included because conversions can make bf16 slower than fp32."""
 
 WARM_UP = 3
-"""Steps of each run that are not counted."""
+"""The first steps of each run, which do not count."""
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrlBench:
-    """GRPO as `policy`, a run folder, was configured for, from the policy that its SFT ended with.
+    """GRPO with the configuration of the run folder `policy`, from the folder's SFT policy.
 
-    `steps` of ours in each of `rounds`, at least `WARM_UP` + 1; `problems` held-out ones at the
-    end, 0: none; `dtype` None: the run's; `precisions` of TRL, none: those that stand beside it.
-    Raises ConfigError for what is impossible, or no run folder.
+    Our runs take `steps` steps (at least `WARM_UP` + 1) in each of `rounds` rounds. The final
+    policies are compared on `problems` held-out problems (0: no comparison). `dtype` None is the
+    run's. `precisions` are TRL's; empty: those of `PRECISIONS`. Raises ConfigError for impossible
+    values and for a folder that is not a run.
     """
 
     policy: Path
@@ -61,25 +66,25 @@ class TrlBench:
         check_at_least_one(self, "rounds", "threads")
         if self.steps <= WARM_UP:
             raise ConfigError(
-                f"steps={self.steps}: the first {WARM_UP} steps warm up and do not count; ask for "
-                f"{WARM_UP + 1} or more"
+                f"steps={self.steps}: the first {WARM_UP} steps are a warm-up and do not count; "
+                f"give at least {WARM_UP + 1}"
             )
         if self.problems < 0:
-            raise ConfigError(f"problems={self.problems} must be at least 0; 0 compares none")
+            raise ConfigError(f"problems={self.problems} must be at least 0; 0: no comparison")
         known = PRECISIONS["bfloat16"]
         for name in self.precisions:
             if name not in known:
                 raise ConfigError(f"unknown precision {name!r} of TRL; known: {', '.join(known)}")
         if not (self.policy / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{self.policy} is no run folder: it has no {CONFIG_FILE}; `make quickstart` makes "
-                "runs/quickstart"
+                f"{self.policy} is not a run folder: it has no {CONFIG_FILE}; `make quickstart` "
+                "makes runs/quickstart"
             )
 
 
 @dataclass(slots=True)
 class ContenderRun:
-    """What one contender did in one round: by step, its seconds and what it says of itself."""
+    """One contender in one round: the seconds of each step, as measured here, and its metrics."""
 
     folder: Path
     seconds: list[float] = field(default_factory=list)
@@ -87,57 +92,57 @@ class ContenderRun:
     weights: str = ""
 
     def total(self, name: str) -> float:
-        """Over all steps."""
+        """The sum of a metric over all steps."""
         return sum(step[name] for step in self.steps)
 
 
 class _Timed:
-    """A run whose turns are timed into `ran`, the last one, in which nothing is left to do, not."""
+    """A run that adds the time of each step to `ran`, except the last call, which only ends."""
 
     def __init__(self, run: Interleavable, ran: ContenderRun) -> None:
         self._run, self._ran = run, ran
 
-    def take_turn(self) -> bool:
-        """See `Interleavable`."""
+    def take_step(self) -> bool:
+        """Take and time a step."""
         start = time.perf_counter()
-        more = self._run.take_turn()
+        more = self._run.take_step()
         if more:
             self._ran.seconds.append(time.perf_counter() - start)
         return more
 
     def end(self) -> None:
-        """See `Interleavable`."""
+        """End the run."""
         self._run.end()
 
 
 class _TrlRun:
-    """TRL in its process: steps until `enough` says so of what it has done."""
+    """TRL in its process. It takes steps until `enough` returns True for its results so far."""
 
     def __init__(
         self, process: PeerProcess, ran: ContenderRun, enough: Callable[[ContenderRun], bool]
     ) -> None:
         self._process, self._ran, self._enough = process, ran, enough
 
-    def take_turn(self) -> bool:
-        """See `Interleavable`."""
+    def take_step(self) -> bool:
+        """Let TRL take a step, unless it has done enough."""
         if self._enough(self._ran):
             return False
         self._ran.steps.append(_of_trl(self._process.ask("step")))
         return True
 
     def end(self) -> None:
-        """See `Interleavable`."""
+        """Let TRL write its model to the folder of the run."""
         self._process.ask("finish", folder=str(self._ran.folder))
 
 
 def trl_command() -> tuple[str, ...]:
-    """Raises ConfigError where TRL is not installed."""
+    """The command that starts TRL's process. Raises ConfigError if TRL is not installed."""
     return peer_command(".venv-trl", "bench/peers/trl_peer.py", remedy=PEERS_REMEDY)
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
-    """What TRL is told, so that it trains as `config` says. Raises ConfigError for what it would do
-    otherwise, naming the setting."""
+    """Settings with which TRL trains as `config` says. Raises ConfigError, with the setting's name,
+    for a setting that TRL does not have or treats differently."""
     actor, rollout, algorithm = (
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
@@ -174,7 +179,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
     loss_types = {str(mode): name for name, mode in AGG_MODES.items()}
     if actor.loss_agg_mode not in loss_types:
         raise ConfigError(
-            f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode} has no counterpart in TRL; one of "
+            f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode} has no counterpart in TRL; set one of "
             f"{', '.join(loss_types)}"
         )
     if actor.loss_scale_factor not in (None, longest):
@@ -199,7 +204,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
 
 
 def compose(bench: TrlBench, *more: str) -> Config:
-    """The policy's settings, as the bench changes them, and `more`."""
+    """The settings of the policy's run, changed by the bench's settings and by `more`."""
     return load_config(
         [*dtype_settings(bench), *bench.settings, *more],
         file=bench.policy / CONFIG_FILE,
@@ -230,7 +235,7 @@ def run_round(
     say: Callable[[str], None],
     number: int,
 ) -> tuple[dict[str, ContenderRun], dict[str, str]]:
-    """All contenders once, with a seed of the round's own, and TRL's versions."""
+    """Train all contenders once, with the seed of the round. Also returns TRL's versions."""
     seed = config.trainer.seed + number
     ab = AbBench(
         policy=bench.policy,
@@ -254,7 +259,8 @@ def run_round(
     versions: dict[str, str] = {}
 
     def enough(of: ContenderRun) -> bool:
-        """TRL has sampled what ours has; there are prompts for twice the steps."""
+        """TRL has sampled as many tokens as our run, or has used up the prompts (twice the
+        steps)."""
         theirs_done, ours_done = len(of.steps), len(ran[PLAIN].seconds)
         if theirs_done < bench.steps or ours_done < bench.steps:
             return False
@@ -262,9 +268,9 @@ def run_round(
         return of.total("tokens") >= budget or theirs_done == limit
 
     with ExitStack() as stack:
-        turns: list[Interleavable] = []
-        for name, started in stack.enter_context(begun(lines, say, external)).items():
-            turns.append(_Timed(started, ran[name]))
+        runs: list[Interleavable] = []
+        for name, started in stack.enter_context(started_runs(lines, say, external)).items():
+            runs.append(_Timed(started, ran[name]))
         for precision in precisions:
             name = f"trl-{precision}"
             say(f"round {number + 1} of {bench.rounds}: starting {name}")
@@ -279,23 +285,23 @@ def run_round(
             )
             versions = dict(answer["versions"])
             ran[name] = ContenderRun(folder / name)
-            turns.append(_Timed(_TrlRun(process, ran[name], enough), ran[name]))
-        say(f"round {number + 1} of {bench.rounds}: {', '.join(ran)} in turns, seed {seed}")
-        interleave(turns, partial(_say_turns, say, bench.steps))
+            runs.append(_Timed(_TrlRun(process, ran[name], enough), ran[name]))
+        say(f"round {number + 1} of {bench.rounds}: {', '.join(ran)} interleaved, seed {seed}")
+        interleave(runs, partial(_say_steps, say, bench.steps))
     for name in arms:
         ran[name].steps = _steps_of(ran[name].folder)
         ran[name].weights = read_outcome(ran[name].folder).weights
     return ran, versions
 
 
-def _say_turns(say: Callable[[str], None], steps: int, turns: int) -> None:
-    """Now and then: a round takes many minutes."""
-    if turns % 10 == 0:
-        say(f"  {turns} turns; ours have {min(turns, steps)} of {steps} steps")
+def _say_steps(say: Callable[[str], None], steps: int, done: int) -> None:
+    """Report every tenth step, because a round takes many minutes."""
+    if done % 10 == 0:
+        say(f"  {done} steps; Slipstream has {min(done, steps)} of {steps}")
 
 
 def _arms(policy: Path) -> dict[str, list[str]]:
-    """Our ways to run: without drafts, and with those of the policy's head."""
+    """Settings of our runs: without drafts, and with the policy's fixed head if there is one."""
     folder = policy / "draft"
     head = head_folder(folder).resolve() if folder.is_dir() else None
     arms = arms_of(head)
@@ -303,7 +309,8 @@ def _arms(policy: Path) -> dict[str, list[str]]:
 
 
 def write_prompts(task: CountdownTask, file: Path, count: int) -> None:
-    """The task's first training prompts, which are those of a run's steps in order."""
+    """Write the first `count` training prompts of the task, in the order in which a run uses
+    them."""
     lines = []
     for index in range(count):
         prompt = task.prompt("train", index)
@@ -317,7 +324,7 @@ def write_prompts(task: CountdownTask, file: Path, count: int) -> None:
 
 
 def _steps_of(folder: Path) -> list[Mapping[str, float]]:
-    """Of our run: by step, the parts of its time and what it sampled."""
+    """Times, tokens and reward of each step of our run."""
     lines = [metrics for _, metrics in read_jsonl(folder / "metrics.jsonl")]
     return [
         {

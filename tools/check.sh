@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, format, import ranks and types, each with its time. All run; any failure fails the whole.
-# Usage: tools/check.sh FOLDER, where FOLDER holds the tools' programs.
+# Checks lint, format, import ranks and types, and prints the time of each. Runs all checks, and fails
+# if any of them fails. Usage: tools/check.sh FOLDER, the folder with the programs of the tools.
 set -uo pipefail
 programs=$1
 failed=()

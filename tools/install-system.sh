@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what tests use and pip has not, where this user may, else says how: bubblewrap, by which
-# code that a model wrote is isolated, and Chromium, in which reports are looked at. Never fails:
-# what needs one of them says so itself.
+# Installs programs that tests use and pip does not provide: bubblewrap isolates code that a model
+# wrote, and Chromium shows reports. Without the rights to install, prints the command. Never fails:
+# tests that need a missing program are skipped.
 set -u
 missing=()
 command -v bwrap >/dev/null || missing+=(bubblewrap)
@@ -12,6 +12,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   install() { apt-get install -y -q --no-install-recommends "${missing[@]}"; }
   { install || { apt-get update -q && install; }; } >/dev/null 2>&1 && exit 0
 fi
-echo "not here: ${missing[*]}; tests that need them are left out. To have them:"
+echo "not installed: ${missing[*]}; tests that need them are skipped. To install them:"
 echo "  sudo apt install ${missing[*]}"
 exit 0

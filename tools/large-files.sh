@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fails for each given file over 500 kB: checkpoints and data do not belong into the repository.
+# Fails if a given file is over 500 kB: checkpoints and data do not belong in the repository.
 set -uo pipefail
 limit=500000
 status=0

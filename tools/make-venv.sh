@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment FOLDER with Python 3.11 or newer, unless it is there and works.
+# Makes the virtual environment FOLDER with Python 3.11 or newer, unless a working one exists.
 # Usage: tools/make-venv.sh FOLDER [PYTHON]
 set -euo pipefail
 folder=$1
@@ -11,7 +11,7 @@ if "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
   exit 0
 fi
 
-# A name on PATH may be a wrapper for a Python that is not installed: each is run, not looked up.
+# Runs each candidate: a name on PATH may be a wrapper for a Python that is not installed.
 chosen=
 for name in "${candidates[@]}"; do
   if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
@@ -21,7 +21,7 @@ for name in "${candidates[@]}"; do
 done
 if [ -z "$chosen" ]; then
   echo "error: no Python 3.11 or newer among: ${candidates[*]}" >&2
-  echo "install one, or name it: make install PYTHON=/path/to/python3.11" >&2
+  echo "install one, or give its path: make install PYTHON=/path/to/python3.11" >&2
   exit 1
 fi
 if ! "$chosen" -c 'import ensurepip, venv' >/dev/null 2>&1; then

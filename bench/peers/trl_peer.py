@@ -1,24 +1,24 @@
-"""TRL's GRPO behind JSON lines: a command a line on standard input, an answer a line on standard
-output.
+"""TRL's GRPO as a process: it reads one JSON command per line from standard input, and writes one
+JSON answer per line to standard output.
 
-Runs in the environment that `make peers` makes. Of Slipstream, which starts it
-(`slipstream/bench/peer_process.py`), it takes the countdown scorer alone, from its file. It
-computes only between a command and its answer.
+Runs in the environment that `make peers` makes. Slipstream starts it
+(`slipstream/bench/peer_process.py`); from Slipstream it only loads the file of the countdown
+scorer. It computes only between a command and its answer.
 
     {"op": "parity", "model": FOLDER, "batch": FILE, "gradients": FILE, "threads": 2,
      "settings": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": null, "delta": null,
                   "scale_rewards": "group", "max_completion_length": 64}}
-        batch: JSON, one entry a completion, those to one prompt in a row, `group_size` of them:
+        batch: a JSON file with one entry per completion, `group_size` consecutive ones per prompt:
         {"group_size": n, "prompt_ids": [[ids]], "completion_ids": [[ids]], "rewards": [..],
-         "old_log_probs": [[..]] or null (those of the model itself)}
+         "old_log_probs": [[..]] or null (the model's own)}
     -> {"ok": true, "loss": .., "advantages": [..]}
-        in fp32; the gradients of all weights, by name, are then in the file `gradients`
+        computed in fp32; the file `gradients` then has the gradients of all weights, by name
 
     {"op": "updates", "model": FOLDER, "batches": [FILE, ..], "weights": FILE, "threads": 2,
-     "settings": those of `begin`, without max_steps, prompts_per_step and group_size}
-        batches: as that of `parity`, all of one size: an optimizer step of each, in fp32
+     "settings": as for `begin`, without max_steps, prompts_per_step and group_size}
+        batches: files as for `parity`, all of one size; one optimizer step per batch, in fp32
     -> {"ok": true, "grad_norms": [..]}
-        before clipping; all weights, by name, are then in the file `weights`
+        norms before clipping; the file `weights` then has all weights, by name
 
     {"op": "begin", "model": FOLDER, "prompts": FILE, "precision": "float32", "threads": 2,
      "settings": {"prompts_per_step": 4, "group_size": 4, "max_completion_length": 456,
@@ -26,17 +26,17 @@ computes only between a command and its answer.
                   "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 1.0, "seed": 1,
                   "loss_type": "dapo", "epsilon": 0.2, "scale_rewards": "group"}}
         prompts: JSON lines {"messages": [..], "ids": [..], "ground_truth": {"numbers": [..],
-            "target": n}}, taken in this order
-        precision: what is computed with (`PRECISIONS`)
+            "target": n}}, used in this order
+        precision: a key of `PRECISIONS`
     -> {"ok": true, "seconds": .., "versions": {..}}
     {"op": "step"}
     -> {"ok": true, "seconds": .., "generation_seconds": .., "reward_seconds": ..,
         "update_seconds": .., "cpu_seconds": .., "tokens": n, "longest": n, "rewards": [..]}
-        one optimizer step, its rollout among it; tokens are those of completions; update_seconds is
-        what generation and rewards leave
+        one optimizer step, including its rollout; `tokens` counts tokens of completions;
+        update_seconds is the time without generation and rewards
     {"op": "finish", "folder": FOLDER}
     -> {"ok": true}
-        the model is then in the folder, as transformers saves it
+        the folder then has the model, as transformers saves it
     {"op": "quit"}
 
 An answer to a command that failed is {"ok": false, "error": ".."}.
@@ -58,9 +58,9 @@ from typing import Any
 PRECISIONS = {
     # dtype of weights and optimizer, autocast to bf16
     "float32": ("float32", False),
-    # As Slipstream: fp32 weights and optimizer, products in bf16.
+    # Like Slipstream: weights and optimizer in fp32, products in bf16.
     "bfloat16-autocast": ("float32", True),
-    # Weights, optimizer and all else in bf16: less memory, and steps that are rounded away.
+    # Weights, optimizer and everything else in bf16: less memory, but rounding loses small updates.
     "bfloat16-weights": ("bfloat16", False),
 }
 
@@ -70,19 +70,19 @@ Command = dict[str, Any]
 
 
 def load_scorer() -> Callable[[Sequence[int], int, str], float]:
-    """Slipstream's own check of an answer, 1.0 or 0.0."""
+    """Slipstream's own scorer of answers, which returns 1.0 or 0.0."""
     spec = importlib.util.spec_from_file_location("countdown_scorer", SCORER)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Its dataclass looks its module up.
+    # A dataclass in it looks up its module by name.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return lambda numbers, target, text: float(module.verify(numbers, target, text).correct)
 
 
 def settle(threads: int) -> None:
-    """All of it is read when torch and the Hugging Face libraries are imported."""
+    """Set environment variables and threads. The libraries read them when they are imported."""
     os.environ.update(
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
@@ -103,7 +103,7 @@ def load_tokenizer(model: str) -> Any:
 def arguments(
     output: str, *, dtype: str, bf16: bool, logging_steps: int = 1_000_000, **given: Any
 ) -> Any:
-    """GRPOConfig for a CPU: its defaults are for a GPU."""
+    """A GRPOConfig for a CPU; its defaults are for a GPU."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -130,7 +130,7 @@ def arguments(
 
 
 def optimizer_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of GRPOConfig: what `settings` of a training are there."""
+    """Arguments of GRPOConfig for the `settings` of a training."""
     return {
         "max_completion_length": settings["max_completion_length"],
         "learning_rate": settings["lr"],
@@ -146,7 +146,7 @@ def optimizer_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trainer_class(warmup: int) -> Any:
-    """GRPOTrainer with Slipstream's warm-up, whose first step is not 0."""
+    """GRPOTrainer with Slipstream's warm-up, whose first learning rate is not 0."""
     from torch.optim.lr_scheduler import LambdaLR
     from trl import GRPOTrainer
 
@@ -163,7 +163,7 @@ def trainer_class(warmup: int) -> Any:
 def parity(
     *, model: str, batch: str, gradients: str, threads: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """TRL's loss of a given batch and its gradients: all of the way from rewards on is TRL's."""
+    """TRL's loss and gradients for a given batch. TRL computes everything after the rewards."""
     settle(threads)
     import torch
     from datasets import Dataset
@@ -172,7 +172,7 @@ def parity(
 
     given = json.loads(Path(batch).read_text())
     count, group_size = len(given["rewards"]), given["group_size"]
-    # Trainer rows carry their place, and hooks of TRL's give what the batch has at it.
+    # Rows of the data set only hold an index; hooks of TRL return the batch's values for it.
     rows = Dataset.from_list([{"prompt": str(i)} for i in range(count // group_size)])
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def updates(
     threads: int,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """TRL's weights after an optimizer step of each given batch: its loss, clipping and optimizer
-    with Slipstream's warm-up."""
+    """TRL's weights after one optimizer step per batch, with TRL's loss, clipping and optimizer,
+    and Slipstream's warm-up."""
     settle(threads)
     from datasets import Dataset
     from safetensors.torch import save_file
@@ -284,7 +284,7 @@ def updates(
 
 
 class Clocks:
-    """Seconds of parts of a step, and what its rollout came to."""
+    """Seconds of the parts of a step, and lengths and rewards of its rollout."""
 
     def __init__(self) -> None:
         self.restart()
@@ -320,7 +320,7 @@ def train(
     commands: Iterator[Command],
     answer: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Train as `begin` says: a step for each command `step`, until `finish`."""
+    """Train with the settings in `begin`: one step per command `step`, until `finish`."""
     started = time.perf_counter()
     settle(begin["threads"])
     dtype, bf16 = PRECISIONS[begin["precision"]]
@@ -333,7 +333,7 @@ def train(
     warmed = trainer_class(settings["warmup_steps"])
 
     class Trainer(warmed):  # type: ignore[misc, valid-type, unused-ignore]
-        """With clocks."""
+        """The trainer with clocks around generation and rewards."""
 
         def _generate(self, prompts: list[Any]) -> Any:
             made = clocks.timed("generation", lambda: warmed._generate(self, prompts))
@@ -345,7 +345,7 @@ def train(
             clocks.rewards += found[:, 0].tolist()
             return found
 
-    class Turns(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    class StepByCommand(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Waits for a command before each step and answers after it."""
 
         folder: str | None = None
@@ -364,7 +364,7 @@ def train(
                 self.folder = command["folder"]
                 control.should_training_stop = True
             elif command["op"] != "step":
-                raise ValueError(f"cannot {command['op']!r} now: the commands are step and finish")
+                raise ValueError(f"{command['op']!r} is not possible now; give step or finish")
             clocks.restart()
 
     def reward(
@@ -385,26 +385,26 @@ def train(
             seed=settings["seed"],
             **optimizer_arguments(settings),
         )
-        turns = Turns()
+        steps = StepByCommand()
         trainer = Trainer(
             model=begin["model"],
             reward_funcs=reward,
             args=args,
             train_dataset=Dataset.from_list(read_prompts(Path(begin["prompts"]), tokenizer)),
             processing_class=tokenizer,
-            callbacks=[turns],
+            callbacks=[steps],
         )
         trainer.train()
-        if turns.folder is None:
-            raise ValueError(f"all {settings['max_steps']} steps are taken; only finish is left")
-        # In fp32, as Slipstream writes its own; the evaluator chooses what it computes with.
-        trainer.model.float().save_pretrained(turns.folder)
-        tokenizer.save_pretrained(turns.folder)
+        if steps.folder is None:
+            raise ValueError(f"all {settings['max_steps']} steps are done; the next must be finish")
+        # In fp32, like Slipstream's own checkpoints; the evaluator chooses its dtype.
+        trainer.model.float().save_pretrained(steps.folder)
+        tokenizer.save_pretrained(steps.folder)
     answer({})
 
 
 def read_prompts(file: Path, tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows of a dataset. Raises ValueError where this tokenizer makes other ids of a prompt."""
+    """Rows of a data set. Raises ValueError if this tokenizer returns other ids for a prompt."""
     rows = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         entry = json.loads(line)
@@ -422,7 +422,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    # The libraries print to standard output, too: that becomes standard error.
+    # The libraries also print to standard output, so it is redirected to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     commands = (json.loads(line) for line in sys.stdin)
@@ -443,7 +443,7 @@ def main() -> None:
                 train(command, commands, answer)
             else:
                 known = "parity, updates, begin and quit"
-                raise ValueError(f"cannot {op!r} now: the commands are {known}")
+                raise ValueError(f"{op!r} is not possible now; the commands are {known}")
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             answers.write(json.dumps({"ok": False, "error": message}) + "\n")

@@ -1,25 +1,28 @@
-"""vLLM behind JSON lines: a command a line on standard input, an answer a line on standard output.
+"""vLLM as a process: it reads one JSON command per line from standard input, and writes one JSON
+answer per line to standard output.
 
-Runs in the environment that `make peers` makes and imports nothing of Slipstream, which
-starts it (`slipstream/bench/peer_process.py`). It computes only between a command and its answer.
+Runs in the environment that `make peers` makes. Slipstream starts it
+(`slipstream/bench/peer_process.py`); it imports nothing from Slipstream. It computes only between a
+command and its answer.
 
     {"op": "load", "model": FOLDER, "dtype": "float32", "eager": true, "max_model_len": 256,
      "threads": 2, "speculative": null}
-        threads null: vLLM's defaults, an engine and a worker process, and the cores it takes itself
+        threads null: vLLM's defaults, with an engine and a worker process and vLLM's own choice of
+        cores
         speculative: vLLM's `speculative_config`, or null
     -> {"ok": true, "seconds": .., "versions": {..}}
     {"op": "generate", "prompts": [[ids]], "lengths": [n], "temperature": 1.0, "gaps": false}
     -> {"ok": true, "seconds": .., "cpu_seconds": .., "busiest_cpu_seconds": ..,
         "idle_seconds": .., "idle_cpu_seconds": .., "token_ids": [[ids]], "gaps": [[nats]],
         "speculation": {counter: ..}}
-        gaps: how far the likeliest token's log-prob is above the next one's, for each token of
-        token_ids; nothing unless asked for
-        cpu_seconds are those of all its processes, busiest_cpu_seconds those of one of them;
-        idle_.. is since the last answer
+        gaps: for each token of token_ids, the log-prob of the most likely token minus that of the
+        second most likely one; empty unless requested
+        cpu_seconds: of all processes; busiest_cpu_seconds: of the busiest one; idle_..: since the
+        last answer
     {"op": "quit"}
 
 An answer to a command that failed is {"ok": false, "error": ".."}. End-of-sequence tokens are
-ignored, and speculation counters empty without it.
+ignored. Without speculation the counters are empty.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ MAX_SEQUENCES = 256
 
 
 class Peer:
-    """One model in vLLM."""
+    """A model that is loaded in vLLM."""
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class Peer:
         threads: int | None,
         speculative: Mapping[str, Any] | None,
     ) -> None:
-        # All of it is read when vLLM and OpenMP are imported.
+        # vLLM and OpenMP read these variables when they are imported.
         os.environ.update(
             HF_HUB_OFFLINE="1",
             TRANSFORMERS_OFFLINE="1",
@@ -59,11 +62,11 @@ class Peer:
             VLLM_LOGGING_LEVEL="WARNING",
         )
         if threads is not None:
-            # Otherwise one core is kept for an engine process that polls, and the model has the
-            # rest: of two cores, one.
+            # Otherwise vLLM keeps one core for an engine process that polls, and the model gets
+            # only the others: one of two cores.
             os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS=str(threads))
-        # vLLM keeps what it compiles under a hash of the path: with a relative one, temporary
-        # folders of one name find it again.
+        # vLLM caches compiled code under a hash of the model's path. A relative path lets temporary
+        # folders of the same name reuse it.
         folder = Path(model)
         os.chdir(folder.parent)
         from vllm import LLM
@@ -75,7 +78,7 @@ class Peer:
             max_model_len=max_model_len,
             max_num_seqs=MAX_SEQUENCES,
             kv_cache_memory_bytes=KV_BYTES,
-            # A benchmark repeats its prompts.
+            # The benchmark repeats its prompts, which a prefix cache would not compute again.
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             disable_log_stats=speculative is None,
@@ -144,7 +147,7 @@ class Peer:
 
 
 def _gap(some: Mapping[int, Any]) -> float:
-    """Between the two largest of some tokens' log-probs."""
+    """The difference between the two largest log-probs."""
     first, second, *_ = sorted((one.logprob for one in some.values()), reverse=True)
     return float(first - second)
 
@@ -171,13 +174,15 @@ def main() -> None:
             elif op == "generate" and peer is not None:
                 answer = peer.generate(**command)
             else:
-                raise ValueError(f"cannot {op!r} now: the commands are load, generate and quit")
+                raise ValueError(
+                    f"{op!r} is not possible now; the commands are load, generate and quit"
+                )
             answers.write(json.dumps({"ok": True, **answer}) + "\n")
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             answers.write(json.dumps({"ok": False, "error": message}) + "\n")
 
 
-# vLLM's processes import this file again.
+# The guard is needed because vLLM's processes import this file again.
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
-"""What `slipstream bench` runs: rollouts, training steps and the start of the command line, timed.
+"""Benchmarks that users run on their own machine, as `slipstream bench NAME`.
 
-Every result is a `record.ResultRow` that carries what is needed to read it later. Other systems
-that need an environment of their own are measured by scripts in the repository's `bench/`.
+Every result is a `record.ResultRow`, which also holds machine, versions and settings. Benchmarks
+that prove the project's own claims are in the repository's folder `bench/`. So are the scripts that
+run vLLM and TRL, which need virtual environments of their own.
 """

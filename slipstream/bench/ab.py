@@ -1,17 +1,18 @@
-"""The same RL run with and without drafts, in turns (`slipstream bench train --ab speculation`).
+"""The same RL with and without drafts, interleaved (`slipstream bench train --ab speculation`).
 
     plain         no drafts
-    speculation   the draft head as it is
-    co-trained    the draft head learns beside the policy; from nothing where the policy has none,
-                  on cores that decoding leaves where the settings say so
-    in chains     the same, with chains alone, where the settings allow trees
+    speculation   a fixed draft head
+    co-trained    the draft head is co-trained with the policy; it starts untrained if the policy's
+                  run has no head. With the right settings it trains on cores that decoding leaves
+                  idle.
+    in chains     as co-trained, but with chains only; this run exists if the settings allow trees
 
-Each run is a process of its own with the settings of the policy's run, from the same weights and
-the same seed; they take turns of a step (`turns`). All must write the same responses and end with
-the same weights, to the last bit; what they may differ in is time, and what the head is like at the
-end. On a GPU, whose libraries round otherwise for other numbers of rows, it is looked at how often
-the first step's responses, which are of the same weights, part from plain ones: seldom, unless
-drafts change more than roundings.
+Each run is a separate process with the settings of the policy's run, the same initial weights and
+the same seed. Their steps are interleaved (`interleaved_runs`). All runs must write the same
+responses and end with the same weights, bit for bit. Only the times and the final draft heads may
+differ. Libraries for GPUs round differently for other batch shapes, so on a GPU the benchmark
+measures instead how often responses of the first step, which come from equal weights, diverge from
+those of the plain run. That must be rare.
 """
 
 from __future__ import annotations
@@ -39,30 +40,33 @@ from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in chains"
 
 PARTS = ("gen", "update_actor", "drafter", "sync")
-"""Parts of a step whose share is shown."""
+"""Parts of a step whose share of the time is shown."""
 
 DEVICE = "device"
-"""Setting of a row: where was computed. On a GPU runs are not the same to the last bit, for its
-libraries round otherwise for other numbers of rows."""
+"""Key of a row's settings: the device of the run. On a GPU the runs are not equal bit for bit,
+because its libraries round differently for other batch shapes."""
 
-PARTED = "first_step_parted"
-"""Value of a row: responses of the first step that part from the plain run's, by tokens that could
-have been another: those before, and that one."""
+DIVERGENCE = "first_step_parted"
+"""Key of a row's values: responses of the first step that diverge from the plain run's, divided by
+the tokens at which they could have diverged (all tokens up to the first different one)."""
 
-MOST_PARTED = 0.05
-"""Of those tokens, on a GPU: rounding moves a token seldom, a wrong draft that counts often."""
+MAX_DIVERGENCE = 0.05
+"""Largest divergence allowed on a GPU. Rounding rarely changes a token; a wrong draft token that is
+accepted changes many."""
 
 ACCEPT_CURVE = "accept_length_by_tenth"
-"""Setting of a row: tokens per verification in each tenth of the steps; empty without drafts."""
+"""Key of a row's settings: mean accepted length in each tenth of the steps; empty without
+drafts."""
 
 Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbBench:
-    """RL as `policy`, a run folder, was configured for, from the policy that its SFT ended with, or
-    where it has had none, from its newest one. `steps` RL steps, None: as many as configured;
-    `settings` are key=value for all runs. Raises ConfigError for counts below 1."""
+    """RL with the configuration of the run folder `policy`. It starts from the folder's SFT policy,
+    or from its newest policy if there was no SFT. `steps` is the number of RL steps (None: the
+    configured number). `settings` are key=value for all runs. Raises ConfigError for counts below 1
+    and for a folder that is not a run."""
 
     policy: Path
     steps: int | None = None
@@ -75,15 +79,16 @@ class AbBench:
             check_at_least_one(self, "steps")
         if not (self.policy / CONFIG_FILE).is_file():
             raise ConfigError(
-                f"{self.policy} is no run folder: it has no {CONFIG_FILE}; `make quickstart` makes "
-                "runs/quickstart"
+                f"{self.policy} is not a run folder: it has no {CONFIG_FILE}; `make quickstart` "
+                "makes runs/quickstart"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """What a run wrote: its steps' metrics, and hashes of all responses, with their log-probs and
-    rewards, and of the last weights; and the first step's responses by sample, as token ids."""
+    """The output of one run: the metrics of its steps, a hash of all responses with their log-probs
+    and rewards, a hash of the last weights, and the token ids of the first step's responses by
+    sample."""
 
     steps: Sequence[Metrics]
     responses: str
@@ -91,62 +96,63 @@ class RunOutcome:
     first: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def seconds(self, part: str) -> float:
-        """Of all steps."""
+        """Seconds of a part of the step, summed over all steps."""
         return sum(step.get(f"timing_s/{part}", 0.0) for step in self.steps)
 
     def values(self, name: str) -> list[float]:
-        """Of the steps that have it."""
+        """A metric's values in the steps that have it."""
         return [step[name] for step in self.steps if name in step]
 
 
 def run(bench: AbBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """Measure; a row for each way to run. Raises EngineError where a run fails."""
+    """Measure; one row per run. Raises EngineError if a run fails."""
     start, head = start_of(bench.policy), _head(bench.policy)
     config = load_config(
         bench.settings, file=bench.policy / CONFIG_FILE, notify=lambda _: None, complete=False
     )
     eagle = config.speculative.eagle
-    # A bandit has shapes of its own, which `spec_topk` does not narrow.
+    # A bandit has its own list of plans, to which `spec_topk` does not apply.
     trees = eagle.spec_topk > 1 and eagle.tune_algorithm in ("COST", "PREDEFINED")
     arms = arms_of(head, trees=trees)
     outcomes: dict[str, list[RunOutcome]] = {name: [] for name in arms}
-    moved, device = 0.0, device_of(config)
+    kl, device = 0.0, device_of(config)
     for number in range(bench.rounds):
         with TemporaryDirectory() as folder:
             targets = {name: Path(folder) / name for name in arms}
-            say(f"RL, {', '.join(arms)} in turns, {number + 1} of {bench.rounds}")
+            say(f"RL, {', '.join(arms)} interleaved, {number + 1} of {bench.rounds}")
             lines = {name: command(bench, start, arms[name], targets[name]) for name in arms}
             run_interleaved(lines, say, config.actor_rollout_ref.model.external_lib)
             for name in arms:
                 outcomes[name].append(read_outcome(targets[name]))
-            # Once: all end with the same weights, or the comparison has failed. At the end, for
-            # what it takes of a GPU the next runs would lack.
+            # Once is enough: all runs end with the same weights, or the comparison has failed.
+            # After the last round, because it takes GPU memory that the runs need.
             if number == bench.rounds - 1:
                 last = targets[PLAIN]
                 ended = policy_folder(last), last_rollouts(last)
-                moved = policy_kl(start, *ended, device)
+                kl = policy_kl(start, *ended, device)
     rows = [_row(bench, name, outcomes, head, device.type) for name in arms]
-    return [replace(row, values={**row.values, "policy_kl": moved}) for row in rows]
+    return [replace(row, values={**row.values, "nats_moved": kl}) for row in rows]
 
 
 def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
-    """The settings of each way to run, with the `head` that there is; `trees`: may be drafted."""
+    """The settings of each run, by name. `head` is the draft head, None if there is none; `trees`
+    tells whether the settings allow draft trees."""
     given = f"speculative.eagle.spec_model_path={'null' if head is None else head}"
     off, on = "speculative.train.enable_drafter_training=false", "speculative.enable=true"
-    # Where no head learns nobody takes a core that decoding leaves.
+    # If no head is trained, a core that decoding frees stays idle.
     alone = [off, "actor_rollout_ref.rollout.one_thread_below=0"]
     arms = {PLAIN: ["speculative.enable=false", "speculative.eagle.spec_model_path=null", *alone]}
     if head is not None:
         arms[FROZEN] = [on, given, *alone]
     arms[COTRAINED] = [on, given, off.replace("false", "true")]
     if trees:
-        narrow = ["speculative.eagle.spec_topk=1", "speculative.eagle.spec_verify_tokens=null"]
-        arms[CHAINS] = [*arms[COTRAINED], *narrow]
+        chains = ["speculative.eagle.spec_topk=1", "speculative.eagle.spec_verify_tokens=null"]
+        arms[CHAINS] = [*arms[COTRAINED], *chains]
     return arms
 
 
 def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> list[str]:
-    """What `slipstream` is told for one run, into the folder `target`."""
+    """The arguments of `slipstream` for one run, which writes to the folder `target`."""
     steps = [] if bench.steps is None else [f"trainer.total_training_steps={bench.steps}"]
     return [
         *("rl", "--config", str(bench.policy / CONFIG_FILE)),
@@ -164,7 +170,7 @@ def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> li
 
 
 def read_outcome(folder: Path) -> RunOutcome:
-    """What lies in the folder of a finished run. Raises CheckpointError where it has no end."""
+    """The output in the folder of a finished run. Raises CheckpointError if it did not finish."""
     files = _rollouts(folder)
     steps = [metrics for _, metrics in read_jsonl(folder / METRICS_FILE)]
     steps = [metrics for metrics in steps if "timing_s/step" in metrics]
@@ -181,21 +187,21 @@ def read_outcome(folder: Path) -> RunOutcome:
 
 
 def last_rollouts(folder: Path) -> Path:
-    """The file of the last step's."""
+    """The file with the rollouts of the last step."""
     return _rollouts(folder)[-1]
 
 
 def identical(outcomes: Sequence[RunOutcome]) -> bool:
-    """Whether all wrote the same responses and ended with the same weights."""
+    """Whether all runs wrote the same responses and ended with the same weights."""
     return len({(outcome.responses, outcome.weights) for outcome in outcomes}) == 1
 
 
-def parted(mine: RunOutcome, plain: RunOutcome) -> float:
-    """How many of the first step's responses part from the plain run's, as a share of the tokens at
-    which they could have. Raises EngineError where the samples are others."""
+def divergence(mine: RunOutcome, plain: RunOutcome) -> float:
+    """The number of responses of the first step that diverge from the plain run's, divided by the
+    number of tokens at which they could have. Raises EngineError if the samples differ."""
     if mine.first.keys() != plain.first.keys():
-        raise EngineError("the first steps of two runs have other samples: their prompts differ")
-    tokens = partings = 0
+        raise EngineError("the first steps of two runs have different samples: the prompts differ")
+    tokens = divergences = 0
     for sample, ours in mine.first.items():
         theirs = plain.first[sample]
         same = 0
@@ -203,16 +209,16 @@ def parted(mine: RunOutcome, plain: RunOutcome) -> float:
             if a != b:
                 break
             same += 1
-        apart = same < max(len(ours), len(theirs))
-        tokens, partings = tokens + same + apart, partings + apart
-    return partings / max(tokens, 1)
+        differ = same < max(len(ours), len(theirs))
+        tokens, divergences = tokens + same + differ, divergences + differ
+    return divergences / max(tokens, 1)
 
 
 def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
-    """By name: `identical` for all runs, `PARTED` of the worst, how many times faster than plain
-    rollouts and whole steps were, and where there are both heads, how far the one that learned
-    ended above the one that did not, in tokens per verification (0.1: by a tenth); where trees were
-    allowed, how many times faster rollouts with them were than with chains alone."""
+    """By name: `identical` for all runs; the largest `DIVERGENCE`; the speed of rollouts and of
+    whole steps over the plain run's; with both heads, the final mean accepted length of the
+    co-trained head over the fixed head's, minus 1 (0.1: a tenth longer); with trees, the speed of
+    rollouts with trees over those with chains only."""
     ours = [row for row in rows if row.contender != PLAIN]
 
     def speedups(name: str) -> dict[str, float]:
@@ -220,7 +226,7 @@ def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
 
     found: dict[str, object] = {
         "identical": all(row.values["identical"] == 1 for row in rows),
-        PARTED: max(median_of(row.values[PARTED]) for row in rows),
+        DIVERGENCE: max(median_of(row.values[DIVERGENCE]) for row in rows),
         "rollout_speedup": speedups("rollout_speedup"),
         "step_speedup": speedups("step_speedup"),
     }
@@ -241,8 +247,8 @@ def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
 
 
 def curve(values: Sequence[float], points: int = 10) -> list[float]:
-    """Means over so many parts of the steps, as equal as can be; over single ones where there are
-    fewer."""
+    """Means over `points` parts of `values` of nearly equal size; the values themselves if there
+    are fewer of them."""
     if not values:
         return []
     count = min(points, len(values))
@@ -268,7 +274,7 @@ def _row(
         "rollout_speedup": ratio(seconds(plain, "gen"), seconds(mine, "gen")),
         "step_speedup": ratio(seconds(plain, "step"), seconds(mine, "step")),
         "identical": float(identical([*mine, *plain])),
-        PARTED: max(parted(a, b) for a, b in zip(mine, plain, strict=True)),
+        DIVERGENCE: max(divergence(a, b) for a, b in zip(mine, plain, strict=True)),
     }
     if name == CHAINS:
         trees = outcomes[COTRAINED]
@@ -289,7 +295,7 @@ def _row(
     ):
         found = last.values(metric)
         if found:
-            # Single steps differ by chance: means over the first tenth and the last one.
+            # Single steps differ by chance, so these are means over the first and the last tenth.
             few = max(1, len(found) // 10)
             values |= {f"{shown}_first": fmean(found[:few]), f"{shown}_last": fmean(found[-few:])}
     return ResultRow(
@@ -323,7 +329,7 @@ def _head(policy: Path) -> Path | None:
 
 
 def _hash(files: Sequence[Path]) -> str:
-    """Of their contents, one after the other."""
+    """SHA-256 of the contents of all files, in order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

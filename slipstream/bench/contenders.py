@@ -1,9 +1,9 @@
-"""Who generates: the embedded engine as rollouts use it, transformers' `generate`, and vLLM.
+"""The contenders: the embedded engine as rollouts use it, transformers' `generate`, and vLLM.
 
-All get the same weights, prompts and lengths and ignore end-of-sequence tokens. Ours and
-transformers compute on the same thread: with one each, OpenMP would slow both down. vLLM computes
-in a process of its own. They know nothing about timing. Called by `rollout` and `decode` and, in a
-process of its own, by `memory`.
+All get the same weights, prompts and lengths and ignore end-of-sequence tokens. Our engine and
+transformers compute on the same thread: with one thread each, OpenMP would slow both down. vLLM
+computes in a separate process. This module does not time anything. Used by `rollout` and `decode`
+and, in a separate process, by `memory`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ OURS = "slipstream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """`threads` None: as many as the benchmark has. `defaults`: the processes and cores that
-    vLLM chooses by itself, whatever `threads`. `speculative` is vLLM's `speculative_config`. With
-    `gaps`, answers say how sure it was of each token."""
+    """Settings of vLLM. `threads` None: the benchmark's number of threads. With `defaults`, vLLM
+    chooses processes and cores, and `threads` is ignored. `speculative` is vLLM's
+    `speculative_config`. With `gaps`, answers contain the log-prob of each token minus that of the
+    next most likely one."""
 
     dtype: str
     eager: bool = False
@@ -47,7 +48,7 @@ class VllmSettings:
 
     @property
     def given_threads(self) -> int | None:
-        """How many threads it is told to use; None where it chooses by itself."""
+        """The number of threads that vLLM is told to use; None if it chooses."""
         return None if self.defaults else self.threads or torch.get_num_threads()
 
 
@@ -62,9 +63,9 @@ VLLM = {
 }
 
 PEERS = {"hf": ("transformers-dynamic", "transformers-static"), "vllm": tuple(VLLM)}
-"""Contenders of each peer, the fastest of which counts: transformers with either of its caches,
-vLLM in either dtype, compiled or not, in one process with all threads (its best on few cores), with
-one thread, and as it comes."""
+"""Contenders of each peer; the fastest one counts. transformers runs with either of its caches.
+vLLM runs in both dtypes, compiled or eager, in one process with all threads (its best on few
+cores), with one thread, and with its defaults."""
 
 SPECULATING = {
     f"vllm-{dtype}-ngram": VllmSettings(
@@ -78,13 +79,13 @@ SPECULATING = {
     )
     for dtype in ("float32", "bfloat16")
 }
-"""vLLM's own speculation, no peer of plain decoding, and greedy only: above temperature 0, vLLM
-0.32 samples other tokens on a CPU than its law says."""
+"""vLLM's own speculation. It is not compared with plain decoding, and runs greedily only: at
+temperatures above 0, vLLM 0.32 on a CPU does not sample from the model's distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One batch: `prompts` of equal length, and how many tokens each response has."""
+    """One batch: `prompts` of equal length, and the number of tokens of each response."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -101,19 +102,19 @@ class Workload:
 
 @dataclass(slots=True, kw_only=True)
 class Contender:
-    """A generator with the model loaded."""
+    """A generator that has loaded the model."""
 
     generate: Callable[[Workload], list[list[int]]]
-    """Generates the whole batch; the responses, cut to their lengths."""
+    """Generates the whole batch and returns the responses, cut to their lengths."""
     dtype: str
     threads: int | None
-    """None where it chooses by itself."""
+    """None if the contender chooses."""
     cpu_clock: Callable[[], float] = time.process_time
-    """CPU seconds used so far by the processes that compute for it."""
+    """Returns the CPU seconds that its processes have used so far."""
     versions: Mapping[str, str] | None = None
-    """What it runs with, where that is not this environment."""
+    """Versions of its packages, if it runs in another environment."""
     answers: list[Mapping[str, Any]] = field(default_factory=list)
-    """What a process of its own reported, one entry per call of `generate`."""
+    """Reports of its process, one per call of `generate`."""
 
 
 @contextmanager
@@ -127,8 +128,8 @@ def contender(
     compute: ComputeThread,
     vocab_size: int | None = None,
 ) -> Iterator[Contender]:
-    """A contender by name, ready for workloads of up to `max_positions`; ours and transformers run
-    on `compute`. Raises ConfigError where vLLM is not installed."""
+    """The contender `name`, ready for workloads of up to `max_positions` tokens. Our engine and
+    transformers run on `compute`. Raises ConfigError if vLLM is needed and not installed."""
 
     def model() -> Decoder:
         return make_decoder(shape, max_positions=max_positions, vocab_size=vocab_size)
@@ -161,7 +162,7 @@ def contender(
 def embedded(
     model: Callable[[], Decoder], max_positions: int, dtype: torch.dtype, compute: ComputeThread
 ) -> Iterator[EmbeddedEngine]:
-    """The embedded engine, made on `compute` and running there."""
+    """The embedded engine, which is made and runs on `compute`."""
     settings = EngineSettings(max_model_len=max_positions, dtype=dtype, free_cache_engine=False)
     engine = compute.run(lambda: EmbeddedEngine(model(), settings, executor=compute.executor))
     try:
@@ -171,7 +172,7 @@ def embedded(
 
 
 def requests(workload: Workload, temperature: float) -> list[GenerateRequest]:
-    """The workload as the embedded engine takes it."""
+    """The workload as requests to the embedded engine."""
     pairs = zip(workload.prompts, workload.lengths, strict=True)
     return [
         GenerateRequest(
@@ -241,9 +242,9 @@ def _vllm(
     temperature: float,
     compute: ComputeThread,
 ) -> Iterator[Contender]:
-    """vLLM on the weights of `model`, which are written to a folder for it."""
+    """vLLM with the weights of `model`, which are written to a temporary folder."""
     with TemporaryDirectory() as parent:
-        # Made on this thread it would leave OpenMP threads behind that slow ours down.
+        # On this thread, making the model would leave OpenMP threads that slow down ours.
         decoder = compute.run(model)
         c = decoder.config
         folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
@@ -256,14 +257,14 @@ def _vllm(
 def vllm_contender(
     name: str, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """vLLM, by the name of its settings, on the policy of a Hugging Face folder. Raises ConfigError
-    where it is not installed."""
+    """vLLM with the settings called `name`, on the policy in a Hugging Face folder. Raises
+    ConfigError if vLLM is not installed."""
     with vllm_of(name, (VLLM | SPECULATING)[name], folder, max_positions, temperature) as peer:
         yield peer
 
 
 def vllm_command() -> tuple[str, ...]:
-    """What starts vLLM's process. Raises ConfigError where it is not installed."""
+    """The command that starts vLLM's process. Raises ConfigError if vLLM is not installed."""
     return peer_command(".venv-vllm", "bench/peers/vllm_peer.py", remedy=PEERS_REMEDY)
 
 
@@ -271,7 +272,7 @@ def vllm_command() -> tuple[str, ...]:
 def vllm_of(
     name: str, settings: VllmSettings, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """The same with any settings; `name` is what its process is called."""
+    """vLLM with the given settings. `name` is the name of its process in errors."""
     with PeerProcess(name, vllm_command()) as process:
         loaded = process.ask(
             "load",

@@ -1,9 +1,10 @@
-"""Plain decoding by batch size: the embedded engine against peers, same model, in turns.
+"""Decoding without drafts by batch size: the embedded engine against peers, interleaved.
 
-All responses have one length. A round runs each contender twice, for one new token and for all of
-them; the difference is what decoding took, so prefill does not count, nor does starting a batch.
-Our side works as in rollouts: behind the asynchronous protocol, log-probs included. Also measured:
-what exact mode costs (`inexact`), and how much of a step is spent outside the model (`step_share`).
+All contenders run the same model, and all responses have the same length. Each round runs each
+contender twice: for one new token, and for all new tokens. The difference is the time of decoding,
+without prefill and without the start of a batch. Our engine works as in rollouts: behind the
+asynchronous protocol, with log-probs. The benchmark also measures the cost of exact mode
+(`inexact`) and the share of a step outside the model (`step_share`).
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from slipstream.inference.engine import Engine
 from slipstream.training.compute_thread import ComputeThread
 
 FLOORS = {"vllm": 0.85}
-"""What the project promises on `FLOOR_SHAPE`: our speed over the best of a peer's settings."""
+"""Our promised speed over the best setting of a peer, on `FLOOR_SHAPE`."""
 
 FLOOR_SHAPE = "d512x12"
 
 INEXACT = f"{OURS}-torch"
-"""The engine without the rules of exact mode, by torch's operations."""
+"""Our engine without the rules of exact mode, computing with torch's operations."""
 
 _IDLE = "cores_busy_when_idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
-    """One measurement. `temperature` 0 is greedy; `vocab_size` replaces that of the shape; `only`
-    names the contenders of the peers that take part, none of them: all."""
+    """One measurement. `temperature` 0 is greedy. `vocab_size` replaces the shape's. `only` names
+    the contenders of the peers to measure; empty: all."""
 
     shape: str = FLOOR_SHAPE
     vocab_size: int = 1024
@@ -59,20 +60,21 @@ class DecodeBench:
                 raise ConfigError(f"unknown peer {peer!r}; known: {', '.join(PEERS)}")
             if self.only and not set(self.only) & set(PEERS[peer]):
                 raise ConfigError(
-                    f"only={self.only} leaves no contender of {peer}: {', '.join(PEERS[peer])}"
+                    f"only={self.only} leaves no contender of {peer}; give one of "
+                    f"{', '.join(PEERS[peer])}"
                 )
         if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batches={self.batches} must name sizes of at least 1")
+            raise ConfigError(f"batches={self.batches}: every batch size must be at least 1")
         if self.new_tokens < 3:
             raise ConfigError(
-                f"new_tokens={self.new_tokens} must be at least 3: the first comes from the "
-                "prefill, and the second with it"
+                f"new_tokens={self.new_tokens} must be at least 3: the first token comes from "
+                "prefill, and decoding must be longer than one step"
             )
         check_at_least_one(self, "vocab_size", "prompt_length", "rounds")
 
 
 def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
-    """Random prompts, the same each time, with responses of `new_tokens`."""
+    """Random prompts, the same in each call, with responses of `new_tokens` tokens."""
     random = Random(batch)
     prompts = tuple(
         tuple(random.randrange(bench.vocab_size) for _ in range(bench.prompt_length))
@@ -84,7 +86,7 @@ def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
 def run(
     bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[list[ResultRow]]:
-    """Measure; for each batch size one row per contender, ours first. `say` hears of progress."""
+    """Measure; yields, per batch size, one row per contender, ours first. `say` gets progress."""
     peers = [name for peer in bench.peers for name in PEERS[peer]]
     names = (OURS, *(name for name in peers if name in bench.only or not bench.only))
     with ExitStack() as stack:
@@ -113,7 +115,7 @@ def run(
                     another = load(name)
                 contenders[INEXACT] = replace(another, generate=_inexactly(another))
         for batch in bench.batches:
-            say(f"batch {batch}: {len(contenders)} contenders in turns")
+            say(f"batch {batch}: {len(contenders)} contenders, interleaved")
             yield _measure(bench, batch, contenders)
 
 
@@ -151,9 +153,9 @@ def _prefill(name: str) -> str:
 
 
 def decode_times(whole: Times, prefill: Times) -> Times:
-    """Round by round, the times of a whole response less those of its first token.
+    """The times of whole responses minus the times of their first tokens, round by round.
 
-    Raises EngineError where nothing is left: noise then hides what decoding took.
+    Raises EngineError if a difference is not positive: noise then hides the time of decoding.
     """
     pairs = [
         [a - b for a, b in zip(left, right, strict=True)]
@@ -161,8 +163,8 @@ def decode_times(whole: Times, prefill: Times) -> Times:
     ]
     if min(pairs[0]) <= 0:
         raise EngineError(
-            "a whole response took no longer than its first token: too little to time; raise "
-            "--new-tokens"
+            "a whole response took no longer than its first token, so decoding cannot be timed; "
+            "raise --new-tokens"
         )
     return Times(*pairs)
 
@@ -188,11 +190,11 @@ def _row(
     if bench.temperature == 0:
         values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
     if measured.answers:
-        # Those of whole responses, without the round that warms up.
+        # Only whole responses, without the warm-up round.
         whole = [a for a in measured.answers if len(a["token_ids"][0]) == bench.new_tokens]
         shares = [answer["busiest_cpu_seconds"] / answer["seconds"] for answer in whole]
         values["cores_busy_in_one_process"] = Spread.of(shares[-bench.rounds :])
-        # Together: CPU time comes in ticks of 10 ms, and a contender's turns may follow at once.
+        # Summed up, because CPU time has a resolution of 10 ms and idle times may be shorter.
         idle, idle_cpu = (
             sum(answer[key] for answer in measured.answers)
             for key in ("idle_seconds", "idle_cpu_seconds")
@@ -216,7 +218,7 @@ def _row(
 
 
 def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
-    """Where a decode step's time goes in the embedded engine at the smallest batch size."""
+    """The shares of a decode step of the embedded engine, at the smallest batch size."""
     batch = min(bench.batches)
     workload = make_workload(bench, batch, bench.new_tokens)
     compute = ComputeThread()
@@ -243,13 +245,15 @@ def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
 
 
 def best_of(rows: Sequence[ResultRow], peer: str, dtype: str | None = None) -> ResultRow | None:
-    """The fastest contender of `peer` in one case's rows, in `dtype` or in any; None: none ran."""
+    """The fastest contender of `peer` in the rows of one case, of `dtype` if given; None if no
+    such contender ran."""
     ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
     return fastest_peer(ran) if ran else None
 
 
 def cases(rows: Sequence[ResultRow]) -> list[dict[str, object]]:
-    """By shape, batch size and peer: tokens/s, those of its fastest contender, and the ratio."""
+    """By shape, batch size and peer: our tokens per second, those of the peer's fastest contender,
+    and the ratio of the times."""
     found: list[dict[str, object]] = []
     for shape, case in dict.fromkeys((row.settings["shape"], row.case) for row in rows):
         of_case = [r for r in rows if (r.settings["shape"], r.case) == (shape, case)]
@@ -271,10 +275,10 @@ def cases(rows: Sequence[ResultRow]) -> list[dict[str, object]]:
 
 
 def table(rows: Sequence[ResultRow]) -> str:
-    """The rows of one case, one line each: the last column is our speed over theirs.
+    """The rows of one case, one line each. The last column is our speed over theirs.
 
-    Of the busy cores, those of one process are shown, too, where there may be several: a process
-    that polls for work keeps a core busy and computes nothing.
+    `cores` is the number of busy cores of all processes of a contender, `in one` that of its
+    busiest process: a process that only polls for work also keeps a core busy.
     """
     lines = [
         f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
@@ -295,7 +299,7 @@ def table(rows: Sequence[ResultRow]) -> str:
 
 
 def summary(bench: DecodeBench, rows: Sequence[ResultRow]) -> str:
-    """What one case comes to: ours over the best of each peer, and the cost of exact mode."""
+    """Lines below the table: our speed over the best of each peer, and the cost of exact mode."""
     ours = next(row for row in rows if row.contender == OURS)
     lines = []
     for peer in bench.peers:
@@ -310,10 +314,10 @@ def summary(bench: DecodeBench, rows: Sequence[ResultRow]) -> str:
         lines.append(f"    over the best of {peer}: {', '.join(shown)}")
     inexact_row = next(row for row in rows if row.contender == INEXACT)
     cost = 1 / _spread(inexact_row, "slipstream_speedup").median
-    lines.append(f"    exact mode takes {cost:.2f}x the time of torch's operations in any order")
+    lines.append(f"    exact mode takes {cost:.2f}x the time of torch's own operations")
     idle = [value for row in rows if isinstance(value := row.values.get(_IDLE), float)]
     if idle:
-        lines.append(f"    other processes while they waited: at most {max(idle):.2f} cores each")
+        lines.append(f"    a waiting peer process kept at most {max(idle):.2f} cores busy")
     return "\n".join(lines)
 
 

@@ -1,9 +1,8 @@
-"""The engine without the rules of exact mode, to see what they cost: the benchmark swaps functions
-of the model for others, the engine itself knows nothing of it.
+"""The engine without the rules of exact mode, to measure their cost.
 
-Matrix products, norms and gates are torch's operations then, as libraries order their sums and
-without rows of padding, and attention is torch's `scaled_dot_product_attention`: tokens depend on
-the batch. Used by `decode`.
+The benchmark replaces functions of the model; the engine has no such option. Matrix products, norms
+and gates are then torch's own operations, without rows of padding, and attention is torch's
+`scaled_dot_product_attention`. So tokens can depend on the batch. Used by `decode`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.models.linear import PackedLinear
 
 @contextmanager
 def inexact() -> Iterator[None]:
-    """What runs within it, on whichever thread, does without the rules of exact mode."""
+    """Switches exact mode off in all threads while the context is entered."""
     swaps: list[tuple[object, str, object]] = [
         (attention, "attend", sdpa),
         (PackedLinear, "__call__", _product),
@@ -56,16 +55,16 @@ def sdpa(
     bounded: bool = False,
     order: Order | None = None,
 ) -> Tensor:
-    """`attention.attend` up to rounding. Raises ValueError for keys of draft trees."""
+    """As `attention.attend`, up to rounding. Raises ValueError for keys of draft trees."""
     if order is not None:
-        raise ValueError("keys that are out of order are not measured")
+        raise ValueError("draft trees, whose keys are out of order, are not supported here")
     keys_NKS, chunks = context
     N, K, S = keys_NKS.shape
-    # The chunks lie one after another in one tensor: no copy.
+    # The chunks are adjacent parts of one tensor, so this needs no copy.
     values = torch.as_strided(chunks[0], (N, S, K), chunks[0].stride())
     mask = None
     if mask_NRX.shape[-1]:
         mask = F.pad(mask_NRX, (S - mask_NRX.shape[-1], 0)).to(q_NRK.dtype)[None]
-    # Four dimensions: with three, torch takes the slow form that materialises the scores.
+    # Four dimensions: with three, torch uses a slow path that materializes the scores.
     keys = keys_NKS.transpose(1, 2)
     return F.scaled_dot_product_attention(q_NRK[None], keys[None], values[None], attn_mask=mask)[0]

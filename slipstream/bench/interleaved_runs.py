@@ -1,9 +1,9 @@
-"""RL runs in turns of a step, each a process of its own.
+"""Interleaved RL runs: each is a separate process, and they take one step at a time, in turn.
 
-A shared machine's speed changes within seconds by more than runs differ by, so one whole run after
-the other says little. Here all runs are up at once, one of them takes a step, and then the next.
-What a run waits for is where it logs a step's metrics, after that step's clock and before the next
-one's. Used by `ab` and `trl`.
+The speed of a shared machine drifts within seconds by more than runs differ, so comparing whole
+runs one after another says little. Here all runs are started, and only one of them computes at a
+time. A run waits in its metrics logger, after the clock of a step has stopped and before the next
+one's has started. Used by `ab` and by `bench/trl_runs.py`.
 """
 
 from __future__ import annotations
@@ -24,84 +24,86 @@ from typing import Protocol
 from slipstream.bench.rl_line import say_failed
 from slipstream.metrics.loggers import LoggerContext, MetricsLogger, register_logger
 
-_LOGGER = "turns"
+_LOGGER = "interleaved"
 
 SETTINGS = (
     f"trainer.logger=[file,{_LOGGER}]",
     f"actor_rollout_ref.model.external_lib={__name__}",
 )
-"""Of such runs."""
+"""Settings of runs that are interleaved."""
 
-_SOCKET = "SLIPSTREAM_TURNS_SOCKET"
-"""Environment variable: the open socket to who says whose turn it is."""
+_SOCKET = "SLIPSTREAM_INTERLEAVED_SOCKET"
+"""Environment variable: number of the open socket to the benchmark, which tells a run to step."""
 
 _READY, _GO = b"r", b"g"
 
-_BESIDE = "SLIPSTREAM_TURNS_BESIDE"
-"""Environment variable: a module of the user's to import, too."""
+_USER_MODULE = "SLIPSTREAM_INTERLEAVED_MODULE"
+"""Environment variable: a user's module to import, because `SETTINGS` replaces `external_lib`."""
 
 _COMMAND = ("-m", "slipstream.cli")
 
 
 class PacedLogger:
-    """Logs nothing, and waits for the run's next turn."""
+    """Logs nothing; waits until the run may take its next step."""
 
     def __init__(self, socket_number: int) -> None:
         self._socket = socket.socket(fileno=socket_number)
         self._wait()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After a step."""
+        """Called after a step; waits until the next step may start."""
         self._wait()
 
     def close(self) -> None:
-        """The other side sees that there is no next turn."""
+        """Close the socket, which tells the benchmark that the run has ended."""
         self._socket.close()
 
     def _wait(self) -> None:
         self._socket.sendall(_READY)
         if not self._socket.recv(1):
-            # No error of a logger, which a run goes on without.
-            raise SystemExit("nobody is left to say whose turn it is")
+            # SystemExit, because a run continues after an ordinary error of a logger.
+            raise SystemExit("the benchmark that interleaves this run has ended")
 
 
-def _orders(context: LoggerContext) -> MetricsLogger:
+def _make_logger(context: LoggerContext) -> MetricsLogger:
     return PacedLogger(int(os.environ[_SOCKET]))
 
 
-# In a run that takes turns; elsewhere there is no such logger.
+# Only in interleaved runs; other processes must not have this logger.
 if _SOCKET in os.environ:
-    register_logger(_LOGGER)(_orders)
-if _BESIDE in os.environ:
-    importlib.import_module(os.environ[_BESIDE])
+    register_logger(_LOGGER)(_make_logger)
+if _USER_MODULE in os.environ:
+    importlib.import_module(os.environ[_USER_MODULE])
 
 
 class Interleavable(Protocol):
-    """A run that takes a step when it is told to."""
+    """A run that takes a step when it is told to do so."""
 
-    def take_turn(self) -> bool:
-        """A step; whether it waits for another turn."""
+    def take_step(self) -> bool:
+        """Take a step. Returns whether the run waits for another one."""
         ...
 
     def end(self) -> None:
-        """Called once, after its last turn."""
+        """Called once, after the last step."""
         ...
 
 
 def interleave(
-    runs: Sequence[Interleavable], taken: Callable[[int], None] = lambda turns: None
+    runs: Sequence[Interleavable], after_round: Callable[[int], None] = lambda rounds: None
 ) -> None:
-    """A step of each, then the next one of each the other way round, until all have ended. `taken`
-    is told how many turns each has had that goes on."""
-    for turns in itertools.count(1):
+    """Let each run take a step, then each again in reverse order, until all have ended.
+
+    `after_round` gets the number of steps that each remaining run has taken.
+    """
+    for rounds in itertools.count(1):
         if not runs:
             return
-        left = [run for run in runs if run.take_turn()]
+        left = [run for run in runs if run.take_step()]
         for run in runs:
             if run not in left:
                 run.end()
         runs = left[::-1]
-        taken(turns)
+        after_round(rounds)
 
 
 @dataclass(slots=True)
@@ -113,20 +115,20 @@ class _RunProcess:
     say: Callable[[str], None]
 
     def until_ready(self) -> bool:
-        """Whether it waits for a turn; False once it has ended."""
+        """Wait until the run is ready for a step. Returns False if it has ended instead."""
         return self.socket.recv(1) == _READY
 
-    def take_turn(self) -> bool:
-        """See `Interleavable`."""
+    def take_step(self) -> bool:
+        """Let the process take a step. Returns whether it waits for another one."""
         try:
             self.socket.sendall(_GO)
         except BrokenPipeError:
-            # Killed while it waited.
+            # The process was killed while it waited.
             return False
         return self.until_ready()
 
     def end(self) -> None:
-        """Raises EngineError where the run has failed."""
+        """Wait for the process. Raises EngineError if the run failed."""
         if self.process.wait():
             output = self.output.read_text(encoding="utf-8", errors="replace")
             say_failed(["slipstream", *self.line], self.process.returncode, output, self.say)
@@ -135,22 +137,27 @@ class _RunProcess:
 def run_interleaved(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
 ) -> None:
-    """Run commands of RL as `begun` begins them, in turns (`interleave`). Raises EngineError where
-    one fails, and stops the others."""
-    with begun(lines, say, external_lib) as runs:
+    """Start RL runs (`started_runs`) and interleave their steps until all have ended.
+
+    Raises EngineError if one fails, and stops the others.
+    """
+    with started_runs(lines, say, external_lib) as runs:
         interleave(list(runs.values()))
 
 
 @contextmanager
-def begun(
+def started_runs(
     lines: Mapping[str, Sequence[str]], say: Callable[[str], None], external_lib: str | None = None
 ) -> Iterator[dict[str, Interleavable]]:
-    """Runs of RL by name, each waiting for its first turn: arguments of `slipstream` with
-    `SETTINGS`. `external_lib`: what they import besides. Those that run at the body's end are
-    stopped. Raises EngineError where one fails at once."""
+    """RL runs by name, each waiting for its first step.
+
+    `lines` are arguments of `slipstream` that include `SETTINGS`. The runs also import the module
+    `external_lib`. Runs that have not ended when the context is left are stopped. Raises
+    EngineError if a run fails before its first step.
+    """
     with TemporaryDirectory() as folder, ExitStack() as stack:
         runs = dict[str, Interleavable]()
-        # One after the other: what starts beside another is slower, and that is no step's time.
+        # One after another: starts at the same time would only slow each other down.
         for name, line in lines.items():
             run = _start(line, Path(folder) / name, external_lib, say)
             stack.callback(_stop, run)
@@ -165,13 +172,13 @@ def _start(
     line: Sequence[str], output: Path, external_lib: str | None, say: Callable[[str], None]
 ) -> _RunProcess:
     ours, theirs = socket.socketpair()
-    beside = {} if external_lib is None else {_BESIDE: external_lib}
+    user_module = {} if external_lib is None else {_USER_MODULE: external_lib}
     with theirs, output.open("wb") as written:
         process = subprocess.Popen(
             [sys.executable, *_COMMAND, *line],
             stdout=written,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **beside, _SOCKET: str(theirs.fileno())},
+            env={**os.environ, **user_module, _SOCKET: str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
         )
     return _RunProcess(process, ours, line, output, say)

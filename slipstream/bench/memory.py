@@ -1,6 +1,6 @@
-"""Peak memory of one contender, in a process of its own: nobody else's memory is counted.
+"""Peak memory of one contender, measured in a separate process that does nothing else.
 
-Called by `rollout` and `logprob`.
+Used by `rollout`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def peak_megabytes(
     threads: int,
 ) -> float:
     """Largest resident memory in MB (10^6 bytes) of a process that generates `workload` once."""
-    # A fresh interpreter: a forked one would start with its parent's pages.
+    # A new interpreter, because a forked process would start with its parent's pages.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_measure, name, workload, shape, dtype, temperature, threads).result()
@@ -49,7 +49,7 @@ def _measure(
         temperature=temperature,
         compute=compute,
     ) as ready:
-        # Loading the model left one.
+        # Loading the model can need more memory than generating.
         reset_peak_rss()
         ready.generate(workload)
     compute.close()

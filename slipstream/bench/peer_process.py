@@ -1,7 +1,7 @@
-"""A generator in a process of its own, spoken to in JSON lines.
+"""A peer in a separate process, which answers commands in JSON Lines.
 
-Knows the protocol (`bench/peers/vllm_peer.py` has its commands), not who answers. Used by
-`contenders`.
+The commands are described in `bench/peers/vllm_peer.py` and `bench/peers/trl_peer.py`. Used by
+`contenders` and by `bench/trl_runs.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, Self
 from slipstream.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[2]
-"""The checkout: scripts of peers and their environments are no part of the package."""
+"""The checkout, which holds the scripts of peers and their virtual environments."""
 
 PEERS_REMEDY = "run `make peers` in a checkout of the repository"
-"""Where an environment is missing."""
+"""Remedy for a missing environment."""
 
 _TAIL = 2000
 
@@ -33,9 +33,9 @@ def peer_command(
 ) -> tuple[str, ...]:
     """The command line that starts `script` in a virtual environment, both relative to `root`.
 
-    Raises ConfigError with `remedy` where one of them is missing.
+    Raises ConfigError with `remedy` if one of them is missing.
     """
-    # The stamp: an environment whose installation was cut short is not there.
+    # The file `.installed` shows that the installation was completed.
     for path in (root / environment / ".installed", root / script):
         if not path.exists():
             raise ConfigError(f"{path} does not exist; {remedy}")
@@ -43,10 +43,10 @@ def peer_command(
 
 
 class PeerProcess:
-    """Starts `command`; `ask` it as often as wanted; leaving the context ends it."""
+    """A process that runs `command` and answers `ask`. Leaving the context ends it."""
 
     def __init__(self, name: str, command: Sequence[str], *, timeout: float = 900.0) -> None:
-        """`timeout` bounds the seconds to one answer. `name` stands in errors."""
+        """`timeout` is the longest time to an answer, in seconds. `name` is used in errors."""
         self._name = name
         self._timeout = timeout
         self._log = TemporaryFile()  # noqa: SIM115 - closed by `close`
@@ -67,10 +67,10 @@ class PeerProcess:
         self.close()
 
     def ask(self, op: str, **arguments: object) -> Mapping[str, Any]:
-        """The answer to one command.
+        """Send a command and return its answer.
 
-        Raises EngineError, with the end of what the process logged, when it refuses, ends, takes
-        longer than the timeout or answers something else than an object.
+        Raises EngineError, with the end of the process's log, if the process refuses the command,
+        ends, exceeds the timeout, or answers anything but an object with the key `ok`.
         """
         assert self._process.stdin is not None
         try:
@@ -90,7 +90,7 @@ class PeerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process: asked first, killed when it does not."""
+        """Ask the process to quit; kill it if it does not."""
         process = self._process
         if process.poll() is None:
             try:
@@ -100,7 +100,7 @@ class PeerProcess:
                 process.communicate()
         for stream in (process.stdin, process.stdout, self._log):
             if stream is not None:
-                # A command may be left that a dead process did not read.
+                # The pipe can still hold a command that a dead process did not read.
                 with suppress(BrokenPipeError):
                     stream.close()
 

@@ -1,7 +1,7 @@
-"""How far a policy has moved: the KL divergence between two checkpoints, on responses of the later.
+"""Policy KL: the KL divergence between two checkpoints, on responses of the later one.
 
-What a frozen draft head loses over an RL run, it loses because the policy moves; without this
-number a comparison with a head that learns says little.
+A fixed draft head loses acceptance during RL only because the policy changes. So a comparison with
+a co-trained head needs this number.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from slipstream.models.hf_io import load_checkpoint
 
 @torch.no_grad()
 def policy_kl(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
-    """KL(last || first) in nats, mean over the response tokens of a file of `rollouts`, over the
-    whole vocabulary at temperature 1, computed on `device` in fp32.
+    """KL(last || first) in nats, as the mean over the response tokens in the file `rollouts`, over
+    the whole vocabulary at temperature 1. Computed on `device` in fp32.
 
-    Where `last` wrote the rollouts it is the mean over states that it visits. Raises DataError for
-    a file without response tokens, CheckpointError for folders that hold no policy.
+    If `last` wrote the rollouts, this is the mean over the states that it visits. Raises DataError
+    for a file without response tokens, CheckpointError for folders without a policy.
     """
     texts = [_tokens(line) for line in rollouts.read_text().splitlines()]
     if not any(response for _, response in texts):
-        raise DataError(f"{rollouts} holds no response tokens, so there is nothing to compare on")
+        raise DataError(f"{rollouts} has no response tokens; give a file of rollouts with some")
     policies = (load_checkpoint(folder, device=device) for folder in (first, last))
     old, new = (policy.pack(torch.float32) for policy in policies)
     whole = [[*prompt, *response] for prompt, response in texts]
     total, count = 0.0, 0
     pairs = zip(policy_features(old, whole), policy_features(new, whole), strict=True)
     for (prompt, _), text, (before, after) in zip(texts, whole, pairs, strict=True):
-        # A state predicts the token after it.
+        # The state at a position predicts the next token.
         states = slice(len(prompt) - 1, len(text) - 1)
         now, then = _log_probs(new, after[states]), _log_probs(old, before[states])
         total += float((now.exp() * (now - then)).sum())

@@ -1,6 +1,6 @@
-"""Rows of results: numbers with their spread, and the circumstances that they hold under.
+"""Rows of results: numbers with their spread, and the machine, versions and settings behind them.
 
-Knows nothing about what is measured. Never imports torch. Used by all benchmarks.
+Used by all benchmarks. Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Machine", "ResultRow", "Spread", "median_of", "read_rows", "this_mac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """One quantity over `n` runs."""
+    """Median, smallest and largest value of a quantity over `n` runs."""
 
     median: float
     min: float
@@ -40,16 +40,17 @@ class Spread:
 
 
 def median_of(value: float | Spread) -> float:
-    """The median of what may have been measured once or several times."""
+    """The median of a spread; a single value itself."""
     return value.median if isinstance(value, Spread) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """One contender in one case.
+    """The result of one contender in one case.
 
-    `seconds` is the wall time of one run. `values` are derived numbers, named with their unit;
-    `settings` is what was run. `dtype` is empty and `threads` None where neither has a meaning.
+    `seconds` is the wall time of one run. `values` are derived numbers, whose names contain the
+    unit. `settings` are the benchmark's settings. `dtype` is empty and `threads` None if they do
+    not apply.
     """
 
     benchmark: str
@@ -64,20 +65,20 @@ class ResultRow:
 
 
 def write_rows(path: Path, rows: Sequence[ResultRow], summary: Mapping[str, object] = {}) -> None:
-    """Write `{**summary, "rows": [...]}` as JSON, making the folder."""
+    """Write `{**summary, "rows": [...]}` to `path` as JSON. Makes the folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**summary, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_rows(path: Path) -> list[ResultRow]:
-    """What `write_rows` wrote. Raises DataError where the file has no rows of that form."""
+    """The rows of a file that `write_rows` wrote. Raises DataError for any other file."""
     try:
         return [_row(entry) for entry in json.loads(path.read_text())["rows"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{path} has no rows of a benchmark ({type(error).__name__}: {error}); give a file "
-            "that `slipstream bench ... --json FILE` wrote"
+            f"{path} has no benchmark rows ({type(error).__name__}: {error}); give a file that "
+            "`slipstream bench ... --json FILE` wrote"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""RL runs as processes of their own, from the policy of a run folder. Used by benchmarks of RL."""
+"""RL runs as separate processes, from the policy of a run folder. Used by benchmarks of RL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slipstream.errors import EngineError
 
 
 def start_of(policy: Path) -> Path:
-    """Where RL began in the run folder `policy`, or might."""
+    """The policy that RL starts from: the SFT policy of the run folder, else its newest policy."""
     sft = policy / "sft"
     return policy_folder(sft if sft.is_dir() else policy).resolve()
 
 
 def run_line(line: Sequence[str], say: Callable[[str], None]) -> None:
-    """Run a command, and hand on what it says at its end if it fails. Raises EngineError then."""
+    """Run a command. If it fails, pass the end of its output to `say` and raise EngineError."""
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -31,6 +31,6 @@ def run_line(line: Sequence[str], say: Callable[[str], None]) -> None:
 def say_failed(
     line: Sequence[str], status: int, output: str, say: Callable[[str], None]
 ) -> NoReturn:
-    """Hand on the last of what a command has said, and raise EngineError."""
+    """Pass the end of a failed command's output to `say`, and raise EngineError."""
     say(output[-2000:])
     raise EngineError(f"`{' '.join(line)}` ended with status {status}; its last lines are above")

@@ -1,11 +1,11 @@
-"""Rollout speed: the embedded engine against another generator, same model, same batch, in turns.
+"""Rollout speed: the embedded engine against a peer, with the same model and batch, interleaved.
 
-    equal   32 responses of equal length: what one decode step costs
-    mixed   64 responses of log-normal length: also what waiting for the longest costs
+    equal   32 responses of equal length: measures the cost of a decode step
+    mixed   64 responses of log-normal lengths: also measures the cost of waiting for the longest
 
-A peer that generates a batch at a time runs until its longest response ends; only tokens that
-belong to a response count. Our side also returns the log-probs that training needs. Peak memory is
-not taken of vLLM, which sets memory aside for its cache at start.
+A peer that generates batch by batch runs until its longest response ends; only tokens that belong
+to a response count. Our engine also returns the log-probs that training needs. The peak memory of
+vLLM is not measured, because it reserves memory for its cache at start.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.training.compute_thread import ComputeThread
 
 FLOORS = {"equal": 1.3, "mixed": 2.5}
-"""What the project promises against transformers."""
+"""The promised speedup over transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBench:
     """One measurement.
 
-    `new_tokens` is the length of a response in `equal` and the median length in `mixed`, whose
-    lengths are the quantiles of a log-normal law with deviation `sigma`: with 64 responses and 0.9
-    the longest has 8.8 times the median. `temperature` 0 is greedy.
+    `new_tokens` is the length of a response in `equal`, and the median length in `mixed`. The
+    lengths in `mixed` are quantiles of a log-normal distribution with standard deviation `sigma` of
+    the logarithm: with 64 responses and 0.9, the longest has 8.8 times the median. `temperature` 0
+    is greedy.
     """
 
     case: str
@@ -64,11 +65,12 @@ STANDARD = {
     "equal": RolloutBench(case="equal", batch=32, new_tokens=128),
     "mixed": RolloutBench(case="mixed", batch=64, new_tokens=32),
 }
-"""The cases at the sizes that their floors are stated for."""
+"""The cases with the sizes for which the floors hold."""
 
 
 def make_workload(bench: RolloutBench) -> Workload:
-    """Random prompts, all different, and the case's lengths in random order; the same each time."""
+    """Random prompts, all different, and the lengths of the case in random order. Every call
+    returns the same."""
     random = Random(0)
     vocab = SHAPES[bench.shape].vocab_size
     prompts = [
@@ -121,8 +123,10 @@ def recorded(
     outputs: dict[str, list[list[int]]],
     workload: Workload,
 ) -> Callable[[], None]:
-    """`generate` of `workload`, keeping what it writes under `name` and checking that it wrote all
-    of it: raises EngineError where it did not."""
+    """A call of `generate(workload)` that stores the responses in `outputs[name]`.
+
+    The call raises EngineError if a response does not have the length that was asked for.
+    """
 
     def run_once() -> None:
         responses = outputs[name] = generate(workload)
@@ -134,7 +138,7 @@ def recorded(
 
 
 def measure_memory(bench: RolloutBench, name: str) -> float:
-    """Peak memory of a process in which only `name` generates, in MB."""
+    """Peak memory in MB of a process in which only `name` generates."""
     return peak_megabytes(
         name,
         make_workload(bench),
@@ -190,12 +194,12 @@ def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
 
 
 def fastest_peer(rows: Sequence[ResultRow]) -> ResultRow:
-    """The fastest other contender of `rows`, by its median."""
+    """The row of the fastest peer, by median time."""
     return min((r for r in rows if r.contender != OURS), key=lambda r: r.seconds.median)
 
 
 def best_speedup(rows: Sequence[ResultRow]) -> Spread:
-    """Ours against the fastest other contender of `rows`."""
+    """Our speed over the fastest peer's."""
     speedup = fastest_peer(rows).values["slipstream_speedup"]
     assert isinstance(speedup, Spread)
     return speedup

@@ -1,8 +1,8 @@
-"""Scoring: answers a second through a reward manager, and what slow and stuck functions cost.
+"""Scoring: answers per second through a reward manager, and the cost of slow and stuck functions.
 
-Each kind of exact answer by its built-in function, called in a loop (`alone`) and through the
-manager that rollouts use, in turns. Then 128 responses at once whose function sleeps a second, and
-128 in processes one of which never answers.
+Each kind of exact answer is scored by its built-in function: in a loop (`alone`), and through the
+reward manager of rollouts; both are interleaved. Then come 128 responses at once whose function
+sleeps one second, and 128 responses in processes, one of which never returns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from slipstream.types import Sample, Segment, Status
 ALONE = "alone"
 
 RATE_FLOOR = 2000.0
-"""Answers a second through the manager, at least."""
+"""The fewest answers per second through the manager."""
 
 SLOW_FLOOR = 2.0
-"""Seconds of 128 responses whose function sleeps one, at most."""
+"""The most seconds for 128 responses whose function sleeps one second."""
 
 STUCK_FLOOR = 1.5
-"""Seconds beyond its deadline that one function that never returns may cost."""
+"""The most seconds after its deadline that a function that never returns may cost."""
 
 _SLEEP_S, _DEADLINE_S = 1.0, 2.0
 
@@ -47,12 +47,12 @@ _ANSWERS: dict[str, tuple[Callable[[int], str], Callable[[int], Any]]] = {
     "searchR1_nq": (lambda i: f"<answer>the {i}!</answer>", lambda i: {"target": [f"The {i}"]}),
     "exact_match": (str, str),
 }
-"""By data source: the i-th response, and what it is compared with. All are right."""
+"""By data source: the i-th response, and its ground truth. All responses are correct."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringBench:
-    """`answers` of each kind, `rounds` times; `responses` of the slow and of the stuck function."""
+    """`answers` of each kind per round; `responses` for the slow and for the stuck function."""
 
     answers: int = 2000
     responses: int = 128
@@ -63,20 +63,20 @@ class ScoringBench:
 
 
 def sleeps(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """A function that waits for something."""
+    """A slow reward function."""
     time.sleep(_SLEEP_S)
     return 1.0
 
 
 def sticks(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """A function that never returns for one response."""
+    """A reward function that never returns for one of the responses."""
     while solution_str == "0":
         pass
     return 1.0
 
 
 def run(bench: ScoringBench) -> list[ResultRow]:
-    """Measure; a row for each kind of answer, and for the slow and the stuck function."""
+    """Measure; one row per kind of answer, one for the slow and one for the stuck function."""
     rows = []
     for source, (response, truth) in _ANSWERS.items():
         texts = [response(i) for i in range(bench.answers)]
@@ -105,18 +105,18 @@ def run(bench: ScoringBench) -> list[ResultRow]:
 
 
 def missed(rows: Sequence[ResultRow]) -> list[str]:
-    """What is not as promised, in words."""
+    """The floors that were missed, in words."""
     wrong = []
     for row in rows:
         seconds = row.seconds.median
         if row.contender == "sleeps" and seconds >= SLOW_FLOOR:
             wrong.append(f"a function that sleeps {_SLEEP_S:g} s takes {seconds:.2f} s")
         elif row.contender == "sticks" and seconds >= _DEADLINE_S + STUCK_FLOOR:
-            wrong.append(f"a function that is stuck once takes {seconds:.2f} s")
+            wrong.append(f"a function that gets stuck once takes {seconds:.2f} s")
         elif "answers_per_second" in row.values:
             rate = median_of(row.values["answers_per_second"])
             if rate < RATE_FLOOR:
-                wrong.append(f"{row.contender}: {rate:,.0f} answers a second")
+                wrong.append(f"{row.contender}: {rate:,.0f} answers per second")
     return wrong
 
 
@@ -164,4 +164,4 @@ def _through(manager: RewardManager, samples: Sequence[Sample]) -> None:
     scores = anyio.run(manager.score_group, samples)
     wrong = [score for score in scores if score.value != 1.0]
     if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(scores)} answers were not right: {wrong[0]}")
+        raise AssertionError(f"{len(wrong)} of {len(scores)} answers scored as wrong: {wrong[0]}")

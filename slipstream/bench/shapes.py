@@ -1,4 +1,4 @@
-"""The models that the benchmarks run. Their weights are random: speed does not depend on them."""
+"""Models for benchmarks. Their weights are random, because speed does not depend on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 
 SHAPES = {
-    # The quickstart's policy and its task's vocabulary.
+    # The quickstart's policy with the vocabulary of its task.
     "quickstart": ModelConfig(
         family="qwen3",
         vocab_size=128,
@@ -20,7 +20,7 @@ SHAPES = {
         num_kv_heads=2,
         head_dim=32,
     ),
-    # Wide enough that matrix products, not the calls around them, take the time.
+    # Wide enough that matrix products dominate the time.
     "d512x12": ModelConfig(
         family="qwen3",
         vocab_size=8192,
@@ -31,7 +31,7 @@ SHAPES = {
         num_kv_heads=4,
         head_dim=64,
     ),
-    # Small enough that the calls around the products take the time: 6.5M.
+    # Small enough (6.5M weights) that the calls around the products dominate the time.
     "d256x8": ModelConfig(
         family="qwen3",
         vocab_size=1024,
@@ -42,7 +42,7 @@ SHAPES = {
         num_kv_heads=2,
         head_dim=64,
     ),
-    # Shows that a benchmark runs; its numbers say nothing.
+    # For tests: shows that a benchmark runs; its numbers have no meaning.
     "tiny": ModelConfig(
         family="qwen3",
         vocab_size=64,
@@ -59,7 +59,7 @@ SHAPES = {
 def make_decoder(
     shape: str, *, max_positions: int, vocab_size: int | None = None, seed: int = 0
 ) -> Decoder:
-    """A decoder of a named shape, with another vocabulary where one is given.
+    """A decoder of the named shape; `vocab_size`, if given, replaces the shape's.
 
     Raises ConfigError for an unknown name.
     """
@@ -76,7 +76,7 @@ def make_decoder(
 
 
 def matmul_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Weights that take part in matrix products: (of all layers, of the head)."""
+    """Numbers of weights in matrix products: (of all layers, of the LM head)."""
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = config.hidden_size * heads * config.head_dim
     layer += config.num_heads * config.head_dim * config.hidden_size

@@ -1,6 +1,6 @@
-"""Where the time of a decode step goes: in the model, in the choice of tokens, or around them.
+"""The shares of a decode step: the model, sampling, and everything around them.
 
-Wraps an engine's runner with clocks; the engine itself is not changed. Used by `decode`.
+Wraps methods of an engine's runner with clocks; the engine is not changed. Used by `decode`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from slipstream.bench.record import Spread
 from slipstream.inference.engine import Engine
 
 PARTS = {"model": "decode", "choice": "choose"}
-"""Part of a step -> the runner's method."""
+"""Part of a step -> the method of the runner that does it."""
 
 
 def step_shares(
     engine: Engine, workload: Workload, *, temperature: float, rounds: int
 ) -> dict[str, Spread]:
-    """Shares of the wall time of decode steps, one value per round, after one to warm up.
+    """Shares of the wall time of decode steps, one value per round, after a warm-up round.
 
-    `share_outside` is what neither part takes: scheduling, bookkeeping in Python.
-    `outside_ms_per_step` is the same in milliseconds. Steps that prefill are not counted.
+    `share_outside` is the rest: scheduling and bookkeeping in Python. `outside_ms_per_step` is the
+    same in milliseconds. Steps with prefill do not count.
     """
     clocks = dict.fromkeys((*PARTS, "step"), 0.0)
     runner = engine._runner

@@ -1,6 +1,6 @@
-"""Contenders run in turns, so that whatever else the machine does falls on all of them alike.
+"""Interleaved runs of contenders, so that other load on the machine slows all of them equally.
 
-Knows nothing about what it times. Used by all benchmarks.
+Used by all benchmarks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.bench.record import Spread
 class Times:
     """Seconds of one contender, one entry per round.
 
-    `cpu` adds up the threads that work for it: on a busy machine it moves less than `wall` does.
+    `cpu` is the sum over its threads. On a busy machine it varies less than `wall`.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -33,10 +33,10 @@ def alternate(
     warm_up: int = 1,
     cpu_clocks: Mapping[str, Callable[[], float]] = MappingProxyType({}),
 ) -> dict[str, Times]:
-    """The times of each contender, after `warm_up` rounds that are not counted.
+    """Run all contenders once per round; return their times, without `warm_up` rounds.
 
-    `cpu_clocks` tell the CPU seconds of contenders that compute in other processes than this one.
-    Every other round goes through the contenders backwards: none always follows the same one.
+    `cpu_clocks` return the CPU seconds of contenders that compute in other processes. Every other
+    round runs the contenders in reverse order, so none always follows the same one.
     """
     times = {name: Times() for name in contenders}
     for number in range(warm_up + rounds):
@@ -53,13 +53,16 @@ def alternate(
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """`above / below` round by round: what both shared in a round cancels."""
+    """`above / below`, round by round: load that slowed both in the same round cancels out."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def step_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The median of `above / below`, of steps that were taken in turns, and its standard error as a
-    share of it: that of a median of what is spread normally, from the median deviation."""
+    """The median of `above / below` over interleaved steps, and its relative standard error.
+
+    The error is that of a median of normally distributed values. The standard deviation is
+    estimated from the median absolute deviation.
+    """
     logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
     middle = median(logs)
     deviation = 1.4826 * median(abs(log - middle) for log in logs)

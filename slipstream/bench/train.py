@@ -1,8 +1,8 @@
-"""Training-step speed: model FLOPs as a share of what a large matrix product reaches, in turns.
+"""Training-step speed: model FLOPs per second over those of a large matrix product, interleaved.
 
-FLOPs are counted as 6 per weight and token (forward and backward of matrix products; the head at
-target positions only) plus causal attention, half of the full square. The optimizer's time counts,
-its FLOPs do not (PaLM, appendix B, with causal attention instead of full).
+FLOPs are counted as in PaLM, appendix B, but with causal attention: 6 per weight and token (forward
+and backward of matrix products; the LM head only at target positions), plus attention over half of
+the full square. The time of the optimizer counts, its FLOPs do not.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from slipstream.types import TrainBatch, TrainRow
 T = TypeVar("T")
 
 FLOOR = 0.25
-"""Share of the matrix-product rate that the project promises."""
+"""The promised share of the matrix-product rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBench:
-    """One measurement: a mini-batch of `rows` sequences of `length` tokens, every token a target.
+    """One measurement: a mini-batch of `rows` sequences of `length` tokens, all of them targets.
 
-    `matmul_size` is the side of the square matrices that set the rate to compare with.
+    `matmul_size` is the side of the square matrices whose product is the reference.
     """
 
     shape: str = "quickstart"
@@ -57,7 +57,7 @@ class TrainBench:
     def __post_init__(self) -> None:
         check_at_least_one(self, "rows", "length", "matmul_size", "rounds")
         if self.length < 2:
-            raise ConfigError("length=1 has no token to predict; give at least 2")
+            raise ConfigError("length=1 leaves no token to predict; give at least 2")
 
 
 def step_flops(bench: TrainBench) -> float:
@@ -86,7 +86,7 @@ def make_batch(bench: TrainBench) -> TrainBatch:
 
 
 class _TrainStep:
-    """One optimizer step, forward pass to update; keeps the time of its two parts."""
+    """One optimizer step, from forward pass to update. It stores the times of its two parts."""
 
     def __init__(self, bench: TrainBench, compute: ComputeThread) -> None:
         self.forward_backward: list[float] = []
@@ -120,11 +120,11 @@ def _on(compute: ComputeThread, work: Callable[[], object]) -> Callable[[], obje
 
 
 def run(bench: TrainBench) -> ResultRow:
-    """Measure a training step against matrix products of its dtype, and of bf16 where the CPU has
-    units for it: emulated, one large product takes minutes."""
+    """Measure a training step against matrix products of its dtype, and of bf16 if the CPU has
+    units for bf16. Without them, one large product would take minutes."""
     compute = ComputeThread()
     try:
-        # All on one thread: products of another thread's OpenMP team would slow the step down.
+        # All on one thread: the OpenMP team of a second thread would slow down the step.
         step = compute.run(lambda: _TrainStep(bench, compute))
         products = {"matmul": _on(compute, _matmul(bench.matmul_size, bench.dtype))}
         if bench.dtype is not torch.bfloat16 and cpu_has_bf16_units():
@@ -168,14 +168,14 @@ def run(bench: TrainBench) -> ResultRow:
 
 
 class _Inline(ComputeThread):
-    """Work at once, on the caller's thread: the only one that a profiler sees."""
+    """Runs work immediately on the caller's thread, the only thread that a profiler sees."""
 
     def submit(self, work: Callable[[], T]) -> TrainFuture[T]:
         return ImmediateTrainFuture(work())
 
 
 def profile(bench: TrainBench, *, rows: int = 25) -> str:
-    """One step, after one that warms up, as a table of the ops that take the most time."""
+    """A table of the operations that take the most time in one step, after a warm-up step."""
     step = _TrainStep(bench, _Inline())
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:

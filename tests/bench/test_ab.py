@@ -15,22 +15,22 @@ from slipstream.bench.ab import (
     CHAINS,
     COTRAINED,
     DEVICE,
+    DIVERGENCE,
     FROZEN,
-    PARTED,
     PLAIN,
     AbBench,
     RunOutcome,
     arms_of,
     command,
     curve,
+    divergence,
     identical,
-    parted,
     read_outcome,
     summary,
 )
-from slipstream.bench.command import _say_ab
 from slipstream.bench.interleaved_runs import SETTINGS
 from slipstream.bench.record import ResultRow, Spread, this_machine
+from slipstream.bench.train_command import say_ab
 from slipstream.checkpoint.layout import policy_folder
 from slipstream.cli import main
 from slipstream.errors import CheckpointError, ConfigError, EngineError
@@ -66,13 +66,13 @@ def outcome_of(first: dict[str, list[int]]) -> RunOutcome:
 
 def test_how_often_responses_part() -> None:
     plain = outcome_of({"a": [1, 2, 3, 4], "b": [5, 6], "c": [7] * 10})
-    assert parted(plain, plain) == 0
+    assert divergence(plain, plain) == 0
     # One at its third token, after which nothing is compared; one has gone on for longer.
     other = outcome_of({"a": [1, 2, 9, 9], "b": [5, 6, 7], "c": [7] * 10})
-    assert parted(other, plain) == 2 / (3 + 3 + 10)
-    assert parted(plain, other) == 2 / (3 + 3 + 10)
+    assert divergence(other, plain) == 2 / (3 + 3 + 10)
+    assert divergence(plain, other) == 2 / (3 + 3 + 10)
     with pytest.raises(EngineError, match="other samples"):
-        parted(outcome_of({"a": [1]}), plain)
+        divergence(outcome_of({"a": [1]}), plain)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_is_good_enough(
 ) -> None:
     values = {
         "identical": identical,
-        PARTED: share,
+        DIVERGENCE: share,
         "rollout_speedup": 1.0,
         "step_speedup": 1.0,
     }
@@ -109,7 +109,7 @@ def test_what_is_good_enough(
             ACCEPT_CURVE: "",
         },
     )
-    assert _say_ab([row]) is good
+    assert say_ab([row]) is good
     assert ("NOT identical" in capsys.readouterr().out) is (device == "cpu" and not good)
 
 
@@ -124,9 +124,9 @@ def test_where_trees_are_allowed_chains_run_beside_them(
         step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name]}
         return RunOutcome(steps=[step], responses="same", weights="same")
 
-    monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
+    monkeypatch.setattr(ab, "run_interleaved", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
-    monkeypatch.setattr(ab, "nats_moved", lambda first, last, rollouts, device: 0.25)
+    monkeypatch.setattr(ab, "policy_kl", lambda first, last, rollouts, device: 0.25)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
     monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     wide = ("speculative.eagle.spec_topk=2", "speculative.eagle.spec_verify_tokens=6")
@@ -160,7 +160,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [["--steps", "3"], ["--set", "a=b"], ["--policy", "runs/x"]])
 def test_flags_of_whole_runs_need_one(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", *flags]) == 2
-    assert "give --ab speculation" in capsys.readouterr().err
+    assert "add --ab speculation" in capsys.readouterr().err
 
 
 def written(folder: Path, *, response: str = "a", weight: bytes = b"w", steps: int = 2) -> Path:
@@ -213,15 +213,15 @@ def test_rows_hold_one_run_against_the_other(
             step["spec/accept_length"] = {FROZEN: 2.0, COTRAINED: 2.5}[name]
         return RunOutcome(steps=[step], responses="same", weights=weights)
 
-    monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
+    monkeypatch.setattr(ab, "run_interleaved", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
     computed_on: list[str] = []
 
-    def moved(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
+    def kl(first: Path, last: Path, rollouts: Path, device: torch.device) -> float:
         computed_on.append(device.type)
         return 0.25
 
-    monkeypatch.setattr(ab, "nats_moved", moved)
+    monkeypatch.setattr(ab, "policy_kl", kl)
     monkeypatch.setattr(ab, "policy_folder", lambda folder: folder)
     monkeypatch.setattr(ab, "last_rollouts", lambda folder: folder)
     rows = ab.run(AbBench(policy=policy), lambda text: None)
@@ -231,7 +231,7 @@ def test_rows_hold_one_run_against_the_other(
         "rollout_speedup": {FROZEN: 2.0, COTRAINED: 4.0},
         "step_speedup": {FROZEN: 1.2, COTRAINED: 12 / 9},
         "accept_length_over_frozen": 0.25,
-        PARTED: 0.0,
+        DIVERGENCE: 0.0,
     }
     assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2

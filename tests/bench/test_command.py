@@ -1,15 +1,19 @@
-"""`slipstream bench` end to end at toy size: what it prints and writes."""
+"""`slipstream bench` end to end with toy models: its flags, its output and its JSON files."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream import cli
-from slipstream.bench import command
+from slipstream.bench import command, decode_command, flags, rollout_command
 from slipstream.bench.contenders import PEERS
+from slipstream.bench.peer_process import ROOT
 from slipstream.bench.rollout import FLOORS
 from slipstream.bench.shapes import SHAPES
 
@@ -47,28 +51,86 @@ def test_startup_compares_with_an_idle_python(tmp_path: Path) -> None:
     assert rows[0]["threads"] is None
 
 
-def test_flags_offer_what_the_benchmarks_know() -> None:
-    # The flags repeat the names because the benchmarks import torch.
-    assert set(command._SHAPES) == set(SHAPES)
-    assert set(command._CASES) == set(FLOORS)
-    assert set(command._PEERS) == set(PEERS)
+def test_flags_repeat_the_names_that_the_benchmarks_know() -> None:
+    # They cannot import the names, because the modules that define them import torch.
+    assert set(flags.SHAPES) == set(SHAPES)
+    assert set(rollout_command.CASES) == set(FLOORS)
+    assert set(decode_command.PEERS) == set(PEERS)
+
+
+CHECKOUT = [entry.name for entry in command.ENTRIES if entry.needs_checkout]
+
+
+def test_seven_benchmarks_need_a_checkout() -> None:
+    assert CHECKOUT == ["trl", "peers", "selector", "learning", "logprob", "export", "startup"]
+    assert command.checkout() == ROOT
+
+
+@pytest.mark.parametrize("name", CHECKOUT)
+@pytest.mark.parametrize("rest", [["--help"], ["--steps", "3", "--unknown"]])
+def test_without_a_checkout_they_end_with_code_2_and_the_remedy(
+    name: str,
+    rest: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # As in an installed wheel: a folder that holds the package, and no `bench` of ours.
+    monkeypatch.setattr(slipstream, "__file__", str(tmp_path / "slipstream" / "__init__.py"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", name, *rest])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"`slipstream bench {name}` is not part of the installed package" in error
+    assert "clone the repository" in error
+
+
+def test_without_a_checkout_the_list_of_benchmarks_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slipstream, "__file__", str(tmp_path / "slipstream" / "__init__.py"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--help"])
+    assert ended.value.code == 0
+    assert "(checkout)" in capsys.readouterr().out
+
+
+WITHOUT_PATH = """
+import sys
+sys.path.insert(0, {root!r})
+from slipstream import cli
+sys.path = [path for path in sys.path if path not in ("", {root!r})]
+sys.exit(cli.main({line!r}))
+"""
+
+
+def test_benchmarks_of_the_checkout_are_found_from_any_folder(tmp_path: Path) -> None:
+    # The path of the installed program `slipstream` holds neither checkout nor current folder.
+    line = ["bench", "learning", "--policy", str(tmp_path)]
+    code = WITHOUT_PATH.format(root=str(ROOT), line=line)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "is not a run folder" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--peer abacus", "--peer abacus: without --policy one of hf, vllm"),
-        ("--peer hf vllm", "--peer hf vllm: without --policy one of hf, vllm"),
-        ("--spread 9", "--spread is of a trained policy's rollout; give --policy, too"),
-        ("--policy x --new-tokens 9", "--no-memory and --shape are of models with random weights"),
-        ("--policy x --case mixed", "--no-memory and --shape are of models with random weights"),
-        ("--policy x --no-memory", "--no-memory and --shape are of models with random weights"),
-        ("--policy x --shape tiny", "--no-memory and --shape are of models with random weights"),
+        ("--peer abacus", "--peer abacus: without --policy give one of hf, vllm"),
+        ("--peer hf vllm", "--peer hf vllm: without --policy give one of hf, vllm"),
+        ("--spread 9", "--spread needs a trained policy; add --policy"),
+        ("--device cpu", "--device needs a trained policy; add --policy"),
+        ("--policy x --new-tokens 9", "--new-tokens, --no-memory and --shape are for models with"),
+        ("--policy x --case mixed", "leave them out, or leave out --policy"),
+        ("--policy x --no-memory", "leave them out, or leave out --policy"),
+        ("--policy x --shape tiny", "leave them out, or leave out --policy"),
         ("--policy x --peer hf", "unknown peer 'hf'; known: vllm-float32-compiled"),
-        ("--policy x --spread 2", "--spread 2: a tail is long from 8 times the median"),
+        ("--policy x --spread 2", "--spread 2"),
     ],
 )
-def test_what_a_rollout_cannot_be_asked_for(
+def test_rollout_refuses_flags_that_do_not_go_together(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "rollout", *flags.split()]) == 2
@@ -79,19 +141,17 @@ def test_what_a_rollout_cannot_be_asked_for(
     ("flags", "message"),
     [
         ("--plan 5_1_6 5_1_6", "--plan 5_1_6 5_1_6: name each once"),
-        ("--plan 0_0_1", "no drafts are measured anyway"),
-        (
-            "--heads a b --plot x.png",
-            "--plot, --no-selector and --bound are of plans by batch size",
-        ),
-        ("--heads a b --bound", "--plot, --no-selector and --bound are of plans by batch size"),
-        ("--bound --plot x.png", "--plot draws the whole table; leave out --bound"),
-        ("--bound --plan 3_1_4", "--plan 3_1_4: no tree to compare with chains; name one"),
+        ("--plan 0_0_1", "--plan 0_0_1"),
+        ("--heads a b --plot x.png", "leave out --heads"),
+        ("--heads a b --bound", "leave out --heads"),
+        ("--heads a b --no-selector", "leave out --heads"),
+        ("--bound --plot x.png", "leave out --bound"),
+        ("--bound --plan 3_1_4", "--plan 3_1_4"),
         ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
         ("--heads a a", "--heads a a: name each once"),
     ],
 )
-def test_what_a_table_of_plans_or_heads_cannot_be_asked_for(
+def test_speculation_refuses_flags_that_do_not_go_together(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "speculation", *flags.split()]) == 2
@@ -108,7 +168,7 @@ def test_what_a_table_of_plans_or_heads_cannot_be_asked_for(
         ["bench", "rollout", "x"],
     ],
 )
-def test_unusable_lines_end_with_code_2(
+def test_wrong_command_lines_end_with_code_2_and_the_usage(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import export
-from bench.export import Accepted, ExportBench, parted, ratio_of
+from bench.export import Accepted, ExportBench, gaps_at_divergence, ratio_of
 from slipstream.bench.contenders import Contender, VllmSettings, Workload
 from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.speculation.trained import Trained
@@ -86,7 +86,7 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     assert same == [1.0, pytest.approx(2 / 3)]
     # At the second token.
     assert [row.values["vllm_largest_gap_where_they_part"] for row in rows] == [0.0, 0.25]
-    assert [export.widest_parting(row) for row in rows] == [0.5, 0.5]
+    assert [export.largest_gap(row) for row in rows] == [0.5, 0.5]
     assert not export.good(rows)
 
 
@@ -97,7 +97,7 @@ def test_responses_part_at_the_first_token_that_differs() -> None:
         seconds=0.0,
         gaps=[[0.1, 0.2, 0.3], [0.4, 0.5, 0.6], [0.7, 0.8, 0.9]],
     )
-    assert parted(one, [[1, 2, 3], [4, 0, 0], [7, 8, 0]]) == [0.5, 0.9]
+    assert gaps_at_divergence(one, [[1, 2, 3], [4, 0, 0], [7, 8, 0]]) == [0.5, 0.9]
 
 
 @pytest.mark.parametrize(

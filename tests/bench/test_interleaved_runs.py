@@ -54,7 +54,7 @@ class Steps:
     def __init__(self, count: int) -> None:
         self.left, self.ended = count, 0
 
-    def take_turn(self) -> bool:
+    def take_step(self) -> bool:
         self.left -= 1
         return self.left > 0
 
@@ -80,7 +80,7 @@ def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.Monk
 def test_one_that_is_killed_while_it_waits_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = interleaved_runs._RunProcess.take_turn
+    taken = interleaved_runs._RunProcess.take_step
 
     def later(run: interleaved_runs._RunProcess) -> bool:
         ready = taken(run)
@@ -88,6 +88,6 @@ def test_one_that_is_killed_while_it_waits_is_told_of(
             run.process.wait()
         return ready
 
-    monkeypatch.setattr(interleaved_runs._RunProcess, "take_turn", later)
+    monkeypatch.setattr(interleaved_runs._RunProcess, "take_step", later)
     with pytest.raises(EngineError, match=r"`slipstream k 3 .*` ended with status -9"):
         letters(monkeypatch, tmp_path / "steps", KILLED, k=3)

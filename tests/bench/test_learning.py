@@ -1,4 +1,4 @@
-"""RL with every algorithm: what is run, and what its metrics come to."""
+"""RL with every algorithm: the commands that are run, and the table of their metrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def lines(first: float, last: float) -> list[dict[str, float]]:
     return [{accuracy: first, f"{accuracy}/ci_low": 0.0}, *steps]
 
 
-def test_all_that_ship_are_run() -> None:
+def test_every_algorithm_of_the_package_is_run() -> None:
     everything = " ".join(setting for settings in RUNS.values() for setting in settings)
-    # The first is what the quickstart's settings have, and the others are names of the same.
+    # `grpo` is the default of the quickstart, and the other two are other names of estimators.
     same = {"grpo", "grpo_vectorized", "rloo_vectorized"}
     for name in set(adv_estimator_names()) - same:
         assert f"algorithm.adv_estimator={name}" in everything, name
@@ -36,26 +36,28 @@ def test_all_that_ship_are_run() -> None:
         assert f"policy_loss.loss_mode={name}" in everything, name
 
 
-def test_a_run_is_one_line_from_the_policy(bench: LearningBench, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_policy_and_takes_the_given_steps(
+    bench: LearningBench, tmp_path: Path
+) -> None:
     line = command(bench, "on_policy_distillation", tmp_path / "run")
     assert f"actor_rollout_ref.model.path={tmp_path}" in line
     assert f"actor_rollout_ref.ref.path={tmp_path}" in line
     assert "trainer.total_training_steps=4" in line
 
 
-def test_what_its_metrics_come_to(bench: LearningBench, tmp_path: Path) -> None:
+def test_rows_tell_gain_and_first_and_last_reward(bench: LearningBench, tmp_path: Path) -> None:
     rows = [row(bench, "grpo", lines(0.4, 0.6)), row(bench, "gae", lines(0.4, 0.4))]
     assert rows[0].values["gain"] == pytest.approx(0.2)
     assert (rows[0].values["reward_first"], rows[0].values["reward_last"]) == (0.1, 0.5)
     assert rows[0].seconds.median == 8.0
     assert not_learned(rows) == ["gae"]
     assert "0.600" in table(rows)
-    # Two curves, not an empty sheet.
+    # Larger than an empty picture: it has two curves.
     assert plot(rows, tmp_path / "sub" / "curves.png").stat().st_size > 20_000
 
 
 def test_unknown_names_and_folders_are_refused(bench: LearningBench, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--only grop is not known; did you mean grpo"):
+    with pytest.raises(ConfigError, match="--only grop is unknown; did you mean grpo"):
         LearningBench(policy=bench.policy, only=("grop",))
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         LearningBench(policy=tmp_path / "nothing")

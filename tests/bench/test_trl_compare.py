@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench import trl_compare, trl_runs
+from bench import trl_command, trl_compare, trl_runs
 from bench.trl_compare import check
 from bench.trl_parity import Differences
 from bench.trl_runs import PRECISIONS, TrlBench, trl_settings, write_prompts
-from slipstream.bench import command
 from slipstream.bench.peer_process import ROOT, PeerProcess
 from slipstream.bench.record import ResultRow
 from slipstream.cli import main
@@ -151,8 +150,8 @@ def test_a_missing_trl_is_refused_with_the_remedy(
 
 
 def test_flags_offer_all_precisions() -> None:
-    assert set(command._PRECISIONS) == {name for names in PRECISIONS.values() for name in names}
-    assert set(command._PRECISIONS) == set(peer_module().PRECISIONS)
+    assert set(trl_command.PRECISIONS) == {name for names in PRECISIONS.values() for name in names}
+    assert set(trl_command.PRECISIONS) == set(peer_module().PRECISIONS)
 
 
 def test_the_peer_scores_as_we_do() -> None:
@@ -222,4 +221,4 @@ def test_a_whole_comparison(
     assert plain["seconds"]["n"] == peer["seconds"]["n"] == 2
     assert peer["machine"]["versions"] == {"trl": "1.16.0"}
     assert 0 <= plain["values"]["accuracy_low"] <= plain["values"]["accuracy_mean"] <= 1
-    assert "GRPO beside TRL" in capsys.readouterr().out
+    assert "GRPO against TRL" in capsys.readouterr().out

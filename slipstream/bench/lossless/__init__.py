@@ -1,1 +1,1 @@
-"""`slipstream bench lossless`: speculative decoding against plain decoding, bit for bit."""
+"""`slipstream bench lossless`: drafts against plain decoding, compared bit for bit."""

@@ -1,8 +1,9 @@
 """Speculation against plain decoding, bit for bit: token ids and both log-probs of every token.
 
-Each wave (see `waves`) is generated plainly once and then with each proposer, while selectors take
-turns, each with chains and trees, and requests are preempted, aborted, resumed and updated (see
-`driving`). A proposer has one row: what was compared, what was equal, and what happened.
+Each workload (`workloads`) is generated once without drafts, and once with each draft proposer.
+With drafts, selectors change during the run, plans are chains and trees, requests are preempted,
+aborted and resumed, and weights are updated (`driver`). Each proposer gets one row, with the
+compared tokens, the identical tokens, and the number of each event.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ import torch
 
 from slipstream.bench.lossless.driver import (
     PLANS,
-    Shifting,
-    Written,
+    Response,
+    SwitchingSelector,
     make_engine,
     replay,
+    response_of,
     run_with_drafts,
     run_with_updates,
     versions_of,
-    written_by,
 )
 from slipstream.bench.lossless.targets import eagle3_head
-from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload, enough
+from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload, workloads_for
 from slipstream.bench.record import ResultRow, Spread, this_machine
-from slipstream.bench.speculation.drafters import Counted, LyingOracle, history_of
+from slipstream.bench.speculation.drafters import CountingProposer, LyingOracle, history_of
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.protocol import Proposer
 from slipstream.inference.speculation.union import UnionProposer
@@ -41,12 +42,13 @@ EVENTS = (
     *("accepted", "siblings", "rejected", "switched", "preempted", "aborted", "resumed"),
     "updated",
 )
-"""`siblings`: accepted drafts that were not the first ones after the tokens before them."""
+"""Events that are counted. `siblings` are accepted drafts that were not the first draft at their
+position."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a proposer has been through."""
+    """Counts of one proposer over all workloads."""
 
     tokens: int = 0
     identical: int = 0
@@ -59,69 +61,69 @@ class Tally:
 
     @property
     def accept_length(self) -> float:
-        """Tokens of a verification, bonus included."""
+        """Mean tokens per verification, including the bonus token."""
         return 1 + self.events["accepted"] / max(1, self.verifications)
 
 
 def run(bench: LosslessBench, say: Callable[[str], None] = lambda line: None) -> list[ResultRow]:
-    """Check everything; a row per proposer. `say` gets a line per wave and proposer."""
+    """Check all workloads; one row per proposer. `say` gets a line per workload and proposer."""
     tallies = {name: Tally() for name in bench.proposers}
     plain_seconds = 0.0
-    for wave in enough(bench):
+    for workload in workloads_for(bench):
         started = time.perf_counter()
-        plain = _plain(bench, wave)
+        plain = _plain(bench, workload)
         plain_seconds += time.perf_counter() - started
         for name, tally in tallies.items():
             before = tally.tokens, tally.identical
             started = time.perf_counter()
-            _check(bench, wave, name, plain, tally)
+            _check(bench, workload, name, plain, tally)
             tally.seconds += time.perf_counter() - started
             new, equal = tally.tokens - before[0], tally.identical - before[1]
             say(
-                f"{bench.target.name}, {wave.name}, {name}: {equal:,} of {new:,} tokens identical, "
-                f"{tally.accept_length:.2f} a verification so far, "
+                f"{bench.target.name}, {workload.name}, {name}: {equal:,} of {new:,} tokens "
+                f"identical, {tally.accept_length:.2f} per verification so far, "
                 f"{time.perf_counter() - started:.1f} s"
             )
     return [_row(bench, name, tally, plain_seconds) for name, tally in tallies.items()]
 
 
 def total(rows: Sequence[ResultRow], name: str) -> int:
-    """The sum of one of the values."""
+    """The sum of a value over all rows."""
     values = [row.values[name] for row in rows]
     return int(sum(value for value in values if not isinstance(value, Spread)))
 
 
 def different(rows: Sequence[ResultRow]) -> int:
-    """Tokens that were not identical."""
+    """The number of tokens that differ."""
     return total(rows, "tokens") - total(rows, "identical")
 
 
 def counts(rows: Sequence[ResultRow]) -> dict[str, int]:
-    """What was compared and what was equal, and how often each event happened."""
+    """Compared tokens, identical tokens, and the number of each event."""
     return {name: total(rows, name) for name in ("tokens", "identical", *EVENTS)}
 
 
 def _check(
     bench: LosslessBench,
-    wave: LosslessWorkload,
+    workload: LosslessWorkload,
     name: str,
-    plain: Mapping[str, Written],
+    plain: Mapping[str, Response],
     tally: Tally,
 ) -> None:
-    """Generate a wave with drafts, compare, and add to `tally`."""
+    """Generate a workload with drafts, compare it with `plain`, and add the counts to `tally`."""
     known = {name: written[0] for name, written in plain.items()}
-    proposer = Counted(_proposer(name, bench, wave, known))
-    shifting = Shifting()
-    engine = make_engine(bench, wave.limit, proposer, shifting)
-    rng = Random(f"{wave.name} {wave.requests[0].request_id} {name}")
-    if wave.updates is None:
-        done = run_with_drafts(engine, shifting, wave, rng, tally.events)
+    proposer = CountingProposer(_proposer(name, bench, workload, known))
+    selector = SwitchingSelector()
+    engine = make_engine(bench, workload.limit, proposer, selector)
+    rng = Random(f"{workload.name} {workload.requests[0].request_id} {name}")
+    if workload.updates is None:
+        done = run_with_drafts(engine, selector, workload, rng, tally.events)
         expected = plain
     else:
         policies = versions_of(bench.target.decoder)
-        generations = run_with_updates(engine, shifting, wave, policies, rng, tally.events)
-        done = {g.request_id: written_by(g) for g in generations}
-        expected = replay(bench, wave, generations, policies)
+        generations = run_with_updates(engine, selector, workload, policies, rng, tally.events)
+        done = {g.request_id: response_of(g) for g in generations}
+        expected = replay(bench, workload, generations, policies)
     stats = engine.stats()
     tally.events.update(
         accepted=stats.accepted_tokens,
@@ -132,7 +134,7 @@ def _check(
     )
     tally.verifications += proposer.verifications
     tally.largest_batch = max(tally.largest_batch, stats.max_batch)
-    for request in wave.requests:
+    for request in workload.requests:
         written, wanted = done[request.request_id], expected[request.request_id]
         tally.tokens += max(len(written[0]), len(wanted[0]))
         tally.identical += identical_tokens(written, wanted)
@@ -141,8 +143,8 @@ def _check(
         tally.longest_context = max(tally.longest_context, length)
 
 
-def identical_tokens(left: Written, right: Written) -> int:
-    """Places at which two responses have the same id and the same bits of both log-probs."""
+def identical_tokens(left: Response, right: Response) -> int:
+    """The number of positions with equal token ids and equal bits of both log-probs."""
     pairs = zip(zip(*left, strict=True), zip(*right, strict=True), strict=False)
     return sum(_bits(*a) == _bits(*b) for a, b in pairs)
 
@@ -151,14 +153,14 @@ def _bits(token: int, log_prob: float, sampling_log_prob: float) -> bytes:
     return struct.pack("<qdd", token, log_prob, sampling_log_prob)
 
 
-def _plain(bench: LosslessBench, wave: LosslessWorkload) -> dict[str, Written]:
-    """Plain responses, all requests of the wave at once: another batch than under drafts."""
-    generations = make_engine(bench, len(wave.requests)).run(wave.requests)
-    return {g.request_id: written_by(g) for g in generations}
+def _plain(bench: LosslessBench, workload: LosslessWorkload) -> dict[str, Response]:
+    """Responses without drafts, with all requests in one batch: a larger batch than with drafts."""
+    generations = make_engine(bench, len(workload.requests)).run(workload.requests)
+    return {g.request_id: response_of(g) for g in generations}
 
 
 def _proposer(
-    name: str, bench: LosslessBench, wave: LosslessWorkload, known: Mapping[str, Sequence[int]]
+    name: str, bench: LosslessBench, workload: LosslessWorkload, known: Mapping[str, Sequence[int]]
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
     if name == "eagle3 head":
@@ -168,7 +170,7 @@ def _proposer(
         if name == "eagle head":
             return head
     if name in ("seeded history", "union"):
-        history = history_of(wave.requests, known, vocab_size=vocab_size, lies=HISTORY_LIES)
+        history = history_of(workload.requests, known, vocab_size=vocab_size, lies=HISTORY_LIES)
         return UnionProposer(head, history) if name == "union" else history
     return LyingOracle(known, vocab_size=vocab_size, lies=ORACLE_LIES)
 

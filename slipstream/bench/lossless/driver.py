@@ -1,8 +1,8 @@
-"""How a wave is generated: under drafts, with all that may happen to a request on its way, and
-plainly.
+"""The lossless driver: generates a workload with drafts and events, and replays it without drafts.
 
-Weights are updated wherever the drafts have come to by then; the plain run then changes them at the
-same token of each request (`replay`). Called by `lossless`.
+Events are changes of the draft plan, preemptions, aborts with later resumption, and weight updates.
+With drafts, each request is at some token when the weights are updated; the run without drafts
+updates them at the same token of each request (`replay`). Used by `check`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ CHAINS = tuple(DraftPlan.chain(drafts) for drafts in (1, 3, 5))
 TREES = (DraftPlan(2, 3, 6), DraftPlan(4, 2, 8), DraftPlan(6, 4, 16))
 PLANS = (OFF, *CHAINS, *TREES)
 
-Written = tuple[list[int], list[float], list[float]]
-"""Of one response: token ids, full log-probs, log-probs of the law that was sampled from."""
+Response = tuple[list[int], list[float], list[float]]
+"""One response: token ids, log-probs under the full distribution, and log-probs under the sampling
+distribution."""
 
 
-class Shifting:
-    """`StrategySelector` that does as one of several do, now this one and now that: fixed plans,
-    the cost model and FastRL's bandits, which all see what comes of it."""
+class SwitchingSelector:
+    """`StrategySelector` that follows one of several selectors, and can switch to another: fixed
+    plans, the cost model and FastRL's bandits. All of them record every step."""
 
     def __init__(self) -> None:
         chosen: list[StrategySelector] = [CostModelSelector(PLANS)]
@@ -59,24 +60,24 @@ class Shifting:
         self._now = 0
 
     def shift(self, rng: Random) -> None:
-        """On to another one."""
+        """Switch to another selector."""
         self._now = (self._now + rng.randrange(1, len(self._all))) % len(self._all)
 
     def begins(self, requests: int) -> int:
-        """See `StrategySelector`."""
+        """Returns 0: no steps without drafts at the start."""
         return 0
 
     def select(self, running: int) -> DraftPlan:
-        """See `StrategySelector`."""
+        """The plan of the current selector."""
         return [selector.select(running) for selector in self._all][self._now]
 
     def record(self, step: StepRecord) -> None:
-        """See `StrategySelector`."""
+        """Pass a finished step to all selectors."""
         for selector in self._all:
             selector.record(step)
 
     def changed(self, *, drafter: bool = False) -> None:
-        """See `StrategySelector`."""
+        """Tell all selectors that the weights changed."""
         for selector in self._all:
             selector.changed(drafter=drafter)
 
@@ -85,9 +86,9 @@ def make_engine(
     bench: LosslessBench,
     limit: int,
     proposer: Proposer | None = None,
-    selector: Shifting | None = None,
+    selector: SwitchingSelector | None = None,
 ) -> Engine:
-    """An engine with weights of its own: updates write into them."""
+    """An engine with its own copy of the weights, because updates write into them."""
     settings = EngineSettings(
         max_model_len=bench.target.decoder.config.context_limit.tokens,
         dtype=bench.dtype,
@@ -99,102 +100,106 @@ def make_engine(
 
 
 def run_with_drafts(
-    engine: Engine, shifting: Shifting, wave: LosslessWorkload, rng: Random, events: Counter[str]
-) -> dict[str, Written]:
-    """Generate a wave while plans switch and requests are preempted, aborted and resumed."""
-    done: dict[str, Written] = {r.request_id: ([], [], []) for r in wave.requests}
-    open_requests = {r.request_id: r for r in wave.requests}
-    for request in wave.requests:
+    engine: Engine,
+    selector: SwitchingSelector,
+    workload: LosslessWorkload,
+    rng: Random,
+    events: Counter[str],
+) -> dict[str, Response]:
+    """Generate a workload while plans switch and requests are preempted, aborted and resumed."""
+    done: dict[str, Response] = {r.request_id: ([], [], []) for r in workload.requests}
+    open_requests = {r.request_id: r for r in workload.requests}
+    for request in workload.requests:
         engine.add(request)
     while engine.has_work():
-        _switch(shifting, rng, events)
+        _switch(selector, rng, events)
         for generation in engine.step():
             _append(done, generation)
             del open_requests[generation.request_id]
-        if open_requests and rng.random() < 0.2 * wave.unrest:
+        if open_requests and rng.random() < 0.2 * workload.interruptions:
             engine.preempt(rng.choices(list(open_requests), k=2))
-        if open_requests and rng.random() < 0.1 * wave.unrest:
+        if open_requests and rng.random() < 0.1 * workload.interruptions:
             for part in engine.abort([rng.choice(list(open_requests))]):
                 _append(done, part)
-                request = _rest(open_requests[part.request_id], part)
+                request = _remaining(open_requests[part.request_id], part)
                 open_requests[part.request_id] = request
                 engine.add(request)
                 events["resumed"] += 1
     return done
 
 
-def _rest(request: GenerateRequest, part: Generation) -> GenerateRequest:
-    """What is left of a request after an abort."""
+def _remaining(request: GenerateRequest, part: Generation) -> GenerateRequest:
+    """The remaining request after an abort: its tokens so far become prior tokens."""
     params = replace(request.params, max_tokens=request.params.max_tokens - len(part.token_ids))
     return replace(request, prior_ids=(*request.prior_ids, *part.token_ids), params=params)
 
 
-def _append(done: dict[str, Written], part: Generation) -> None:
-    for whole, new in zip(done[part.request_id], written_by(part), strict=True):
+def _append(done: dict[str, Response], part: Generation) -> None:
+    for whole, new in zip(done[part.request_id], response_of(part), strict=True):
         whole.extend(new)  # type: ignore[attr-defined]
 
 
-def written_by(generation: Generation) -> Written:
+def response_of(generation: Generation) -> Response:
     return generation.token_ids, generation.log_probs, generation.sampling_log_probs
 
 
-def _switch(shifting: Shifting, rng: Random, events: Counter[str]) -> None:
+def _switch(selector: SwitchingSelector, rng: Random, events: Counter[str]) -> None:
     if rng.random() < 0.3:
-        shifting.shift(rng)
+        selector.shift(rng)
         events["switched"] += 1
 
 
 def run_with_updates(
     engine: Engine,
-    shifting: Shifting,
-    wave: LosslessWorkload,
+    selector: SwitchingSelector,
+    workload: LosslessWorkload,
     policies: Sequence[Decoder],
     rng: Random,
     events: Counter[str],
 ) -> list[Generation]:
-    """Generate a wave; the weights change twice, after some steps each."""
-    assert wave.updates is not None
+    """Generate a workload with drafts; the weights are updated twice, a few steps apart."""
+    assert workload.updates is not None
     done: list[Generation] = []
-    for request in wave.requests:
+    for request in workload.requests:
         engine.add(request)
     for version, policy in enumerate(policies):
         if version:
-            engine.update_weights(_update(policy, version, wave.updates))
-            events["updated"] += sum(r.request_id not in _ids(done) for r in wave.requests)
+            engine.update_weights(_update(policy, version, workload.updates))
+            events["updated"] += sum(r.request_id not in _ids(done) for r in workload.requests)
         for _ in range(rng.randrange(2, 5) if policy is not policies[-1] else sys.maxsize):
             if not engine.has_work():
                 break
-            _switch(shifting, rng, events)
+            _switch(selector, rng, events)
             done += engine.step()
             if rng.random() < 0.3:
-                engine.preempt([rng.choice(wave.requests).request_id])
+                engine.preempt([rng.choice(workload.requests).request_id])
     return done
 
 
 def replay(
     bench: LosslessBench,
-    wave: LosslessWorkload,
+    workload: LosslessWorkload,
     generations: Sequence[Generation],
     policies: Sequence[Decoder],
-) -> dict[str, Written]:
-    """Plain responses of a wave with each update at the token where `generations` had it.
+) -> dict[str, Response]:
+    """Responses without drafts, with each weight update at the same token as in `generations`.
 
-    Without drafts, requests that begin together keep in step: those that were updated at the same
-    tokens are generated together. Raises EngineError where a place cannot be reached.
+    Without drafts, all requests of a batch are at the same token. So requests whose updates came at
+    the same tokens are generated together. Raises EngineError if such a token is not reached.
     """
-    assert wave.updates is not None
-    requests = {r.request_id: r for r in wave.requests}
+    assert workload.updates is not None
+    requests = {r.request_id: r for r in workload.requests}
     groups: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
     for generation in generations:
         cuts = tuple((span.version, span.start) for span in generation.spans)
         groups[cuts].append(generation.request_id)
-    expected: dict[str, Written] = {}
+    expected: dict[str, Response] = {}
     for cuts, names in groups.items():
         engine = make_engine(bench, len(names))
         done: list[Generation] = []
         for version, start in cuts:
             if start == 0:
-                engine.update_weights(_update(policies[version], version, wave.updates))
+                engine.update_weights(_update(policies[version], version, workload.updates))
                 for name in names:
                     engine.add(requests[name])
                 continue
@@ -202,11 +207,11 @@ def replay(
                 done += engine.step()
             if engine.stats().generated_tokens != start * len(names) or done:
                 raise EngineError(f"{names}: plain decoding does not stop at token {start}")
-            engine.update_weights(_update(policies[version], version, wave.updates))
+            engine.update_weights(_update(policies[version], version, workload.updates))
         while engine.has_work():
             done += engine.step()
         for generation in done:
-            expected[generation.request_id] = written_by(generation)
+            expected[generation.request_id] = response_of(generation)
     return expected
 
 
@@ -215,7 +220,7 @@ def _ids(generations: Iterable[Generation]) -> set[str]:
 
 
 def versions_of(decoder: Decoder) -> list[Decoder]:
-    """The policy and two that it might become in training."""
+    """The policy, and two changed versions of it, as training might produce."""
     policies = [decoder]
     for version in (1, 2):
         other = deepcopy(policies[-1])

@@ -1,7 +1,8 @@
-"""Policies that speculation is checked on, each with a draft head.
+"""Policies for the lossless check, each with a draft head.
 
-Random weights are made sharp enough to be drafted for; those of a folder are taken as they are. The
-head is trained briefly on what its policy writes. Called by `lossless`.
+Random weights are scaled until the next token is predictable enough for drafts. The policy of a
+folder is not changed; if it has no head, one is trained briefly on the policy's own text. Used by
+`command`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 POSITIONS = 1280
-"""Of policies with random weights: enough for contexts past 1,024."""
+"""Positions of policies with random weights: enough for contexts over 1,024 tokens."""
 
 VOCABULARY = {"d512x12": 32_000}
-"""Where it is not the one of `SHAPES`: checks are to meet a large one."""
+"""Vocabulary sizes that replace those of `SHAPES`, because the check must cover a large one."""
 
 ENTROPY_NATS = 1.6
-"""Of the next token under random weights, on average."""
+"""Mean entropy of the next token with random weights."""
 
 EMBEDDING_SCALE = 25.0
-"""Of random embeddings, so that the last token alone says much of the next one, but not all."""
+"""Scale of random embeddings. It makes the next token depend mostly, but not only, on the last."""
 
 TEXT_LENGTH = 96
 NUM_TEXTS = 48
@@ -44,7 +45,7 @@ NUM_TEXTS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A policy, a head that drafts for it, and tokens that the policy wrote, as prompts."""
+    """A policy, its draft head, and texts that the policy wrote, which serve as prompts."""
 
     name: str
     decoder: Decoder
@@ -73,17 +74,18 @@ def random_target(shape: str) -> Target:
 
 
 def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 300) -> Target:
-    """The policy of a run, or of a Hugging Face folder, with the draft head of `head`, else of the
-    run's folder `draft`, else one that is trained here for `head_steps`.
+    """The policy of a run folder or a Hugging Face folder, with a draft head.
 
-    Raises CheckpointError for what cannot be read, ConfigError for too few positions.
+    The head comes from `head`, else from the run's folder `draft`, else it is trained here for
+    `head_steps` steps. Raises CheckpointError for files that cannot be read, ConfigError for a
+    policy with too few positions.
     """
     decoder = load_checkpoint(policy_folder(folder))
     limit = decoder.config.context_limit
     if limit.tokens < 2 * TEXT_LENGTH:
         raise ConfigError(
-            f"{folder}: the check takes texts of {2 * TEXT_LENGTH} tokens, but {limit.reason}; "
-            "give another folder"
+            f"{folder}: the check needs texts of {2 * TEXT_LENGTH} tokens, but {limit.reason}; "
+            "give another folder to --policy"
         )
     texts = own_texts(decoder, count=NUM_TEXTS, length=TEXT_LENGTH)
     if head is None and (folder / "draft").is_dir():
@@ -98,7 +100,7 @@ def trained_target(folder: Path, head: Path | None = None, *, head_steps: int = 
 
 @torch.no_grad()
 def sharpen(decoder: Decoder, nats: float) -> None:
-    """Scale the last norm until the next token's entropy is `nats` on average over random text."""
+    """Scale the last norm until the mean entropy of the next token is `nats`, over random text."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(decoder.config.vocab_size, (4, 32), generator=generator)
     packed = decoder.pack(torch.float32)
@@ -114,7 +116,7 @@ def sharpen(decoder: Decoder, nats: float) -> None:
 
 
 def own_texts(decoder: Decoder, *, count: int, length: int) -> list[list[int]]:
-    """What the policy writes after one random token, that token included."""
+    """Texts that the policy writes, each after one random token, which is part of the text."""
     rng = random.Random(0)
     engine = Engine(decoder, EngineSettings(max_model_len=length, dtype=torch.float32))
     requests = [
@@ -132,8 +134,10 @@ def own_texts(decoder: Decoder, *, count: int, length: int) -> list[list[int]]:
 
 @torch.no_grad()
 def embedding_head(decoder: Decoder) -> DraftHead:
-    """A head that hands on the last token's embedding, as large as the policy's last norm makes it:
-    what a policy with random weights and large embeddings can be drafted by without training."""
+    """A head that outputs the last token's embedding, scaled like the policy's last norm.
+
+    Without training, it drafts well for a policy with random weights and large embeddings.
+    """
     head = DraftHead(decoder.config)
     head.init_weights(0)
     embedding = decoder.model.embed_tokens.weight
@@ -145,7 +149,7 @@ def embedding_head(decoder: Decoder) -> DraftHead:
 
 
 def eagle3_head(target: Target) -> Eagle3Head:
-    """The target's, if it has one of this kind, else one as it is before training."""
+    """The target's EAGLE-3 head; an untrained one if the target's head is of another kind."""
     if isinstance(target.head, Eagle3Head):
         return target.head
     last = target.decoder.config.num_layers - 1
@@ -157,7 +161,7 @@ def eagle3_head(target: Target) -> Eagle3Head:
 def brief_head(
     decoder: Decoder, texts: Sequence[Sequence[int]], *, steps: int, rows: int = 4, lr: float = 1e-3
 ) -> DraftHead:
-    """A draft head after `steps` of AdamW on `rows` texts each, which have one length."""
+    """A draft head after `steps` steps of AdamW on `rows` texts each, all of the same length."""
     head = DraftHead(decoder.config)
     head.init_weights(0)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr)

@@ -1,7 +1,4 @@
-"""What the lossless check generates: workloads of requests of every kind.
-
-Knows nothing of proposers. Called by `lossless`.
-"""
+"""Workloads of the lossless check: batches of requests of every kind. Used by `check`."""
 
 from __future__ import annotations
 
@@ -17,30 +14,32 @@ from slipstream.errors import check_at_least_one
 from slipstream.types import GenerateRequest, KVPolicy, NoiseKey, SamplingParams
 
 PROPOSERS = ("eagle head", "eagle3 head", "seeded history", "union", "lying oracle")
-"""The second is the policy's head where that is of EAGLE-3, else one that was never trained. The
-history is seeded with the plain responses, a token in `HISTORY_LIES` wrong, beside what it
-sees itself; the union is of both; the oracle is no drafter (see `drafters`)."""
+"""Draft proposers that are checked. `eagle3 head` is the policy's head if it is an EAGLE-3 head,
+else an untrained one. `seeded history` starts with the plain responses, of whose tokens a share of
+`check.HISTORY_LIES` is wrong. `union` combines head and history. `lying oracle` knows the plain
+responses (see `drafters.LyingOracle`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LosslessWorkload:
-    """Requests that are generated together, at most `limit` at a time."""
+    """Requests that are generated together, at most `limit` at the same time."""
 
     name: str
     requests: Sequence[GenerateRequest]
     limit: int
-    unrest: float = 1.0
-    """How often requests are preempted or aborted, against the usual: less where each costs much to
-    compute again."""
+    interruptions: float = 1.0
+    """A factor on the rates of preemptions and aborts. It is small for requests that are expensive
+    to compute again."""
     updates: KVPolicy | None = None
-    """Where weights are updated twice under way: what becomes of keys and values."""
+    """Not None: weights are updated twice during the workload, with this policy for the KV
+    cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LosslessBench:
-    """One check: at least `tokens` tokens of `target` are compared with each of the proposers.
+    """One check: at least `tokens` tokens of `target` are compared for each proposer.
 
-    `batch` is that of the common workloads. Raises ConfigError for counts below 1.
+    `batch` is the batch size of the common workloads. Raises ConfigError for counts below 1.
     """
 
     target: Target
@@ -56,13 +55,13 @@ class LosslessBench:
 
     @property
     def long_contexts_fit(self) -> bool:
-        """Whether the policy knows the positions of the wave of long contexts."""
+        """Whether the policy has enough positions for the workload with long contexts."""
         needed = self.long_context + 2 * self.mean_tokens
         return needed <= self.target.decoder.config.context_limit.tokens
 
 
 def workloads(bench: LosslessBench) -> Iterator[LosslessWorkload]:
-    """Waves without end: the rare kinds come first, then batches of several sizes in turn."""
+    """Endless workloads: first each rare kind once, then common ones of alternating batch sizes."""
     rng = Random(0)
     make = _Requests(bench, rng)
     common: list[dict[str, Any]] = [{}, {}, {"temperature": 0.7}, {"temperature": 0.0}]
@@ -79,30 +78,30 @@ def workloads(bench: LosslessBench) -> Iterator[LosslessWorkload]:
     yield LosslessWorkload(name="cut laws", requests=make(2 * few, cut), limit=few)
     for policy in KVPolicy:
         name = f"weight updates, {policy.value}"
-        # Plain runs of these are of one or two requests each, so there are few of them.
+        # Few requests, because their runs without drafts have batches of one or two requests.
         yield LosslessWorkload(name=name, requests=make(4, common), limit=4, updates=policy)
     if bench.long_contexts_fit:
         requests = make(4, [*common[:3], {"top_k": 20}], length=bench.long_context)
-        yield LosslessWorkload(name="long contexts", requests=requests, limit=4, unrest=0.2)
+        yield LosslessWorkload(name="long contexts", requests=requests, limit=4, interruptions=0.2)
     while True:
         for limit in (bench.batch, max(1, bench.batch // 2), max(1, bench.batch // 9)):
             requests = make(min(bench.batch, 3 * limit), common)
             yield LosslessWorkload(name=f"batch of {limit}", requests=requests, limit=limit)
 
 
-def enough(bench: LosslessBench) -> Iterator[LosslessWorkload]:
-    """Every rare kind once and as many common workloads as `bench.tokens` takes."""
+def workloads_for(bench: LosslessBench) -> Iterator[LosslessWorkload]:
+    """Every rare kind once, then common workloads until `bench.tokens` tokens are reached."""
     count, rare = 0, len(KVPolicy) + 2 + bench.long_contexts_fit
-    for index, wave in enumerate(workloads(bench)):
-        yield wave
-        # Responses of the updates have other tokens, but as many.
-        count += sum(r.params.max_tokens for r in wave.requests if r.params.ignore_eos)
+    for index, workload in enumerate(workloads(bench)):
+        yield workload
+        # Weight updates change the tokens of a response, but not their number.
+        count += sum(r.params.max_tokens for r in workload.requests if r.params.ignore_eos)
         if index >= rare and count >= bench.tokens:
             return
 
 
 class _Requests:
-    """Makes requests of distinct ids whose prompts are pieces of the policy's own texts."""
+    """Makes requests with distinct ids, whose prompts are pieces of the policy's own texts."""
 
     def __init__(self, bench: LosslessBench, rng: Random) -> None:
         self._bench = bench
@@ -121,7 +120,7 @@ class _Requests:
         wanted = length or rng.randrange(2, len(texts[0]) // 2)
         while len(prompt) < wanted:
             prompt += rng.choice(texts)
-        # One in eight may end early, inside a run of accepted drafts.
+        # Every eighth request has stop tokens, so it may end within a series of accepted drafts.
         early = self._count % 8 == 7
         stops = tuple(rng.sample(texts[0], 2)) if early else ()
         self._count += 1

@@ -1,1 +1,1 @@
-"""`slipstream bench speculation`: how much speculative decoding speeds up a trained policy."""
+"""`slipstream bench speculation`: the speedup of a trained policy by speculative decoding."""

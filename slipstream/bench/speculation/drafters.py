@@ -1,6 +1,6 @@
-"""Proposers of benchmarks: the real ones, counted, and stand-ins whose acceptance is set.
+"""Draft proposers for benchmarks: a wrapper that counts, and oracles with a given error rate.
 
-Called by `lossless`, `speculation` and `tree_bound`.
+Used by `lossless.check`, `speculation.rollout` and `tree_bound`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from slipstream.types import GenerateRequest
 
 
 class LyingOracle:
-    """A proposer that knows responses, and lies at a set rate: no drafter, a test of what verifies.
+    """A proposer that knows the responses, and drafts a wrong token at a given rate.
 
-    Where a response goes another way than the one that is known (a weight update), it is wrong.
+    It tests verification. If a response differs from the known one, for example after a weight
+    update, its drafts are wrong.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class LyingOracle:
         ragged: bool = False,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """`known` responses by request id; each draft is another token with probability `lies`.
-        `ragged` chains have random lengths up to what is planned. Of a tree, the right drafts are
-        anywhere among wrong ones. It is given what `aux_layers` ask for (`UsesAuxLayers`), as a
-        head would be."""
+        """`known` are the responses by request id. Each draft is wrong with probability `lies`.
+        With `ragged`, chains have random lengths up to the planned one. In a tree, the correct
+        drafts are at random places among wrong ones. The engine passes the features of `aux_layers`
+        (`UsesAuxLayers`), as it does for a head."""
         self.aux_layers = aux_layers
         self._known = known
         self._ragged = ragged
@@ -51,11 +52,11 @@ class LyingOracle:
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """A request starts."""
         self._done[request_id] = len(context) - len(prompt)
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
+        """Draft for each request of the batch."""
         if plan.topk > 1:
             pairs = zip(batch.request_ids, batch.last, strict=True)
             return [self._tree(name, last, plan) for name, last in pairs]
@@ -64,11 +65,11 @@ class LyingOracle:
             start = self._done[name]
             count = self._rng.randrange(plan.steps + 1) if self._ragged else plan.steps
             right = self._known[name][start : start + count]
-            drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
+            drafts.append(with_errors(right, self._rng, self._lies, self._vocab_size))
         return batch.chains(drafts)
 
     def _tree(self, name: str, last: int, plan: DraftPlan) -> DraftTree:
-        """Children of a few nodes of each level; where one of them is right, its own come too."""
+        """A tree with children for a correct node of each level, and for one wrong node."""
         rng, size = self._rng, self._vocab_size
         known = self._known[name][self._done[name] :]
         tokens, parents = [last], [-1]
@@ -85,7 +86,7 @@ class LyingOracle:
                     below.append((len(tokens), told and token == known[depth]))
                     tokens.append(token)
                     parents.append(node)
-            # Nodes on the right path and a wrong one; in the order that they came in.
+            # The correct node and one wrong node, in the order in which they were added.
             others = [node for node in below if not node[1]]
             kept = rng.sample(others, min(1, len(others)))
             level = sorted(kept + [node for node in below if node[1]])
@@ -97,23 +98,26 @@ class LyingOracle:
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """Requests got new tokens."""
         for name, new in zip(request_ids, tokens, strict=True):
             self._done[name] += len(new)
 
     def end(self, request_id: str) -> None:
-        """See `Proposer`."""
+        """A request has ended."""
         self._done.pop(request_id, None)
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
-        """See `Proposer`. It knows everything."""
+        """Does nothing: all responses are known."""
 
 
-class RightHead:
-    """A head whose drafts all turn out right, in the time that it takes to make them."""
+class OracleHead:
+    """A head whose drafts are all accepted: it drafts, then an oracle replaces its drafts.
+
+    So drafting takes the head's time.
+    """
 
     def __init__(self, head: Proposer, oracle: Proposer) -> None:
-        """What `head` drafts is replaced by what `oracle` does."""
+        """The drafts of `head` are replaced by those of `oracle`."""
         self._head = head
         self._oracle = oracle
         self.aux_layers = aux_layers_of(head)
@@ -126,12 +130,12 @@ class RightHead:
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """A request starts."""
         self._head.begin(request_id, prompt, context, features_TD)
         self._oracle.begin(request_id, prompt, context, features_TD)
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
+        """Draft for each request of the batch."""
         self._head.propose(batch, plan)
         return self._oracle.propose(batch, plan)
 
@@ -141,18 +145,18 @@ class RightHead:
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """Requests got new tokens."""
         self._head.observe(request_ids, tokens, features_NWD)
         self._oracle.observe(request_ids, tokens, features_NWD)
 
     def end(self, request_id: str) -> None:
-        """See `Proposer`."""
+        """A request has ended."""
         self._head.end(request_id)
         self._oracle.end(request_id)
 
 
-class Counted:
-    """A proposer, and how many verifications it drafted for, those without an idea included."""
+class CountingProposer:
+    """A proposer that counts its verifications, including those without any draft token."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
@@ -164,7 +168,7 @@ class Counted:
         self.verifications = 0
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
+        """Draft for each request of the batch."""
         trees = self._proposer.propose(batch, plan)
         self.verifications += len(trees)
         return trees
@@ -178,17 +182,17 @@ def history_of(
     lies: float,
     seed: int = 0,
 ) -> HistoryProposer:
-    """A history that remembers `known` responses to `requests`, a share `lies` of their tokens
-    replaced: past responses that agree with the present ones for a while."""
+    """A history with the `known` responses to `requests`, in which a share `lies` of the tokens is
+    replaced: earlier responses that agree with the present ones for some tokens."""
     history, rng = HistoryProposer(), Random(seed)
     for request in requests:
         name = f"past {request.request_id}"
         history.begin(name, request.prompt_ids, request.prompt_ids)
-        history.observe([name], [with_lies(known[request.request_id], rng, lies, vocab_size)])
+        history.observe([name], [with_errors(known[request.request_id], rng, lies, vocab_size)])
         history.end(name)
     return history
 
 
-def with_lies(tokens: Sequence[int], rng: Random, lies: float, vocab_size: int) -> list[int]:
-    """`tokens`, each replaced by the one after it in the vocabulary with probability `lies`."""
+def with_errors(tokens: Sequence[int], rng: Random, lies: float, vocab_size: int) -> list[int]:
+    """`tokens`, each replaced by the next id of the vocabulary with probability `lies`."""
     return [(token + (rng.random() < lies)) % vocab_size for token in tokens]

@@ -1,8 +1,8 @@
-"""Fixed draft plans in turns of a few steps within one batch: what each takes, and what it yields.
+"""Fixed draft plans, interleaved every few steps within one batch: time and tokens of a step.
 
-The speed of a shared machine changes within seconds by more than plans differ by, so turns are as
-short as may be. Which tokens come does not depend on what was drafted, so plans may change in the
-middle of a response.
+The speed of a shared machine drifts within seconds by more than plans differ, so a plan has only a
+few steps at a time. Drafts do not change the tokens, so the plan can change in the middle of a
+response.
 
 Used by `grid` and `tree_bound`.
 """
@@ -38,19 +38,20 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 
-TURN = 8
-"""Steps of a fixed plan in a row."""
+STEPS_PER_TURN = 8
+"""Consecutive steps of a plan before the next plan."""
 
-SETTLED = 3
-"""Of these so many are not counted: drafters catch up, and caches hold what was there before."""
+SKIPPED_STEPS = 3
+"""The first of these steps, which do not count: drafters catch up, and caches hold other data."""
 
-RECORDED = 48
-"""Steps of a plan in a row before its turns on a GPU (`engine.graph_shapes.Habits`)."""
+CAPTURE_STEPS = 48
+"""Consecutive steps of each plan on a GPU before the measurement, so that the engine captures its
+CUDA graphs (`engine.graph_shapes.Habits`)."""
 
 BATCH_TOKENS, LONGEST = 1024, 4
-"""A batch of few requests makes so many tokens, but no response is more than so many times as long
-as it usually is. Requests that begin together end some steps apart, the more so the deeper drafts
-are: of ten steps that is much, and it says more about smaller batches than about this one."""
+"""Responses of small batches are longer: `BATCH_TOKENS` tokens per batch, but at most `LONGEST`
+times the usual length. Requests that start together end some steps apart, more so with deeper
+drafts. If a batch had only ten steps, many of them would be steps of a smaller batch."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -67,7 +68,7 @@ class FullBatches:
 def workloads(
     bench: SpeculationBench, trained: Trained, say: Callable[[str], None]
 ) -> Iterator[FullBatches]:
-    """Of each of the bench's batch sizes, from what the policy writes to its prompts."""
+    """Batches of each batch size of the bench, made from the policy's responses to its prompts."""
     natural = natural_responses(trained, bench.temperature, bench.dtype)
     for size in bench.batches:
         count = max(2 * size, bench.least_responses // size * size)
@@ -82,59 +83,58 @@ def workloads(
 
 
 def _length(bench: SpeculationBench, natural: Responses, size: int, count: int) -> int:
-    """Tokens of a response in batches of `size`: as many as `count` of them have, where that is
-    less."""
+    """Tokens per response in batches of `size`; at most the length that `count` responses reach."""
     wanted = min(LONGEST * bench.new_tokens, BATCH_TOKENS // size)
     least = sorted(natural.lengths, reverse=True)[:count][-1]
     return max(bench.new_tokens, min(wanted, least))
 
 
 class PlanSchedule:
-    """`StrategySelector` of an engine that several contenders share: whose turn it is decides."""
+    """`StrategySelector` of an engine that several contenders share. `current` decides."""
 
     def __init__(self) -> None:
-        self.whose: StrategySelector = PredefinedSelector(OFF)
+        self.current: StrategySelector = PredefinedSelector(OFF)
 
     def begins(self, requests: int) -> int:
-        return self.whose.begins(requests)
+        return self.current.begins(requests)
 
     def select(self, running: int) -> DraftPlan:
-        return self.whose.select(running)
+        return self.current.select(running)
 
     def record(self, step: StepRecord) -> None:
-        self.whose.record(step)
+        self.current.record(step)
 
     def changed(self, *, drafter: bool = False) -> None:
-        self.whose.changed(drafter=drafter)
+        self.current.changed(drafter=drafter)
 
 
 class _InterleavedPlans:
-    """`StrategySelector` by which plans take turns of `TURN` steps, there and back, and which keeps
-    what full batches of `size` took."""
+    """`StrategySelector` that changes the plan every `STEPS_PER_TURN` steps, forwards and backwards
+    through the list, and stores the times of steps with full batches of `size`."""
 
     def __init__(self, size: int, plans: Sequence[DraftPlan]) -> None:
         self._size = size
         self._order = cycle([*plans, *reversed(plans)])
-        self._plan, self._steps = OFF, TURN
-        # A list for each turn.
+        self._plan, self._steps = OFF, STEPS_PER_TURN
+        # One list per visit of a plan.
         self.seconds: dict[DraftPlan, list[list[float]]] = {plan: [] for plan in plans}
         self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans}
-        """Tokens of a request, by step."""
+        """Tokens per request, by step."""
 
     def begins(self, requests: int) -> int:
         return 0
 
     def select(self, running: int) -> DraftPlan:
-        if self._steps == TURN:
+        if self._steps == STEPS_PER_TURN:
             self._plan, self._steps = next(self._order), 0
             self.seconds[self._plan].append([])
         self._steps += 1
         return self._plan
 
     def record(self, step: StepRecord) -> None:
-        # Where there is no room for drafts, none are made.
+        # At the end of a response there may be no room for the planned drafts.
         as_told = step.drawn == self._plan
-        if self._steps > SETTLED and step.steady and step.running == self._size and as_told:
+        if self._steps > SKIPPED_STEPS and step.steady and step.running == self._size and as_told:
             self.seconds[self._plan][-1].append(step.seconds)
             self.made[self._plan].append(1 + sum(step.accepted) / step.running)
 
@@ -144,18 +144,20 @@ class _InterleavedPlans:
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
-    """A batch that was decoded: how long it took, and what was done."""
+    """A decoded batch: its time and the engine's counts."""
 
     seconds: float
     stats: EngineStats
     same: float
-    """Share of the tokens that plain decoding wrote, in a batch of all candidates."""
+    """Share of tokens that equal those of plain decoding, which decoded all candidates in one
+    batch."""
 
     @classmethod
     def by(
         cls, bench: SpeculationBench, engine: Engine, batch: Responses, name: str = "a draft plan"
     ) -> RequestBatch:
-        """Raises EngineError where it does not write the batch's tokens (`check_same`)."""
+        """Decode `batch`. Raises EngineError if its tokens differ from plain decoding's
+        (`check_same`)."""
         before, start = engine.stats(), perf_counter()
         written = [g.token_ids for g in engine.run(batch.requests)]
         seconds = perf_counter() - start
@@ -164,10 +166,13 @@ class RequestBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """A plan at one batch size: seconds of a step, and how many steps without drafts that is, with
-    the standard error of its logarithm; tokens of a request in a step, with their standard
-    error."""
+class PlanResult:
+    """A plan at one batch size.
+
+    `seconds` is the time of a step. `steps_off` is that time in steps without drafts, with the
+    standard error of its logarithm. `accept_length` is the number of tokens per request and step,
+    with its standard error.
+    """
 
     plan: DraftPlan
     seconds: Spread
@@ -182,54 +187,54 @@ class Fixed:
 
     @property
     def over_off(self) -> float:
-        """Speed over steps without drafts."""
+        """Speed over decoding without drafts in the same engine."""
         return self.accept_length / self.steps_off
 
 
 class FixedPlans:
-    """The plans of a bench, drafted by one proposer and measured batch by batch."""
+    """The plans of a bench, measured batch by batch with one draft proposer."""
 
     def __init__(
         self, bench: SpeculationBench, trained: Trained, work: FullBatches, proposer: Proposer
     ) -> None:
-        self.turns = PlanSchedule()
-        self.engine = make_engine(trained, bench.dtype, proposer=proposer, selector=self.turns)
+        self.schedule = PlanSchedule()
+        self.engine = make_engine(trained, bench.dtype, proposer=proposer, selector=self.schedule)
         self._bench = bench
         self._again = cycle(work.batches)
-        # Of few requests it takes more steps to know what is accepted. A batch has few full steps
-        # where drafts are long.
+        # With few requests, the mean accepted length needs more steps. With deep drafts, a batch
+        # has few steps in which it is full.
         self._wanted = bench.rounds * max(10, 400 // work.size)
         if bench.device.type == "cuda":
             self._warm_up()
-        self._steps = _InterleavedPlans(work.size, bench.in_grid)
+        self._steps = _InterleavedPlans(work.size, bench.grid_plans)
 
     def _warm_up(self) -> None:
-        """On a GPU: what a plan does often is recorded, and in turns with all others no plan
-        does."""
-        for plan in self._bench.in_grid:
-            self.turns.whose, steps = PredefinedSelector(plan), 0
-            while steps < RECORDED:
+        """Let a GPU engine capture CUDA graphs. It captures steps that are frequent, and no plan is
+        frequent while plans are interleaved."""
+        for plan in self._bench.grid_plans:
+            self.schedule.current, steps = PredefinedSelector(plan), 0
+            while steps < CAPTURE_STEPS:
                 batch = RequestBatch.by(self._bench, self.engine, next(self._again))
                 steps += batch.stats.decode_steps
 
     @property
     def known(self) -> bool:
-        """Whether there are steps enough of every plan."""
+        """Whether every plan has enough steps."""
         return min(map(len, self._steps.made.values())) >= self._wanted
 
     def decode(self) -> None:
-        """One more batch."""
-        self.turns.whose = self._steps
+        """Decode one more batch."""
+        self.schedule.current = self._steps
         RequestBatch.by(self._bench, self.engine, next(self._again))
 
-    def found(self) -> list[Fixed]:
-        """What each plan did in steps of full batches."""
-        plans, steps = self._bench.in_grid, self._steps
+    def found(self) -> list[PlanResult]:
+        """The result of each plan, from steps with full batches."""
+        plans, steps = self._bench.grid_plans, self._steps
         whole = min(map(len, steps.seconds.values()))
         took = [[mean(turn or [np.nan]) for turn in steps.seconds[p][:whole]] for p in plans]
-        logs, error = apart(np.log(took))
+        logs, error = median_polish(np.log(took))
         return [
-            Fixed(
+            PlanResult(
                 plan=plan,
                 seconds=Spread.of([s for turn in steps.seconds[plan] for s in turn]),
                 steps_off=exp(longer - logs[0]),
@@ -242,7 +247,7 @@ class FixedPlans:
 
 
 def name_of(plan: DraftPlan) -> str:
-    """As a contender."""
+    """The plan's name as a contender."""
     return "off" if plan == OFF else str(plan)
 
 
@@ -250,19 +255,20 @@ def _standard_error(values: Sequence[float]) -> float:
     return float(stdev(values) / len(values) ** 0.5) if len(values) > 1 else 0.0
 
 
-def apart(logs: _Floats) -> tuple[list[float], float]:
-    """How much each contender's logarithms are apart from those that all share a turn with, and the
-    standard error of one. `logs` is (contenders, turns), nan where there is none.
+def median_polish(logs: _Floats) -> tuple[list[float], float]:
+    """The effect of each contender on `logs`, and the standard error of one effect.
 
-    By median polish (Tukey 1977): a contender's own is the median over turns of what is left
-    without what the turn's share, and that is the median over contenders of what is left without
-    their own. A disturbed turn, or one contender's in it, moves neither.
+    `logs` has the shape (contenders, turns), with nan for missing values. By median polish (Tukey
+    1977): the effect of a contender is the median over turns of the values minus the effects of the
+    turns, and the effect of a turn is the median over contenders of the values minus the effects of
+    the contenders. A disturbed turn, or a single disturbed value, changes neither.
     """
     shared = np.zeros(logs.shape[1])
     for _ in range(10):
         own = np.nanmedian(logs - shared, 1)
         shared = np.nanmedian(logs - own[:, None], 0)
     left = np.abs(logs - shared - own[:, None])
-    # Of what is spread normally: the deviation by the median one, and the error of a median.
+    # For normally distributed values: the deviation from the median absolute deviation, then the
+    # standard error of a median.
     deviation = 1.4826 * float(np.nanmedian(left))
     return own.tolist(), 1.2533 * deviation / logs.shape[1] ** 0.5

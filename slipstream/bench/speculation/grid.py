@@ -1,11 +1,10 @@
-"""Depth of drafts by batch size, as FastRL's bench_sd, and how near the selector comes to the best.
+"""Speed of draft plans by batch size, like FastRL's bench_sd, and of the selector against the best.
 
-Fixed plans take turns of a few steps (`fixed_plans`). A selector is what it has decoded before, so
-its turns are whole batches, beside plain decoding, no drafts and the plan that was found best. All
-but plain decoding share one engine: they compute in the same memory, and none is lucky in where it
-lies.
+Fixed plans are interleaved every few steps (`fixed_plans`). A selector's choices depend on its
+earlier steps, so selectors are interleaved by whole batches, with plain decoding, no drafts, and
+the best plan found. All except plain decoding share one engine, so they compute in the same memory.
 
-Used by `command`; policy and settings are those of `speculation`.
+Used by `command`. Policy and settings are those of `rollout.SpeculationBench`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import numpy as np
 
 from slipstream.bench.record import ResultRow, Spread, median_of
 from slipstream.bench.speculation.fixed_plans import (
-    Fixed,
     FixedPlans,
     FullBatches,
+    PlanResult,
     RequestBatch,
-    apart,
+    median_polish,
     name_of,
     workloads,
 )
@@ -40,20 +39,23 @@ from slipstream.inference.speculation.selector import (
 SELECTOR = "selector"
 
 OVER_PLAIN, OVER_OFF = "over_plain", "over_off"
-"""What a row's speed is over: an engine that never drafts, or steps without drafts of one that
-does, and keeps features for them."""
+"""The reference of a row's speed: an engine that never drafts, or steps without drafts of an engine
+that drafts, which also keeps pending features."""
 
 LEARNERS = 3
-"""Selectors that learn by themselves: one may be lucky in what it sees first."""
+"""Number of selectors. Each learns independently, because the first steps of one may be unusual."""
 
-LEARNED = 1000
-"""Steps that each of them has decoded before it is measured: a run has as many in a minute."""
+LEARNING_STEPS = 1000
+"""Steps that each selector decodes before it is measured. A run has this many within a minute."""
 
 
 def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """For each batch size a row for plain decoding, each plan and the selector: of `LEARNERS` of
-    them the mean, each of which has decoded `LEARNED` steps of that size before. Without selectors
-    a row for each plan, over steps without drafts of the same engine."""
+    """Measure; per batch size one row for plain decoding, one per plan, and one for the selector.
+
+    The selector's row is the mean of `LEARNERS` selectors, each of which decodes `LEARNING_STEPS`
+    steps of that batch size first. With `bench.selectors` False there is one row per plan, whose
+    speed is over steps without drafts of the same engine.
+    """
     trained = load_trained(bench.policy, bench.device, bench.candidates)
     rows: list[ResultRow] = []
     for work in workloads(bench, trained, say):
@@ -73,7 +75,7 @@ def run_grid(bench: SpeculationBench, say: Callable[[str], None]) -> list[Result
 
 
 def _summary(rows: Sequence[ResultRow]) -> str:
-    """What came out for one batch size, for whoever waits for the others."""
+    """The result of one batch size, as progress."""
     *fixed, mine = rows
     best = max(fixed, key=lambda row: median_of(row.values["over_plain"]))
     return (
@@ -84,9 +86,9 @@ def _summary(rows: Sequence[ResultRow]) -> str:
 
 
 def grid_table(rows: Sequence[ResultRow]) -> str:
-    """Speed over plain decoding by plan and batch size, in steps of full batches; and in whole
-    batches, from prompts to the last that ends, that of the best plan and of the selector, and what
-    this yields of the best."""
+    """Speed over plain decoding by plan and batch size, in steps with full batches. With selectors
+    also the speed of whole batches, from prompts to the end of the last response: of the best plan,
+    of the selector, and their ratio."""
     cases = list(dict.fromkeys(row.case for row in rows))
     names = [name for name in dict.fromkeys(row.contender for row in rows) if name != SELECTOR]
     by_cell = {(row.case, row.contender): row.values for row in rows}
@@ -108,12 +110,12 @@ def grid_table(rows: Sequence[ResultRow]) -> str:
 
 
 def over_of(rows: Sequence[ResultRow]) -> str:
-    """Which of `OVER_PLAIN` and `OVER_OFF` the rows of plans have."""
+    """The reference of the rows' speeds: `OVER_PLAIN` or `OVER_OFF`."""
     return OVER_OFF if any(OVER_OFF in row.values for row in rows) else OVER_PLAIN
 
 
-def over_off_row(bench: SpeculationBench, work: FullBatches, plan: Fixed) -> ResultRow:
-    """Of a plan beside steps without drafts of the same engine, with standard errors."""
+def over_off_row(bench: SpeculationBench, work: FullBatches, plan: PlanResult) -> ResultRow:
+    """The row of a plan, over steps without drafts of the same engine, with standard errors."""
     return _fixed_row(
         bench,
         work,
@@ -125,7 +127,7 @@ def over_off_row(bench: SpeculationBench, work: FullBatches, plan: Fixed) -> Res
 
 
 def _fixed_row(
-    bench: SpeculationBench, work: FullBatches, plan: Fixed, **values: float
+    bench: SpeculationBench, work: FullBatches, plan: PlanResult, **values: float
 ) -> ResultRow:
     values["accept_length"] = plan.accept_length
     case = f"batch {work.size}"
@@ -135,19 +137,19 @@ def _fixed_row(
 def _beside_the_best(
     bench: SpeculationBench,
     work: FullBatches,
-    fixed: Sequence[Fixed],
+    fixed: Sequence[PlanResult],
     plain: Engine,
     plans: FixedPlans,
 ) -> list[ResultRow]:
-    size, batches, drafting, turns = work.size, work.batches, plans.engine, plans.turns
+    size, batches, drafting, schedule = work.size, work.batches, plans.engine, plans.schedule
     best = max(fixed, key=lambda f: f.over_off)
-    # The first time takes memory, and on a GPU recordings.
+    # The first pass allocates memory, and captures CUDA graphs on a GPU.
     for batch in batches:
         RequestBatch.by(bench, plain, batch, PLAIN)
-    learners = {f"{SELECTOR} {i}": CostModelSelector(bench.in_grid) for i in range(LEARNERS)}
-    for turns.whose in learners.values():
+    learners = {f"{SELECTOR} {i}": CostModelSelector(bench.grid_plans) for i in range(LEARNERS)}
+    for schedule.current in learners.values():
         again, steps = cycle(batches), 0
-        while steps < LEARNED:
+        while steps < LEARNING_STEPS:
             steps += RequestBatch.by(bench, drafting, next(again)).stats.decode_steps
     strategies: dict[str, StrategySelector] = {
         name_of(plan): PredefinedSelector(plan) for plan in dict.fromkeys([OFF, best.plan])
@@ -159,10 +161,10 @@ def _beside_the_best(
         first = number // 2 % len(names)
         order = names[first:] + names[:first]
         for name in order if number % 2 == 0 else reversed(order):
-            turns.whose = strategies.get(name, turns.whose)
+            schedule.current = strategies.get(name, schedule.current)
             engine = plain if name == PLAIN else drafting
             done[name].append(RequestBatch.by(bench, engine, batch, name))
-    logs, error = apart(np.log([[b.seconds for b in done[name]] for name in names]))
+    logs, error = median_polish(np.log([[b.seconds for b in done[name]] for name in names]))
     longer = dict(zip(names, logs, strict=True))
     learned = mean(longer[name] for name in learners)
     off_over_plain = exp(longer[PLAIN] - longer[name_of(OFF)])
@@ -189,7 +191,7 @@ def _beside_the_best(
             over_plain=exp(longer[PLAIN] - learned),
             best_over_plain=exp(longer[PLAIN] - longer[best.name]),
             over_best_fixed=exp(longer[best.name] - learned),
-            # Of the difference of one contender from the mean of the learners.
+            # The error of the difference between one contender and the mean of the selectors.
             standard_error=error * (1 + 1 / LEARNERS) ** 0.5,
             accept_length=mean(b.stats.accept_length for b in mine),
             on_fraction=mean(b.stats.on_fraction for b in mine),

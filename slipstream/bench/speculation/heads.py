@@ -1,11 +1,11 @@
 """Draft heads of one policy against each other (`slipstream bench speculation --heads A B`).
 
-What each took to train, as its run's folder says, and, all heads in turns, how many tokens a
-verification of each plan gives and what is gained over plain decoding, by batch size; beside fixed
-plans the selector, which is what a run has. Which of two heads is the better one depends on all of
-it: a step of EAGLE-3's training takes several times as long as one of EAGLE-1's.
+For each head: the time of its training, as recorded in its run folder; and by batch size, mean
+accepted length and speed over plain decoding with fixed plans and with the selector. All heads are
+interleaved. Which head is better depends on all of these: for example, a training step of EAGLE-3
+takes several times as long as one of EAGLE-1.
 
-Used by `command`; settings are those of `speculation`.
+Used by `command`. Settings are those of `rollout.SpeculationBench`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ from slipstream.models.draft.files import load_draft_head
 PLANS = tuple(map(DraftPlan.chain, (1, 3, 5, 7)))
 
 WARM_UP = 2
-"""Rounds that are not counted: kernels are compiled, and the selector measures."""
+"""Rounds that do not count: kernels are compiled, and the selector takes its first measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Steps that a head was trained for, and what they took, with the responses for them."""
+    """The training of a head: number of steps, and seconds, including those to generate
+    responses."""
 
     steps: int
     seconds: float
@@ -62,15 +63,15 @@ def run_heads(
     say: Callable[[str], None],
     fixed: Sequence[DraftPlan] = PLANS,
 ) -> list[ResultRow]:
-    """For each batch size a row for plain decoding, and for each of the folders `heads` one for
-    each plan and one for the selector, which has trees to choose from where `fixed` has any.
+    """Measure; per batch size one row for plain decoding, and per head one row for each plan in
+    `fixed` and one for the selector. The selector can choose trees if `fixed` has any.
 
-    Raises ConfigError for a head or a plan that is named twice, CheckpointError for a folder that
-    is no head of the policy, EngineError where one writes other tokens than plain decoding.
+    `heads` are folders. Raises ConfigError for a head or plan that is named twice, CheckpointError
+    for a folder without a head of this policy, EngineError if tokens differ from plain decoding's.
     """
     for what, named in (("--heads", heads), ("--plan", fixed)):
         if not named or len(set(named)) < len(named):
-            raise ConfigError(f"{what} {' '.join(map(str, named))}: name each once")
+            raise ConfigError(f"{what} {' '.join(map(str, named))}: name each only once")
     trained = load_trained(bench.policy, bench.device, bench.candidates)
     config = trained.decoder.config
     theirs = {
@@ -84,7 +85,7 @@ def run_heads(
     pool = cut_to(natural, max(*bench.batches, bench.least_responses), bench.new_tokens)
     rows = []
     for size in bench.batches:
-        say(f"batch {size}: {len(heads)} heads, {len(fixed)} plans each and the selector, in turns")
+        say(f"batch {size}: {len(heads)} heads, {len(fixed)} plans each and the selector")
         count = max(size, bench.least_responses // size * size)
         batches = [pool.requests[i : i + size] for i in range(0, count, size)]
         generators = {(PLAIN, ""): Generator(make_engine(trained, bench.dtype), batches)}
@@ -96,24 +97,24 @@ def run_heads(
 
 
 def training_of(folder: Path) -> Training | None:
-    """Of the head that lies in a run's folder, or in `draft` there; None where nothing is recorded.
+    """The training of the head in a run folder or in its folder `draft`; None if not recorded.
 
-    Raises CheckpointError where the record cannot be read.
+    Raises CheckpointError if the record cannot be read.
     """
     for file in (folder / "draft" / METRICS_FILE, folder / METRICS_FILE):
         if file.is_file():
             break
     else:
         return None
-    # Before the first step the head is only measured, and a run's own file has no losses of a head.
+    # Lines without this loss are measurements before the first step, or belong to the run itself.
     steps = (metrics for _, metrics in read_jsonl(file) if "draft/loss" in metrics)
     seconds = [metrics["timing_s/step"] for metrics in steps]
     return Training(steps=len(seconds), seconds=sum(seconds)) if seconds else None
 
 
 def heads_table(rows: Sequence[ResultRow]) -> str:
-    """What each head took to train, tokens a verification by plan, and speed over plain decoding by
-    plan and batch size."""
+    """Training time of each head; then, by batch size and plan, tokens per verification and speed
+    over plain decoding."""
     rows = [row for row in rows if row.contender != PLAIN]
     names = list(dict.fromkeys(row.contender for row in rows))
     hows = list(dict.fromkeys(str(row.settings["plan"]) for row in rows))
@@ -140,7 +141,7 @@ def heads_table(rows: Sequence[ResultRow]) -> str:
 def _engines(
     one: Trained, bench: SpeculationBench, fixed: Sequence[DraftPlan]
 ) -> Iterable[tuple[str, Engine]]:
-    """One for each plan and one for the selector, each with a drafter of its own."""
+    """One engine per plan and one for the selector, each with its own draft proposer."""
     for plan in fixed:
         proposer = make_eagle(one, bench.dtype)
         yield str(plan), make_engine(one, bench.dtype, proposer=proposer, plan=plan)

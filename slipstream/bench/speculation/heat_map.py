@@ -1,6 +1,6 @@
-"""The picture of a grid of draft plans: how much faster than plain decoding, by batch size.
+"""A heat map of draft plans: speed over plain decoding by plan and batch size.
 
-Draws rows of `grid.run_grid`. Called by `slipstream bench speculation --plot`.
+Draws the rows of `grid.run_grid`. Used by `slipstream bench speculation --plot`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream.metrics.picture import INK, MUTED
 SLOWER = {OVER_PLAIN: "plain decoding", OVER_OFF: "without drafts"}
 
 _FASTEST = 2.0
-"""Speed-up, and its inverse, from which on colours no longer change, where none is larger."""
+"""The colors cover speedups up to this value, or up to the largest one if it is higher."""
 
 
 def plot_grid(rows: Sequence[ResultRow], out: Path) -> Path:
     """Draw the PNG `out`, making its folder, and return its path.
 
-    A cell is a plan at a batch size: decode steps of it against plain decoding. The fastest plan of
-    each batch size is framed. Raises DataError for rows that are not of a grid.
+    A cell is the speed of a plan at a batch size, over plain decoding. The fastest plan of each
+    batch size has a frame. Raises DataError for rows that are not from a grid.
     """
     over = over_of(rows)
     cells = {
@@ -35,10 +35,10 @@ def plot_grid(rows: Sequence[ResultRow], out: Path) -> Path:
         if row.contender not in (PLAIN, SELECTOR) and over in row.values
     }
     if not cells:
-        raise DataError("nothing to draw: no row holds a draft plan against plain decoding")
+        raise DataError("nothing to draw: no row has the speed of a draft plan")
     cases, plans = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     speeds = np.array([[cells.get((case, plan), np.nan) for plan in plans] for case in cases])
-    # Imported here: benches run without drawing, too.
+    # Imported here: only `--plot` needs matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ def plot_grid(rows: Sequence[ResultRow], out: Path) -> Path:
     )
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    # A plan that takes twice the time is as far from plain decoding as one that takes half.
+    # On a log scale, twice the time and half the time have the same distance from plain decoding.
     axes.imshow(speeds, cmap="RdBu", norm=LogNorm(1 / most, most), aspect="auto")
     for i, j in np.ndindex(*speeds.shape):
         if np.isnan(speeds[i, j]):

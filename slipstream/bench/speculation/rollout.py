@@ -1,15 +1,16 @@
-"""What speculation gains, on a trained policy with a trained head, in turns with plain decoding
+"""The speedup by drafts for a trained policy and its head, interleaved with plain decoding
 (`slipstream bench rollout --policy`).
 
-64 responses of log-normal length: the whole, and the tail of four or fewer requests. Among the
-contenders is an oracle that drafts the right tokens at no cost: no drafter that drafts as deep can
-gain more on this engine and machine; and the same in the time that the head takes to draft, which
-no training of the head can pass. At the other end is a head that was never trained: with it the
-rollout should not be slower than plain decoding, beyond what a second plain engine differs by.
-Depth by batch size is `grid`, on the same policy and head.
+The rollout has 64 responses of log-normal lengths. The benchmark reports the whole rollout, and its
+tail with four or fewer running requests. Two contenders give upper bounds: an oracle drafts the
+correct tokens at no cost, so no proposer with the same depth can gain more on this engine and
+machine; and an oracle in the head's time, which no training of the head can exceed. An untrained
+head gives a lower bound: with it the rollout should not be slower than plain decoding, up to the
+difference of a second plain engine. `grid` measures depth by batch size, with the same policy and
+head.
 
-Engines are called directly, on one thread. Every speculative contender must write the very tokens
-of plain decoding, or the benchmark fails.
+Engines are called directly, on one thread. On a CPU every contender with drafts must write exactly
+the tokens of plain decoding, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
 from slipstream.bench.record import Machine, ResultRow, Spread, median_of, this_machine
 from slipstream.bench.rollout import same_tokens
-from slipstream.bench.speculation.drafters import LyingOracle, RightHead
+from slipstream.bench.speculation.drafters import LyingOracle, OracleHead
 from slipstream.bench.speculation.roofline import MachineRates, least_seconds, measure_rates
 from slipstream.bench.speculation.trained import (
     CANDIDATES,
@@ -65,24 +66,28 @@ CHAINS = "chains"
 DEPTHS = (1, 2, 3, 5, 7, 11)
 
 TREES = ("4_2_6", "4_2_8", "6_2_8", "6_2_12", "6_4_16", "8_2_10", "8_4_16", "8_4_32", "12_2_14")
-"""Levels, tokens followed of each, tokens verified, as in FastRL's grid."""
+"""Steps, top-k and tokens to verify of each tree, written as in FastRL's grid."""
 
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
-"""Classes of `EngineStats.batch_seconds` with four or fewer requests."""
+"""Number of batch-size classes of `EngineStats.batch_seconds` with four or fewer requests."""
 
 LEAST = "least_seconds"
-"""By the machine's own rates, which are measured in each round."""
+"""Key of a row's values: the least time by the machine's rates, which each round measures."""
 
 FLOORS = {"whole": 1.7, "tail": 1.8}
-"""What the project promises over its own plain decoding at temperature 1."""
+"""The promised speedup over our own plain decoding, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationBench:
-    """Of responses to `candidates` prompts `batch` are in the rollout, the longest `spread` times
-    the median; `batches` and responses of `new_tokens` or more in the grid, at least two different
-    batches and `least_responses` of each size, by `plans` (none: those of `plans()`) and without
-    drafts, and by `selectors` or not. Raises ConfigError for impossible values."""
+    """Settings of the rollout and of the grid. Raises ConfigError for impossible values.
+
+    The policy first answers `candidates` prompts. The rollout takes `batch` of these responses, the
+    longest of which has `spread` times the median length. The grid measures `plans` (empty: those
+    of `plans()`) and no drafts, at the batch sizes `batches`, with responses of at least
+    `new_tokens` tokens, at least two batches and `least_responses` responses per size; with
+    `selectors` it also measures selectors.
+    """
 
     policy: Path
     temperature: float = 1.0
@@ -102,15 +107,15 @@ class SpeculationBench:
     def __post_init__(self) -> None:
         check_at_least_one(self, "rounds", "batch", "new_tokens", "least_responses", "candidates")
         if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: PyTorch finds no GPU here; give --device cpu")
+            raise ConfigError("--device cuda: PyTorch finds no GPU; give --device cpu")
         if OFF in self.plans or len(set(self.plans)) < len(self.plans):
             raise ConfigError(
-                f"--plan {' '.join(map(str, self.plans))}: name each once; no drafts are measured "
-                "anyway"
+                f"--plan {' '.join(map(str, self.plans))}: name each plan once, and leave out "
+                f"{OFF}: decoding without drafts is always measured"
             )
         if self.spread < LONG_TAIL:
             raise ConfigError(
-                f"--spread {self.spread:g}: a tail is long from {LONG_TAIL:g} times the median"
+                f"--spread {self.spread:g} is no long tail; give at least {LONG_TAIL:g}"
             )
         known = VLLM | SPECULATING
         unknown = [name for name in self.peers if name not in known]
@@ -118,26 +123,26 @@ class SpeculationBench:
             raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(known)}")
         wrong = [name for name in self.peers if name in SPECULATING]
         if self.peers and self.device.type != "cpu":
-            raise ConfigError(f"--peer {self.peers[0]} decodes on the CPU; leave out --device")
+            raise ConfigError(f"--peer {self.peers[0]} runs on the CPU; leave out --device")
         if wrong and self.temperature > 0:
             raise ConfigError(
-                f"{wrong[0]} is measured greedily only, for above temperature 0 its tokens are "
-                "wrong on a CPU; give --greedy"
+                f"--peer {wrong[0]} needs --greedy: on a CPU it samples wrong tokens at "
+                "temperatures above 0"
             )
 
     @property
-    def in_grid(self) -> list[DraftPlan]:
-        """Of the grid: OFF first."""
+    def grid_plans(self) -> list[DraftPlan]:
+        """The plans of the grid, OFF first."""
         return [OFF, *self.plans] if self.plans else plans()
 
 
 def chains() -> list[DraftPlan]:
-    """OFF first."""
+    """OFF, then a chain of each depth."""
     return [OFF, *(DraftPlan.chain(depth) for depth in DEPTHS)]
 
 
 def plans() -> list[DraftPlan]:
-    """Of the grid: chains, then trees."""
+    """The default plans of the grid: OFF, chains, then trees."""
     return [*chains(), *map(DraftPlan.parse, TREES)]
 
 
@@ -145,7 +150,7 @@ Tokens = Sequence[Sequence[int]]
 
 
 class Generator:
-    """An engine and what it did in each round."""
+    """An engine, and its tokens and counts in each round."""
 
     def __init__(
         self,
@@ -153,7 +158,7 @@ class Generator:
         batches: Sequence[Sequence[GenerateRequest]],
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        """A round is all `batches`, one after the other; `prepare` is called before it."""
+        """A round decodes all `batches`, one after another. `prepare` is called before a round."""
         self.engine = engine
         self.batches = batches
         self.prepare = prepare
@@ -168,25 +173,28 @@ class Generator:
         self.stats.append(self.engine.stats().since(before))
 
     def tail_rates(self, rounds: int) -> list[float]:
-        """Tokens per second of decode steps of few requests, round by round."""
+        """Tokens per second in decode steps with four or fewer requests, round by round."""
         tail = slice(0, TAIL_CLASSES)
         return [
             sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in self.stats[-rounds:]
         ]
 
     def accept_length(self, rounds: int) -> float:
-        """The median of the last rounds."""
+        """Mean accepted length: the median over the last rounds."""
         return median(s.accept_length for s in self.stats[-rounds:])
 
     def on_fraction(self, rounds: int) -> float:
-        """Share of decoding time in steps that draft: the median of the last rounds."""
+        """Share of the decoding time in steps with drafts: the median over the last rounds."""
         return median(s.on_fraction for s in self.stats[-rounds:])
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """The long-tailed rollout: plain, and once more, with drafts that are hardly ever right, with
-    chains of a head, with its trees too, with history, with both, with drafts that always are
-    right, in the head's time and in none, and peers."""
+    """Measure the long-tailed rollout; one row per contender.
+
+    The contenders: plain decoding, twice; an untrained head; the head with chains only; the head
+    with chains and trees; history; head and history; the oracle in the head's time; the oracle at
+    no cost; and `bench.peers`.
+    """
     trained = load_trained(bench.policy, bench.device, bench.candidates)
     say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
     natural = natural_responses(trained, bench.temperature, bench.dtype)
@@ -200,15 +208,16 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
         return LyingOracle(known, vocab_size=vocabulary, lies=0.0)
 
     alone, beside = HistoryProposer(), HistoryProposer()
-    # Histories forget before each round: they would know the responses of the last one. What is
-    # about as fast as plain decoding runs next to it, so that little changes in between.
+    # Histories forget before each round, or they would know the responses of the last round. The
+    # untrained head, about as fast as plain decoding, runs right after it: less speed drift
+    # between.
     proposers: dict[str, tuple[Proposer, Callable[[], object]]] = {
         UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
         CHAINS: (make_eagle(trained, bench.dtype), lambda: None),
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
         "history": (alone, alone.forget),
         "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
-        RIGHT_HEAD: (RightHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
+        RIGHT_HEAD: (OracleHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
         ORACLE: (oracle(), lambda: None),
     }
     generators = {PLAIN: Generator(plain, [chosen.requests])}
@@ -239,7 +248,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
             calls[name] = partial(peer.generate, workload)
             cpu_clocks[name] = peer.cpu_clock
             machines[name] = this_machine(peer.versions)
-        # Two rounds to warm up: the selector measures in them.
+        # Two warm-up rounds, in which the selector takes its first measurements.
         times = alternate(calls, rounds=bench.rounds, warm_up=2, cpu_clocks=cpu_clocks)
     for name, generator in generators.items():
         check_same(bench, name, generator.tokens, generators[PLAIN].tokens)
@@ -259,7 +268,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
 def _least(
     trained: Trained, rates: Sequence[MachineRates], chosen: Responses, drafts: int
 ) -> dict[str, Spread]:
-    """By the rates of each round."""
+    """The least time by the rates of each round, and the rates."""
     prompts = [len(r.prompt_ids) for r in chosen.requests]
     config = trained.decoder.config
     least = [least_seconds(config, r, prompts, chosen.lengths, drafts) for r in rates]
@@ -270,10 +279,13 @@ def _least(
     }
 
 
-def most_possible(rows: Sequence[ResultRow]) -> dict[str, float]:
-    """What drafts that are right and free gain over plain decoding in a rollout: `whole` and `tail`
-    on this engine, and `roofline`, the whole on one that wastes nothing of what the machine can
-    do; `right_head`, the whole in the time that the head takes to draft."""
+def upper_bounds(rows: Sequence[ResultRow]) -> dict[str, float]:
+    """Upper bounds for the speed over plain decoding, with drafts that are all accepted.
+
+    `whole` and `tail`: drafts at no cost on this engine. `right_head`: the whole rollout, with
+    drafts in the head's time. `roofline`: the whole rollout on an engine that reaches the machine's
+    rates.
+    """
     by_name = {row.contender: row for row in rows}
     oracle = by_name[ORACLE]
     return {
@@ -285,8 +297,8 @@ def most_possible(rows: Sequence[ResultRow]) -> dict[str, float]:
 
 
 def gains(rows: Sequence[ResultRow]) -> dict[str, object]:
-    """By who drafts: speed over plain decoding on the whole and while few requests run, and tokens
-    a verification."""
+    """By contender: speed over plain decoding for the whole rollout and for its tail, and mean
+    accepted length."""
     ours = [row for row in rows if "tail_speculative_over_plain" in row.values]
     over = {
         row.contender: {
@@ -346,26 +358,26 @@ def _median(row: ResultRow, name: str) -> float:
 
 
 def make_eagle(trained: Trained, dtype: torch.dtype) -> EagleProposer:
-    """With the policy's head, as rollouts have it."""
+    """A draft proposer with the policy's head, as rollouts use it."""
     record = CudaRecorder() if trained.decoder.device.type == "cuda" else None
     return EagleProposer(trained.head, dtype=dtype, free_cache=False, record=record)
 
 
 def _untrained(trained: Trained) -> Trained:
-    """The policy, and a head as it is before training."""
+    """The policy with an untrained head."""
     head = DraftHead(trained.decoder.config)
     head.init_weights(seed=0)
     return replace(trained, head=head.to(trained.decoder.device))
 
 
 def check_same(bench: SpeculationBench, name: str, written: Tokens, plain: Tokens) -> float:
-    """The share of tokens that are those of plain decoding: all of them on a CPU; on a GPU, whose
-    libraries round otherwise for other numbers of rows, responses part now and then.
+    """The share of tokens that equal plain decoding's. It is 1 on a CPU. GPU libraries round
+    differently for other batch shapes, so responses can diverge on a GPU.
 
-    Raises EngineError where a contender wrote other tokens on a CPU.
+    Raises EngineError if a contender wrote other tokens on a CPU.
     """
     if bench.device.type == "cpu" and written != plain:
-        raise EngineError(f"{name} wrote other tokens than plain decoding: a bug in the engine")
+        raise EngineError(f"{name} wrote other tokens than plain decoding: a bug of the engine")
     return same_tokens(written, plain)
 
 
@@ -384,7 +396,7 @@ def row_of(
     benchmark: str = "speculation",
     **settings: float,
 ) -> ResultRow:
-    """What `name` took, under the bench's settings and more."""
+    """The row of contender `name`, with the bench's settings and `settings`."""
     peer = (VLLM | SPECULATING).get(name)
     return ResultRow(
         benchmark=benchmark,

@@ -1,9 +1,10 @@
-"""What the machine's own rates allow: the least seconds of a rollout (Williams et al. 2009).
+"""The least time of a rollout by the machine's own rates: a roofline model (Williams et al. 2009).
 
-A decode step reads all weights once, and the keys and values of every running request; it
-multiplies with all of them for every row. It takes at least as long as the slower of the two does
-at the rate that the machine reaches alone. Drafts put several rows where one was: free while memory
-is what a step waits for, dear from where multiplying takes longer. Called by `speculation`.
+A decode step reads all weights once, and the keys and values of every running request. It
+multiplies with all of them for each token of the forward pass. A step takes at least the longer of
+these two times, at the rates that the machine reaches for each alone. Drafts add tokens to the
+forward pass. They cost nothing while memory limits the step, and time when multiplication limits
+it. Used by `rollout`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ _SIDE = {"cpu": 1536, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """`flops` a second in products of large matrices (a multiply-add counts as two), of numbers of
-    `itemsize` bytes or of fp32 ones where those are multiplied faster; `bytes` a second out of as
-    much memory as a model's weights take (small models are read from caches): medians of a few
-    tries with torch's threads. Neighbours on the hardware change both within minutes."""
+    """Rates of the machine, as medians of a few tries with torch's threads.
+
+    `flops`: FLOPs per second in products of large matrices (a multiply-add counts as two), in
+    numbers of `itemsize` bytes, or in fp32 if that is faster. `bytes`: bytes per second read from
+    memory of the size of the model's weights, because small models are read from caches. Other load
+    on the machine changes both within minutes.
+    """
 
     flops: float
     bytes: float
@@ -35,7 +39,7 @@ class MachineRates:
 
 
 def measure_rates(dtype: torch.dtype, config: ModelConfig, device: torch.device) -> MachineRates:
-    """Takes less than a second."""
+    """Measure the rates, within a second."""
     side = _SIDE[device.type]
     a, b = torch.randn(2, side, side, device=device).unbind()
     c, d = a.to(dtype), b.to(dtype)
@@ -69,14 +73,15 @@ def least_seconds(
     lengths: Sequence[int],
     drafts: int,
 ) -> float:
-    """Of a rollout that begins all requests at once: prompts and responses of so many tokens, and
-    up to `drafts` drafts a step (0: none), always right, free, as many as is best at each step.
+    """The least seconds of a rollout that starts all requests at once.
 
-    Whoever runs is as far as all others are.
+    `prompts` and `lengths` are tokens per prompt and per response. Each step has up to `drafts`
+    draft tokens per request (0: none), all accepted and at no cost; their number is the best for
+    that step. All running requests are at the same token.
     """
     layers, head = matmul_parameters(config)
     weights = layers + head
-    # Of each key-value pair that a row sees: two products of every query head, and what is read.
+    # Per key-value pair in the context: the FLOPs of two products per query head, and bytes read.
     pair_flops = 4 * config.num_layers * config.num_heads * config.head_dim
     pair_bytes = 2 * rates.itemsize * config.num_layers * config.num_kv_heads * config.head_dim
     total = 2 * weights * sum(prompts) / rates.flops

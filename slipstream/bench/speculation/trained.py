@@ -1,7 +1,7 @@
-"""Workloads of a trained policy: its own responses to its own task, as long as they are.
+"""Workloads of a trained policy: its own responses to its own task, with their real lengths.
 
-Drafts are right as often as a head is good and text is predictable, so speculation is measured on
-policies that were trained and on what they really write. Called by `speculation`.
+The acceptance rate depends on the head and on how predictable the text is. So drafts are measured
+with trained policies and the text that they really write. Used by `rollout`, `grid` and `heads`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from slipstream.models.hf_io import load_checkpoint
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 CANDIDATES = 2048
-"""Responses that a workload is chosen from, unless told otherwise."""
+"""Default number of responses from which a workload is chosen."""
 
 CPU = torch.device("cpu")
 
 LONG_TAIL = 8.0
-"""Longest response over the median: from here on a tail is called long."""
+"""The smallest ratio of longest to median length that counts as a long tail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class Trained:
 
 
 def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
-    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one. With
-    at `most` so many prompts.
+    """Load a run folder with a policy and, in `draft`, a head, such as `make bench-model` makes.
 
-    Raises ConfigError where it is none, CheckpointError where its files cannot be used.
+    At `most` this number of prompts. Raises ConfigError if the folder is not such a run,
+    CheckpointError for files that cannot be used.
     """
     if not (run / CONFIG_FILE).is_file() or not (run / "draft").is_dir():
         raise ConfigError(
@@ -73,20 +73,22 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Requests, and what plain decoding wrote for them, all in one batch. Once chosen, they are
-    told to write so many tokens, for on a GPU other batches round to other ones."""
+    """Requests, and the tokens that plain decoding wrote for them, all in one batch.
+
+    Chosen requests get a fixed length, because on a GPU other batches can round to other tokens.
+    """
 
     requests: Sequence[GenerateRequest]
     tokens: Sequence[Sequence[int]]
 
     @property
     def lengths(self) -> list[int]:
-        """Of the responses."""
+        """Tokens per response."""
         return [len(tokens) for tokens in self.tokens]
 
 
 def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) -> Responses:
-    """A response to every prompt, in full."""
+    """A complete response to every prompt."""
     longest = trained.max_model_len - max(map(len, trained.prompts))
     requests = [
         GenerateRequest(
@@ -102,7 +104,7 @@ def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) 
 
 
 def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
-    """An engine for the policy, as rollouts have it; `more` goes to `Engine`."""
+    """An engine for the policy, as rollouts use it. `more` are arguments of `Engine`."""
     settings = EngineSettings(
         max_model_len=trained.max_model_len, dtype=dtype, free_cache_engine=False
     )
@@ -110,10 +112,10 @@ def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
 
 
 def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
-    """`count` of the responses whose lengths come nearest to the quantiles of a log-normal law with
-    the longest one as its maximum, `spread` times the median.
+    """`count` responses whose lengths are closest to the quantiles of a log-normal distribution.
+    Its maximum is the longest response, and `spread` times its median.
 
-    Raises ConfigError where the policy's responses have no such tail: less than `LONG_TAIL`.
+    Raises ConfigError if the chosen responses have a longest length below `LONG_TAIL` medians.
     """
     lengths = responses.lengths
     normal, longest = NormalDist(), max(lengths)
@@ -126,7 +128,7 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
         nearest = min(left, key=lambda j: abs(lengths[j] - wanted))
         left.remove(nearest)
         chosen.append(nearest)
-    # In the order of their prompts, which says nothing of their lengths.
+    # In the order of the prompts, which does not depend on the lengths.
     chosen.sort()
     picked = Responses(
         [_of_length(responses.requests[i], lengths[i]) for i in chosen],
@@ -135,7 +137,7 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
     if max(picked.lengths) < LONG_TAIL * median(picked.lengths):
         raise ConfigError(
             f"the longest of {count} responses has {max(picked.lengths)} tokens and their median "
-            f"is {median(picked.lengths):g}: no long tail; take another policy"
+            f"is {median(picked.lengths):g}: no long tail; give another --policy"
         )
     return picked
 
@@ -143,7 +145,7 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
 def cut_to(responses: Responses, count: int, length: int) -> Responses:
     """`count` responses of exactly `length` tokens, cut from longer ones.
 
-    Raises ConfigError where there are too few of them.
+    Raises ConfigError if there are too few of them.
     """
     pairs = zip(responses.requests, responses.tokens, strict=True)
     fitting = [(request, tokens) for request, tokens in pairs if len(tokens) >= length]

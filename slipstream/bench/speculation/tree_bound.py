@@ -1,16 +1,17 @@
-"""What draft trees could gain over chains at most (`slipstream bench speculation --bound`).
+"""An upper bound for draft trees against chains (`slipstream bench speculation --bound`).
 
-How fast a tree is depends on this engine, too, which has more to do for it than for a chain. So
-beside what both do: the speed that the tree would have if it had nothing more to do than what it
-cannot do without. Its levels depend on each other as a chain's do, so it takes at least as long as
-a chain of as many; and for the rows that it has more than that chain, as long as the policy takes
-for them. Wider levels of the head, attention along paths, choosing and laying out nodes are free.
-What it yields is measured.
+The speed of a tree depends on this engine, which does more work for a tree than for a chain. So the
+benchmark also computes the speed of the tree with only the work that no engine can avoid. Levels of
+a tree depend on each other like the steps of a chain. So a tree takes at least the time of a chain
+with the same number of levels, and the policy's time for the tokens that it verifies in addition to
+that chain's. The bound leaves out the cost of wider levels of the head, of attention along paths,
+and of choosing and arranging nodes. The tokens per step are measured.
 
-That is of the trees that were named, with all of their rows, and of chains as this engine drafts
-them. The cost model's selector leaves out what promises too little, which costs rows and yields.
+The bound holds for the given trees, verified in full, and for chains as this engine drafts them.
+The cost model's selector also leaves out nodes with a low estimated acceptance probability, which
+saves verified tokens and loses accepted ones.
 
-Used by `command`; settings are those of `speculation`.
+Used by `command`. Settings are those of `rollout.SpeculationBench`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 UNDRAFTED = " undrafted"
-"""Ends the name of a chain whose drafts are made by nobody, in no time, and all wrong."""
+"""Suffix of the name of a chain whose drafts cost no time and are all wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Of a plan, over steps without drafts, and its relative standard error."""
+    """The speed of a plan over steps without drafts, and its relative standard error."""
 
     plan: DraftPlan
     speed: float
@@ -43,8 +44,8 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Of one batch size: the fastest chain and the fastest tree; and, of all trees as fast as they
-    could be at most, the fastest."""
+    """One batch size: the fastest chain, the fastest tree, and the tree with the largest upper
+    bound (`possible`)."""
 
     case: str
     chain: Speed
@@ -53,17 +54,17 @@ class Bound:
 
 
 def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """For each batch size a row for each plan, a chain as deep as each tree among them, and one for
-    each number of rows that these have, of what the policy takes for them; all over steps without
-    drafts. Without chains among the plans, those of `chains` are there.
+    """Measure; all speeds are over steps without drafts. Per batch size there is one row for each
+    plan, for a chain as deep as each tree, and for each number of verified tokens of these (the
+    policy's time without drafting). If no chain is among the plans, those of `chains` are added.
 
-    Raises ConfigError without a tree among the plans.
+    Raises ConfigError if no plan is a tree.
     """
-    asked = [plan for plan in bench.in_grid if plan != OFF]
+    asked = [plan for plan in bench.grid_plans if plan != OFF]
     trees = [plan for plan in asked if plan.topk > 1]
     if not trees:
         raise ConfigError(
-            f"--plan {' '.join(map(str, asked))}: no tree to compare with chains; name one, such "
+            f"--plan {' '.join(map(str, asked))} has no tree to compare with chains; add one, such "
             "as 6_3_16"
         )
     usual = [] if len(trees) < len(asked) else chains()[1:]
@@ -75,15 +76,15 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Resul
     rows: list[ResultRow] = []
     for work in workloads(bench, trained, say):
         head = FixedPlans(bench, trained, work, make_eagle(trained, bench.dtype))
-        nobody = FixedPlans(undrafted, trained, work, _always_wrong(trained, work, max(rows_of)))
-        # In turns: the machine is to be in the same mood for both.
-        while not (head.known and nobody.known):
+        verified = FixedPlans(undrafted, trained, work, _always_wrong(trained, work, max(rows_of)))
+        # Interleaved, so that drift of the machine's speed affects both equally.
+        while not (head.known and verified.known):
             head.decode()
-            nobody.decode()
+            verified.decode()
         rows += [over_off_row(bench, work, plan) for plan in head.found()]
         rows += [
             replace(over_off_row(undrafted, work, plan), contender=plan.name + UNDRAFTED)
-            for plan in nobody.found()
+            for plan in verified.found()
             if plan.plan != OFF
         ]
         say(bound_table(rows))
@@ -91,7 +92,8 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Resul
 
 
 def _always_wrong(trained: Trained, work: FullBatches, most: int) -> LyingOracle:
-    """Drafts for `work`, up to `most` of them beyond its end, too."""
+    """An oracle of wrong drafts for `work`, with up to `most` drafts after the end of a
+    response."""
     known = {
         request.request_id: [*tokens, *[0] * most]
         for batch in work.batches
@@ -112,7 +114,7 @@ def bounds(rows: Sequence[ResultRow]) -> list[Bound]:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What a plan takes, in steps without drafts, and yields."""
+    """Time of a plan's step, in steps without drafts, and tokens per step."""
 
     takes: float
     takes_error: float
@@ -147,7 +149,7 @@ def _bound(case: str, values: Mapping[str, Mapping[str, float | Spread]]) -> Bou
         chain = DraftPlan.chain(plan.steps)
         mine, its = undrafted[plan.verify_tokens], undrafted[chain.verify_tokens]
         further = mine.takes - its.takes
-        # More rows do not take less, nor fewer more.
+        # More tokens cannot take less time, and fewer cannot take more.
         fewer = plan.verify_tokens < chain.verify_tokens
         further = min(further, 0.0) if fewer else max(further, 0.0)
         error = hypot(drafted[chain].takes_error, mine.takes_error, its.takes_error)
@@ -171,8 +173,8 @@ def _fast(speed: Speed) -> float:
 
 
 def bound_table(rows: Sequence[ResultRow]) -> str:
-    """A line for each batch size: the best chain, the best tree, the tree that could be best; and
-    the speeds of both as parts of the chain's, with standard errors."""
+    """One line per batch size: the best chain, the best tree, and the tree with the largest upper
+    bound; and the speeds of both trees over the chain's, with standard errors."""
     part = f"{'of chain':>14}"
     heading = f"{'best chain':>18}{'best tree':>18}{part}{'tree at most':>18}{part}"
     lines = [f"  {'over off':<12}{heading}"]
@@ -191,8 +193,8 @@ def _cell(speed: Speed) -> str:
 
 
 def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
-    """By batch size, the parts of the best chain's speed that the best tree has and a tree could
-    have at most."""
+    """By batch size: the speed of the best tree, and the upper bound for a tree, both over the best
+    chain's speed."""
     return {
         bound.case: {
             "tree_over_chain": bound.tree.speed / bound.chain.speed,

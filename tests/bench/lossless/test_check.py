@@ -163,7 +163,7 @@ def test_stale_keys_of_the_draft_head_cost_acceptance(monkeypatch: pytest.Monkey
     plain = make_engine(decoder).run(requests)
 
     def accept_length() -> float:
-        proposer = drafters.Counted(EagleProposer(head, dtype=torch.float32))
+        proposer = drafters.CountingProposer(EagleProposer(head, dtype=torch.float32))
         engine = make_engine(decoder, proposer=proposer, plan=DraftPlan.chain(3))
         done = engine.run(requests)
         assert [g.token_ids for g in done] == [g.token_ids for g in plain]

@@ -1,4 +1,4 @@
-"""Fixed plans in turns: which steps count, and how they are told apart."""
+"""PlanResult plans in turns: which steps count, and how they are told apart."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.bench.record import Spread
 from slipstream.bench.speculation import fixed_plans
-from slipstream.bench.speculation.fixed_plans import SETTLED, TURN, apart
+from slipstream.bench.speculation.fixed_plans import SKIPPED_STEPS, STEPS_PER_TURN, median_polish
 from slipstream.bench.speculation.rollout import SpeculationBench, plans
 from slipstream.bench.speculation.trained import Responses
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -33,11 +33,11 @@ def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
 def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
     turns = fixed_plans._InterleavedPlans(2, plans())
     told = []
-    for step in range(2 * len(plans()) * TURN):
+    for step in range(2 * len(plans()) * STEPS_PER_TURN):
         plan = turns.select(2)
         told.append(plan)
         drafted = [plan.steps] * 2 if plan != OFF else []
-        running = 1 if step % TURN == TURN - 1 else 2
+        running = 1 if step % STEPS_PER_TURN == STEPS_PER_TURN - 1 else 2
         record = StepRecord(
             running=running,
             plan=plan,
@@ -47,15 +47,15 @@ def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None
         )
         turns.record(record)
     order = [*plans(), *reversed(plans())]
-    assert told == [plan for plan in order for _ in range(TURN)]
+    assert told == [plan for plan in order for _ in range(STEPS_PER_TURN)]
     for plan in plans():
         first, second = turns.seconds[plan]
-        assert len(first) == len(second) == TURN - SETTLED - 1
+        assert len(first) == len(second) == STEPS_PER_TURN - SKIPPED_STEPS - 1
         assert turns.made[plan] == [1.0 + plan.steps] * len(first + second)
     # Where no drafts were made, though told so, it is no step of the plan's.
     while turns.select(2) == OFF:
         pass
-    for _ in range(SETTLED):
+    for _ in range(SKIPPED_STEPS):
         turns.select(2)
     turns.record(StepRecord(running=2, plan=OFF, seconds=1.0))
     assert turns.seconds[plans()[1]][-1] == []
@@ -72,7 +72,7 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
             disturbed = 1.0 if rng.random() < 0.1 else 0.0
             logs[i, turn] = true + mood + disturbed + 0.03 * rng.gauss(0, 1)
     logs[1, 7] = np.nan
-    found, error = apart(logs)
+    found, error = median_polish(logs)
     for true, by in zip(own, found, strict=True):
         assert exp(by - found[0]) == pytest.approx(exp(true), rel=0.015)
     # 0.03 of noise in 60 turns.
@@ -80,7 +80,7 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
 
 
 def test_a_plan_is_as_fast_as_what_it_yields_over_what_it_takes() -> None:
-    plan = fixed_plans.Fixed(
+    plan = fixed_plans.PlanResult(
         plan=DraftPlan.parse("3_1_4"),
         seconds=Spread.of([0.1]),
         steps_off=2.0,

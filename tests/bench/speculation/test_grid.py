@@ -20,7 +20,7 @@ from tests.bench.toy import with_toy
 
 def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = with_toy(monkeypatch, grid, [(3, 4, 5 + i) for i in range(8)])
-    monkeypatch.setattr(grid, "LEARNED", 20)
+    monkeypatch.setattr(grid, "LEARNING_STEPS", 20)
     bench = SpeculationBench(
         policy=Path("toy"), rounds=1, batches=(1, 2), new_tokens=30, least_responses=2
     )

@@ -22,8 +22,8 @@ from slipstream.bench.speculation.rollout import (
     UNTRAINED,
     SpeculationBench,
     gains,
-    most_possible,
     run_rollout,
+    upper_bounds,
 )
 from slipstream.bench.speculation.trained import (
     Responses,
@@ -107,7 +107,7 @@ def test_the_rollout_says_what_any_drafter_could_gain(monkeypatch: pytest.Monkey
     assert over[PLAIN] == {"whole": 1.0, "tail": 1.0}
     assert over[ORACLE]["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
     assert {row.benchmark for row in rows} == {"rollout"}
-    most = most_possible(rows)
+    most = upper_bounds(rows)
     assert most.keys() == {*FLOORS, "right_head", "roofline"}
     least = [rows[i].values["least_seconds"].median for i in (0, -1)]  # type: ignore[union-attr]
     assert most["roofline"] == least[0] / least[1] > 1
