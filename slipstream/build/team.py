@@ -121,11 +121,9 @@ def policy_parts(
     """Made on `compute`, and in all processes of `team`."""
     if team is None:
         return _own_parts(config, tokenizer, wanted, compute, None, notify)
-    with team.together(
-        HOST, "make_parts", _parts_of_member, config, wanted, tokenizer
-    ) as all_of_us:
+    with team.collective(HOST, "make_parts", _parts_of_member, config, wanted, tokenizer) as call:
         parts = _own_parts(config, tokenizer, wanted, compute, team, notify)
-        all_of_us.wait()
+        call.wait()
     if parts.engine is None:
         return parts
     return replace(parts, engine=EngineTeam(parts.engine, team))
@@ -178,9 +176,9 @@ def gathered_ends(config: Config, policy: Policy, team: Team) -> Callable[[], Po
     assert isinstance(policy, Decoder)
 
     def gathered() -> PolicyEnds:
-        with team.together(POLICY, "gather_ends") as all_of_us:
+        with team.collective(POLICY, "gather_ends") as call:
             ends = PolicyEnds.of(policy, dtype)
-            all_of_us.wait()
+            call.wait()
         return ends
 
     return gathered
