@@ -142,7 +142,7 @@ class TeamBackend(ShardedBackend):
         self._unsent.append(weights)
         return replace(super().publish(advance=advance, kv_policy=kv_policy), buckets=weights)
 
-    def gather_ends(self) -> TrainFuture[None]:
+    def gather_vocab(self) -> TrainFuture[None]:
         """Take part when process 0 gathers LM head and embedding
         (`drafter.sequences.PolicyEnds`)."""
 
