@@ -91,8 +91,8 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
     if family != "llama" and not isinstance(trained.head, Eagle3Head):
         raise ConfigError(
             f"{bench.policy} has a policy of the family {family}, but vLLM's class for EAGLE-1 "
-            "heads needs Llama; train a policy with actor_rollout_ref.model.init.family=llama, or a head "
-            "with speculative.eagle.spec_algorithm=EAGLE3"
+            "heads needs Llama; train a policy with actor_rollout_ref.model.init.family=llama, or "
+            "a head with speculative.eagle.spec_algorithm=EAGLE3"
         )
     workload = _workload(trained, bench)
     rows = []

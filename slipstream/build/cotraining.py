@@ -24,7 +24,7 @@ from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.interval import IntervalTraining
 from slipstream.drafter.opportunistic import OpportunisticTraining
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
 from slipstream.inference.protocol import InferenceEngine
@@ -106,14 +106,14 @@ def make_cotraining(
     engines: Sequence[InferenceEngine],
     compute: ComputeThread,
     *,
-    ends: Callable[[], PolicyEnds] | None = None,
+    vocab: Callable[[], VocabLayers] | None = None,
     total_steps: int,
     notify: Callable[[str], None],
     deadlines: Deadlines,
 ) -> IntervalTraining | OpportunisticTraining | None:
     """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
-    where it is not enabled. `ends` copies those of the policy that is trained, where that is not
-    `policy` itself."""
+    where it is not enabled. `vocab` copies embedding and LM head of the trained policy, if it is
+    not `policy` itself."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
@@ -142,7 +142,7 @@ def make_cotraining(
     decoded = None
     if train.collect_hidden_states_from_engine:
         decoded = DecodedFeatures(train.buffer_bytes)
-    ends = ends or partial(PolicyEnds.of, policy, rollout_dtype(config))
+    vocab = vocab or partial(VocabLayers.of, policy, rollout_dtype(config))
     if train.mode == "opportunistic":
         setup = WorkerSetup(
             blank=head.blank(),
@@ -151,15 +151,15 @@ def make_cotraining(
             collector=collector,
             buffer=buffer,
             train=settings,
-            stands_still=usable_cores() <= torch.get_num_threads(),
+            start_stopped=usable_cores() <= torch.get_num_threads(),
         )
         lenders = [engine for engine in engines if engine.capabilities.one_thread_tail]
         return OpportunisticTraining(
             setup,
-            ends,
+            vocab,
             engines,
             compute,
-            lenders=lenders if setup.stands_still else (),
+            lenders=lenders if setup.start_stopped else (),
             notify=notify,
             deadlines=deadlines,
             decoded=decoded,
@@ -170,7 +170,7 @@ def make_cotraining(
             FeatureCollector(DraftBuffer(buffer), collector, decoded),
             settings,
         ),
-        ends,
+        vocab,
         engines,
         compute,
         interval=train.training_interval_steps,

@@ -24,7 +24,7 @@ from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
 from slipstream.drafter.acceptance import HeldOut
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
@@ -52,7 +52,7 @@ class DraftParts:
 
     trainer: DraftTrainer
     source: SequenceSource
-    ends: PolicyEnds
+    vocab: VocabLayers
     responder: Responder
     held_out: list[Prompt]
     policy_digest: str
@@ -144,7 +144,7 @@ def make_parts(
             seed=config.trainer.seed,
             aux_layers=head.aux_layers,
         )
-    ends = PolicyEnds.of(decoder, limits.dtype)
+    vocab = VocabLayers.of(decoder, limits.dtype)
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in decoder.named_parameters():
         digest.update(name.encode())
@@ -155,7 +155,7 @@ def make_parts(
             train_settings(config, head, draft.optim, draft.total_training_steps),
         ),
         source=source,
-        ends=ends,
+        vocab=vocab,
         responder=responder,
         # Without validation prompts: training prompts, answered with other noise.
         held_out=held_out or data.get_prompts(draft.held_out_samples),

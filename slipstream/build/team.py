@@ -33,7 +33,7 @@ from slipstream.distributed.backend import TeamBackend
 from slipstream.distributed.engines import EngineTeam, OwnEngine
 from slipstream.distributed.host import HOST
 from slipstream.distributed.team import Team
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.metrics.timeline import Timeline
@@ -120,11 +120,9 @@ def policy_parts(
     """Made on `compute`, and in all processes of `team`."""
     if team is None:
         return _own_parts(config, tokenizer, wanted, compute, None, notify)
-    with team.together(
-        HOST, "make_parts", _parts_of_member, config, wanted, tokenizer
-    ) as all_of_us:
+    with team.collective(HOST, "make_parts", _parts_of_member, config, wanted, tokenizer) as call:
         parts = _own_parts(config, tokenizer, wanted, compute, team, notify)
-        all_of_us.wait()
+        call.wait()
     if parts.engine is None:
         return parts
     return replace(parts, engine=EngineTeam(parts.engine, team))
@@ -172,16 +170,16 @@ def _parts_of_member(
     return made
 
 
-def gathered_ends(config: Config, policy: Policy, team: Team) -> Callable[[], PolicyEnds]:
-    """Copies the ends of the trained `policy`, of which each process has a part, as they are; on
+def gathered_vocab(config: Config, policy: Policy, team: Team) -> Callable[[], VocabLayers]:
+    """Copies embedding and LM head of the trained `policy`, which is sharded over processes; on
     the compute thread."""
     dtype = rollout_dtype(config)
     assert isinstance(policy, Decoder)
 
-    def gathered() -> PolicyEnds:
-        with team.together(POLICY, "gather_ends") as all_of_us:
-            ends = PolicyEnds.of(policy, dtype)
-            all_of_us.wait()
-        return ends
+    def gathered() -> VocabLayers:
+        with team.collective(POLICY, "gather_vocab") as call:
+            vocab = VocabLayers.of(policy, dtype)
+            call.wait()
+        return vocab
 
     return gathered

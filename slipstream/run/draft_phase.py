@@ -103,7 +103,7 @@ class _DraftPhase:
             finished = train_draft_head(
                 self._trainer,
                 self._parts.source,
-                self._parts.ends,
+                self._parts.vocab,
                 build_draft.loop_settings(run.config),
                 deadlines=run.deadlines,
                 stop=self._stop,
@@ -139,7 +139,7 @@ class _DraftPhase:
         acceptance = measure_acceptance(
             self._trainer.head,
             self._held_out,
-            self._parts.ends,
+            self._parts.vocab,
             depth=self._draft.accept_depth,
             batch_size=self._run.config.speculative.train.batch_size_per_gpu,
         )
@@ -204,7 +204,7 @@ def acceptance_metrics(acceptance: Acceptance) -> Metrics:
     """Acceptance by depth, with the names of docs/metrics.md."""
     depths = range(1, acceptance.depth + 1)
     return {f"draft/accept_depth_{k}": acceptance.at_depth(k) for k in depths} | {
-        f"draft/accept_length_{k}": acceptance.walk(k).tokens_per_verification for k in depths
+        f"draft/accept_length_{k}": acceptance.replay(k).tokens_per_verification for k in depths
     }
 
 

@@ -37,7 +37,7 @@ from slipstream.build.policy import (
 )
 from slipstream.build.rollouts import make_rollouts
 from slipstream.build.speculation import check_speculation
-from slipstream.build.team import Wanted, gathered_ends, policy_parts
+from slipstream.build.team import Wanted, gathered_vocab, policy_parts
 from slipstream.checkpoint.layout import policy_folder
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.deadlines import close_parts, run_in_daemon
@@ -230,7 +230,7 @@ class _RLPhase:
             parts.whole,
             [self._engine],
             run.compute,
-            ends=None if run.team is None else gathered_ends(config, parts.policy, run.team),
+            vocab=None if run.team is None else gathered_vocab(config, parts.policy, run.team),
             total_steps=self._total,
             notify=run.progress.note,
             deadlines=run.deadlines,

@@ -1,4 +1,4 @@
-"""Hidden states from an engine: whose are kept, how many, and when they are forgotten."""
+"""Hidden states from decoding: which responses are kept, the limit in bytes, and when they drop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def filled(
     return decoded
 
 
-def test_they_are_asked_for_only_where_a_step_is_wanted(
+def test_hidden_states_are_wanted_only_in_wanted_steps(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     decoded = DecodedFeatures(1 << 20)
@@ -79,7 +79,7 @@ def test_they_are_asked_for_only_where_a_step_is_wanted(
     assert not decoded.wants(asked[0])
 
 
-def test_a_mixture_of_two_policies_is_left_to_the_trainer(
+def test_drops_responses_of_two_policy_versions(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     count = len(answers[0].token_ids)
@@ -90,7 +90,9 @@ def test_a_mixture_of_two_policies_is_left_to_the_trainer(
     assert found == [False, *[True] * (COUNT - 1)]
 
 
-def test_no_more_are_kept_than_fit(asked: list[GenerateRequest], answers: list[Generation]) -> None:
+def test_keeps_no_more_than_max_bytes(
+    asked: list[GenerateRequest], answers: list[Generation]
+) -> None:
     sizes = [4 * 32 * (len(row.tokens) - 1) for row in rows(asked, answers)]
     decoded = filled(asked, answers, max_bytes=sum(sizes[:3]))
     assert decoded.nbytes == sum(sizes[:3])
@@ -99,7 +101,7 @@ def test_no_more_are_kept_than_fit(asked: list[GenerateRequest], answers: list[G
     assert found == [True] * 3 + [False] * (COUNT - 3)
 
 
-def test_the_trainer_is_asked_for_the_others_alone(
+def test_selects_only_rows_without_decoded_features(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     settings = CollectorSettings(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.checkpoint.layout import cotraining_file
 from slipstream.checkpoint.state import draft_folder, huggingface_folder
 from slipstream.cli import main
-from slipstream.drafter.acceptance import Loss
+from slipstream.drafter.acceptance import Regression
 from slipstream.drafter.trainer import DraftTrainer
 from slipstream.metrics.loggers import read_jsonl
 from tests.run.helpers import rl_only, write_reward
@@ -187,7 +187,7 @@ def test_a_head_that_becomes_worse_than_none_is_turned_off_and_that_is_said(
         return metrics
 
     monkeypatch.setattr(DraftTrainer, "_train_on", spoil)
-    monkeypatch.setattr(Loss, "beyond_chance", False)
+    monkeypatch.setattr(Regression, "significant", False)
     more = (
         "trainer.total_training_steps=50",
         "trainer.save_freq=-1",

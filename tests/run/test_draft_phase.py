@@ -27,7 +27,7 @@ from slipstream.models.draft.files import load_draft_head, save_draft_head
 from slipstream.models.hf_io import load_config
 from slipstream.run import draft_phase
 from slipstream.run.eval_export import _head_source
-from tests.drafter.helpers import ends_of, new_head, sequences, trainer
+from tests.drafter.helpers import new_head, sequences, trainer, vocab_of
 from tests.inference.helpers import shared_decoder
 from tests.models.helpers import config as sizes
 from tests.run.helpers import assert_same_result, records_of, result_of, steps_of, tiny
@@ -276,13 +276,13 @@ class Counted:
 
 def test_the_loop_as_a_library() -> None:
     decoder = shared_decoder()
-    ends, data = ends_of(decoder), sequences(decoder, 24)
+    vocab, data = vocab_of(decoder), sequences(decoder, 24)
     settings = DraftLoopSettings(total_steps=5, steps_per_round=2, batch_size=2, seed=0)
     whole, positions = trainer(new_head(decoder)), list[tuple[Any, bool]]()
     done = train_draft_head(
         whole,
         Counted(data),
-        ends,
+        vocab,
         settings,
         after_round=lambda position, last: positions.append((position["rounds"], last)),
     )
@@ -291,14 +291,14 @@ def test_the_loop_as_a_library() -> None:
     ended = train_draft_head(
         part,
         source,
-        ends,
+        vocab,
         settings,
         stop=lambda: part.step == 3,
         after_round=lambda position, last: kept.append(dict(position)),
     )
     assert (ended, part.step, kept) == (False, 3, [{"rounds": 1}, {"rounds": 1}])
     source.load_state_dict(kept[-1])
-    assert train_draft_head(part, source, ends, settings)
+    assert train_draft_head(part, source, vocab, settings)
     for one, other in zip(whole.head.parameters(), part.head.parameters(), strict=True):
         assert torch.equal(one, other)
     assert deterministic({"draft/loss": 1.0, "draft/tokens_per_second": 2.0}) == {"draft/loss": 1.0}
