@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What an engine's factory is given. It is called on `compute`'s thread."""
+    """The arguments of an engine's factory, which is called on the thread of `compute`."""
 
     config: Config
     policy: Policy
@@ -63,14 +63,14 @@ class EngineSetup:
 
 
 def rollout_dtype(config: Config) -> torch.dtype:
-    """`rollout.dtype`, where auto is the actor's."""
+    """The dtype of rollouts: `rollout.dtype`, or the actor's if that is auto."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     name = actor.dtype if rollout.dtype == "auto" else rollout.dtype
     return dtype_from_name(name, device_of(config))
 
 
 def check_engine(config: Config, model: PolicyConfig) -> None:
-    """Refuse an engine that could not serve `model`. Raises ConfigError."""
+    """Raise ConfigError if the engine cannot serve `model`."""
     rollout = config.actor_rollout_ref.rollout
     if problem := rollout_too_long(config, model.context_limit):
         raise ConfigError(problem)
@@ -89,8 +89,8 @@ def check_engine(config: Config, model: PolicyConfig) -> None:
     )
     if rollout.one_thread_below and not (entry.capabilities.one_thread_tail and kernels):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} is of the "
-            "embedded engine's compiled kernels on a CPU, which do not run here; set "
+            f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} needs the "
+            "embedded engine's compiled CPU kernels, which this run does not use; set "
             "actor_rollout_ref.rollout.one_thread_below=0"
         )
     entry.check_settings(config, model)
@@ -103,8 +103,8 @@ _COMPUTES = {
 
 
 def check_embedded(config: Config, model: PolicyConfig) -> None:
-    """Refuse widths that exact mode does not cover, and a budget with no room for one sequence of
-    keys and values. Raises ConfigError."""
+    """Raise ConfigError for layer widths that exact mode does not support, and for a KV cache
+    without room for one sequence."""
     assert isinstance(model, ModelConfig), "the embedded engine has no other capability"
     check_widths(
         hidden_size=model.hidden_size,
@@ -115,7 +115,8 @@ def check_embedded(config: Config, model: PolicyConfig) -> None:
 
 
 def kv_bytes(config: Config, model: ModelConfig) -> int:
-    """What keys and values of the embedded engine may take. Raises ConfigError for too little."""
+    """The size limit of the embedded engine's KV cache in bytes. Raises ConfigError if too
+    small."""
     rollout = config.actor_rollout_ref.rollout
     return kv_budget(
         model,
@@ -135,11 +136,11 @@ def make_engine(
     *,
     speculate: Callable[[str], None] | None = None,
 ) -> InferenceEngine:
-    """The rollout engine with weights of its own, equal to `decoder`'s; it works on `compute`.
+    """Build the rollout engine with a copy of `decoder`'s weights. It works on `compute`.
 
-    With `speculate`, which takes messages for the user, it drafts as `speculative` says. Raises
-    ConfigError for an engine that cannot serve the policy, or whose `capabilities` are not those
-    that were registered.
+    With `speculate`, which receives messages for the user, it drafts by the section `speculative`.
+    Raises ConfigError if the engine cannot serve the policy, or if its `capabilities` differ from
+    the registered ones.
     """
     check_engine(config, decoder.config)
     entry = engine_entry(config.actor_rollout_ref.rollout.name)
@@ -172,9 +173,9 @@ def make_embedded(setup: EngineSetup) -> InferenceEngine:
     else:
         own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
-    # Now: keys and values get a share of what the weights leave free.
+    # After the weights are loaded: the KV cache gets a share of the free memory.
     settings = engine_settings(config, own.config)
-    _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
+    _log.info("the KV cache may use %d bytes", settings.kv_budget_bytes)
     speculation = None
     if setup.notify is not None:
         speculation = make_speculation(
@@ -197,11 +198,11 @@ def make_embedded(setup: EngineSetup) -> InferenceEngine:
 
 
 def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
-    """Limits of the embedded engine."""
+    """Settings of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
     free = rollout.free_cache_engine
     if free is None:
-        # Kept prefixes live in what the store leaves of the budget.
+        # Cached prefixes use the part of the budget that running requests leave free.
         free = device_of(config).type != "cpu" or rollout.enable_prefix_caching
     return EngineSettings(
         max_model_len=max_model_len(config),
@@ -219,8 +220,8 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
 
 
 def keeps_one_copy(config: Config) -> bool:
-    """Whether the engine has no second copy of its weights: several GPUs are for models of which
-    one has no room for more."""
+    """True if the engine keeps a single copy of its weights: in runs on several GPUs, whose models
+    may fill the memory of one GPU."""
     return process_count(config) > 1 and device_of(config).type == "cuda"
 
 

@@ -33,7 +33,7 @@ def import_external(config: Config) -> None:
         return
     known = selected_engine(config) is not None
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: modules in the present folder
+        sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -48,7 +48,7 @@ def import_external(config: Config) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Apply `thread_count`; None: PyTorch's choice, one per core, but no more than this process may
-    use."""
+    """Set the number of threads to `thread_count`. If that is None, use PyTorch's default, one per
+    core, limited to the cores that this process may use."""
     given = thread_count(config)
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if given is None else given)
