@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_the_critic_of_its_checkpoint(
 
 
 def test_a_checkpoint_without_a_critic_is_told_of(compute: ComputeThread, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no critic: .* start a new run from its weigh"):
+    with pytest.raises(CheckpointError, match=r"has no critic, .* start a new run from its weigh"):
         make(load(), compute, resume=tmp_path)
 
 

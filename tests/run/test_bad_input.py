@@ -441,7 +441,7 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
                 "training_interval_steps=10",
                 "optim.lr_scheduler_type=linear",
             ],
-            ["as many steps as there is time for", "optim.lr_scheduler_type=constant"],
+            ["has no fixed number of steps", "optim.lr_scheduler_type=constant"],
         ),
     ],
 )

@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused(
 def test_random_weights_are_no_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "draft"
     assert main(["draft", "--recipe", "tiny", f"trainer.default_local_dir={folder}"]) == 2
-    assert "learns from a trained policy" in error_of(capsys)
+    assert "set actor_rollout_ref.model.path=FOLDER" in error_of(capsys)
 
 
 @pytest.mark.parametrize(

@@ -260,4 +260,4 @@ def test_a_new_head_in_rl_has_no_responses_to_count(
     assert "no responses to count tokens in; train one with" in capsys.readouterr().err
     long = (f"{TRAIN}.buffer_bytes=20000",)
     assert main(rl_only(tmp_path / "run", *RL, *long)) == 2
-    assert "whose features need" in capsys.readouterr().err
+    assert "speculative.train.buffer_bytes=20000" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_without_a_head_to_begin_with_it_learns_in_rl(
     assert drafts["versions"] + drafts["hold_backs"] == 2
     assert "drafts in RL:" in shown
     assert f"{drafts['versions']:.0f} versions published" in " ".join(shown.split())
-    with pytest.raises(ConfigError, match="--no-speculation wants none"):
+    with pytest.raises(ConfigError, match="--no-speculation disables it"):
         quickstart.main(output, **given, cold_start=True, speculation=False)
 
 
