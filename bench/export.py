@@ -1,4 +1,4 @@
-"""A draft head in vLLM (`slipstream bench export`): does vLLM accept its drafts as often as we do?
+"""A draft head in vLLM (`slipstream bench export`): does vLLM accept its drafts as often?
 
 `slipstream export` writes the policy and its head for vLLM. Both engines answer the same prompts
 greedily, with chains of the same depths. vLLM also answers them without drafts. Both must accept
@@ -91,8 +91,8 @@ def run(bench: ExportBench, say: Callable[[str], None]) -> list[ResultRow]:
     if family != "llama" and not isinstance(trained.head, Eagle3Head):
         raise ConfigError(
             f"{bench.policy} has a policy of the family {family}, but vLLM's class for EAGLE-1 "
-            "heads needs Llama; train a policy with actor_rollout_ref.model.init.family=llama, or a head "
-            "with speculative.eagle.spec_algorithm=EAGLE3"
+            "heads needs Llama; train a policy with actor_rollout_ref.model.init.family=llama, or "
+            "a head with speculative.eagle.spec_algorithm=EAGLE3"
         )
     workload = _workload(trained, bench)
     rows = []
