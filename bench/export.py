@@ -1,4 +1,4 @@
-"""A draft head in vLLM (`slipstream bench export`): does vLLM accept its drafts as often as we do?
+"""A draft head in vLLM (`slipstream bench export`): does vLLM accept its drafts as often?
 
 `slipstream export` writes the policy and its head for vLLM. Both engines answer the same prompts
 greedily, with chains of the same depths. vLLM also answers them without drafts. Both must accept

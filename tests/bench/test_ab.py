@@ -1,4 +1,4 @@
-"""The same RL with and without drafts: what its runs are given, and what is read from them."""
+"""The same RL with and without drafts: settings of its runs, and the results read from them."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def a_run(folder: Path) -> Path:
     return folder
 
 
-def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
+def test_a_run_with_a_fixed_head_needs_a_head() -> None:
     assert list(arms_of(None)) == [PLAIN, COTRAINED]
     arms = arms_of(Path("draft"))
     assert list(arms) == [PLAIN, FROZEN, COTRAINED]
     assert "speculative.enable=false" in arms[PLAIN]
     assert "speculative.train.enable_drafter_training=false" in arms[FROZEN]
-    # Nobody is there to take a core that decoding would leave.
+    # Without co-training, nothing would use a core that decoding frees.
     lending = "actor_rollout_ref.rollout.one_thread_below=0"
     assert [lending in arms[name] for name in (PLAIN, FROZEN, COTRAINED)] == [True, True, False]
     assert "speculative.train.enable_drafter_training=true" in arms[COTRAINED]
@@ -64,14 +64,14 @@ def outcome_of(first: dict[str, list[int]]) -> RunOutcome:
     return RunOutcome(steps=[], responses="", weights="", first=first)
 
 
-def test_how_often_responses_part() -> None:
+def test_divergence_is_per_token_at_which_responses_could_diverge() -> None:
     plain = outcome_of({"a": [1, 2, 3, 4], "b": [5, 6], "c": [7] * 10})
     assert divergence(plain, plain) == 0
-    # One at its third token, after which nothing is compared; one has gone on for longer.
+    # One differs at its third token, and later tokens do not count; one is longer.
     other = outcome_of({"a": [1, 2, 9, 9], "b": [5, 6, 7], "c": [7] * 10})
     assert divergence(other, plain) == 2 / (3 + 3 + 10)
     assert divergence(plain, other) == 2 / (3 + 3 + 10)
-    with pytest.raises(EngineError, match="other samples"):
+    with pytest.raises(EngineError, match="different samples"):
         divergence(outcome_of({"a": [1]}), plain)
 
 
@@ -84,7 +84,7 @@ def test_how_often_responses_part() -> None:
         ("cuda", 0.0, 0.2, False),
     ],
 )
-def test_what_is_good_enough(
+def test_only_equal_runs_pass_on_a_cpu_and_rare_divergence_passes_on_a_gpu(
     device: str, identical: float, share: float, good: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {
@@ -113,7 +113,7 @@ def test_what_is_good_enough(
     assert ("NOT identical" in capsys.readouterr().out) is (device == "cpu" and not good)
 
 
-def test_where_trees_are_allowed_chains_run_beside_them(
+def test_a_run_with_chains_only_is_added_if_the_settings_allow_trees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = a_run(tmp_path / "run")
@@ -141,7 +141,7 @@ def test_where_trees_are_allowed_chains_run_beside_them(
     assert [row.contender for row in rows] == [PLAIN, FROZEN, COTRAINED]
 
 
-def test_settings_of_all_runs_come_before_those_of_one(tmp_path: Path) -> None:
+def test_settings_of_all_runs_come_before_those_of_a_single_run(tmp_path: Path) -> None:
     bench = AbBench(policy=a_run(tmp_path), steps=3, settings=("trainer.seed=7",))
     line = command(bench, Path("start"), ["speculative.enable=true"], Path("target"))
     assert line[-2 - len(SETTINGS) :] == ["trainer.seed=7", "speculative.enable=true", *SETTINGS]
@@ -152,19 +152,19 @@ def test_settings_of_all_runs_come_before_those_of_one(tmp_path: Path) -> None:
     assert not any("total_training_steps" in text for text in steps)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`make quickstart` makes"):
         AbBench(policy=tmp_path)
 
 
 @pytest.mark.parametrize("flags", [["--steps", "3"], ["--set", "a=b"], ["--policy", "runs/x"]])
-def test_flags_of_whole_runs_need_one(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_whole_runs_need_ab(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", *flags]) == 2
     assert "add --ab speculation" in capsys.readouterr().err
 
 
 def written(folder: Path, *, response: str = "a", weight: bytes = b"w", steps: int = 2) -> Path:
-    """The folder of a run as `slipstream rl` leaves it, as far as it is read."""
+    """A run folder with the files of `slipstream rl` that the benchmark reads."""
     (folder / "rollouts").mkdir(parents=True)
     lines = []
     for step in range(1, steps + 1):
@@ -177,7 +177,7 @@ def written(folder: Path, *, response: str = "a", weight: bytes = b"w", steps: i
     return folder
 
 
-def test_a_run_is_its_seconds_and_what_it_wrote(tmp_path: Path) -> None:
+def test_an_outcome_has_seconds_metrics_and_hashes(tmp_path: Path) -> None:
     one = read_outcome(written(tmp_path / "one"))
     assert (one.seconds("step"), one.seconds("gen"), one.seconds("drafter")) == (6.0, 2.0, 0.0)
     assert one.values("spec/accept_length") == [4.0, 5.0]
@@ -189,14 +189,14 @@ def test_a_run_is_its_seconds_and_what_it_wrote(tmp_path: Path) -> None:
     assert not identical([one, other_weight])
 
 
-def test_a_run_without_its_rollouts_is_no_run(tmp_path: Path) -> None:
+def test_a_run_without_the_rollouts_of_a_step_is_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "one")
     (folder / "rollouts" / "2.jsonl").unlink()
     with pytest.raises(CheckpointError, match="2 RL steps and 1 files of rollouts"):
         read_outcome(folder)
 
 
-def test_rows_hold_one_run_against_the_other(
+def test_rows_compare_each_run_with_the_plain_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = a_run(tmp_path / "run")
@@ -236,39 +236,39 @@ def test_rows_hold_one_run_against_the_other(
     assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2
     assert rows[1].values["nats_moved"] == 0.25
-    # In the second round one of the runs ends elsewhere.
+    # In the second round, one of the runs ends with other weights.
     rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
     assert summary(rows)["identical"] is False
-    # Once for all rounds, and where the runs were.
+    # The policy KL is computed once per benchmark, on the device of the runs.
     monkeypatch.setattr(ab, "device_of", lambda config: torch.device("cuda"))
     ab.run(AbBench(policy=policy), lambda text: None)
     assert computed_on == ["cpu", "cpu", "cuda"]
 
 
-def test_a_curve_is_of_parts_as_equal_as_can_be() -> None:
+def test_a_curve_averages_parts_of_nearly_equal_size() -> None:
     assert curve([]) == []
     assert curve([3.0, 4.0]) == [3.0, 4.0]
     assert curve([1.0, 2.0, 3.0, 6.0, 9.0], points=2) == [1.5, 6.0]
 
 
-def test_a_run_that_fails_is_shown(tmp_path: Path) -> None:
+def test_the_output_of_a_failed_run_is_shown(tmp_path: Path) -> None:
     policy = a_run(tmp_path)
     said: list[str] = []
-    # The folder has no prompts to begin with.
+    # The run fails because its settings name no prompts.
     with pytest.raises(EngineError, match="ended with status"):
         ab.run(AbBench(policy=policy), said.append)
     assert "rl has no prompts" in said[-1]
-    # What no run would take is said before the first one.
+    # Unknown settings are refused before the first run.
     (policy / "config.yaml").write_text("data:\n  tusk: countdown\n")
     with pytest.raises(ConfigError, match=r"data\.tusk"):
         ab.run(AbBench(policy=policy), said.append)
 
 
-def test_three_runs_from_one_start_are_the_same(
+def test_three_real_runs_from_one_policy_are_identical(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    # Otherwise nothing is learned, and weights that stay are the same in any case.
+    # Without this reward nothing is learned, and unchanged weights are always equal.
     reward = f"custom_reward_function.path={write_reward(tmp_path)}"
     tiny = ["--recipe", "tiny", f"trainer.default_local_dir={run}", "trainer.num_threads=1"]
     assert main(["sft", *tiny, reward]) == 0

@@ -1,4 +1,4 @@
-"""Curves for the pages of algorithms: what is drawn, and where it is shown."""
+"""Curves for the pages of algorithms: the pictures, and the sections that show them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUX = "val-aux/countdown/acc/mean@1"
 
 @pytest.fixture(scope="module")
 def curves() -> ModuleType:
-    """The script, which is no module of a package."""
+    """The script as a module."""
     spec = importlib.util.spec_from_file_location("curves", ROOT / "bench" / "curves.py")
     assert spec is not None
     assert spec.loader is not None
@@ -57,7 +57,7 @@ def policy(folder: Path) -> Path:
     return folder
 
 
-def test_every_page_has_a_run(curves: ModuleType) -> None:
+def test_every_page_of_an_algorithm_has_a_run(curves: ModuleType) -> None:
     folder = ROOT / "docs" / "algorithms"
     pages = [page for pages in curves.PAGES.values() for page in pages]
     written = [path.relative_to(folder).as_posix() for path in folder.glob("*/*.md")]
@@ -65,12 +65,12 @@ def test_every_page_has_a_run(curves: ModuleType) -> None:
     assert curves.PAGES.keys() <= RUNS.keys()
 
 
-def test_accuracies_stand_at_the_steps_they_were_measured_after(curves: ModuleType) -> None:
+def test_accuracies_have_the_number_of_steps_before_the_validation(curves: ModuleType) -> None:
     expected = [(0, 0.4, 0.4, 0.4), (2, 0.5, 0.4, 0.6), (4, 0.7, 0.6, 0.8)]
     assert curves.accuracies(LINES) == [pytest.approx(point) for point in expected]
 
 
-def test_a_picture_is_drawn_and_shown_once(
+def test_a_picture_is_drawn_and_added_to_its_page_once(
     curves: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = curves.draw("grpo", LINES, tmp_path / "curves")
@@ -84,18 +84,18 @@ def test_a_picture_is_drawn_and_shown_once(
     assert not curves.show(page, picture, "By another.")
     assert page.read_text().endswith("/grpo.png)\n\n(By a command.)\n")
     assert page.read_text().count("](../curves/grpo.png)") == 1
-    with pytest.raises(DataError, match="grpo: nothing to draw, 0 rewards and 1 validations"):
+    with pytest.raises(DataError, match=r"grpo: .* 0 rewards and 1 validations; raise --steps"):
         curves.draw("grpo", LINES[:1], tmp_path)
 
 
-def test_it_trains_from_a_run_and_draws(
+def test_the_script_trains_from_a_run_and_draws(
     curves: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def here(line: Sequence[str], say: Callable[[str], None]) -> None:
-        """The command in this process, which has imported all that it needs."""
+        """Run the command in this process, which saves the time of the imports."""
         assert cli.main(line[line.index("slipstream.cli") + 1 :]) == 0
 
     monkeypatch.setattr(curves, "run_line", here)

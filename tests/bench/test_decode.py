@@ -1,4 +1,4 @@
-"""The decode benchmark at toy size: its arithmetic, its rows, and what is refused."""
+"""The decode benchmark with a toy model: its arithmetic, its rows, and refused settings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fixed_times(
     rounds: int,
     cpu_clocks: Mapping[str, Callable[[], float]],
 ) -> dict[str, Times]:
-    """In place of `alternate`: runs everything once; a first token takes 1 s, a response 3 s."""
+    """Replaces `alternate`: runs everything once; a first token takes 1 s, a response 3 s."""
     for work in works.values():
         work()
     assert cpu_clocks.keys() == works.keys()
@@ -71,10 +71,10 @@ def rows() -> list[ResultRow]:
         return [row for case in decode.run(TOY) for row in case]
 
 
-def test_decoding_is_a_response_less_its_first_token() -> None:
+def test_decode_time_is_the_time_of_a_response_minus_its_first_token() -> None:
     times = decode_times(Times([3.0, 5.0], [4.0, 4.0]), Times([1.0, 2.0], [3.0, 1.0]))
     assert times == Times([2.0, 3.0], [1.0, 3.0])
-    with pytest.raises(EngineError, match="too little to time; raise --new-tokens"):
+    with pytest.raises(EngineError, match="raise --new-tokens"):
         decode_times(Times([3.0, 1.0], [4.0, 4.0]), Times([1.0, 1.0], [3.0, 1.0]))
 
 
@@ -105,7 +105,7 @@ def test_greedy_contenders_write_the_same_tokens(rows: list[ResultRow]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0] * len(rows)
 
 
-def test_cores_of_processes_leave_out_the_warm_up_and_first_tokens() -> None:
+def test_busy_cores_do_not_count_the_warm_up_and_first_tokens() -> None:
     def answer(tokens: int, seconds: float, busiest: float, idle: float) -> dict[str, Any]:
         return {
             "token_ids": [[0] * tokens],
@@ -133,10 +133,12 @@ def test_cores_of_processes_leave_out_the_warm_up_and_first_tokens() -> None:
     text = summary(
         replace(TOY, peers=()), [replace(row, contender=name) for name in (OURS, INEXACT, "p")]
     )
-    assert "while they waited: at most 0.25 cores" in text
+    assert "at most 0.25 cores" in text
 
 
-def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[ResultRow]) -> None:
+def test_the_best_contender_of_a_peer_is_chosen_in_our_dtype_and_in_any(
+    rows: list[ResultRow],
+) -> None:
     def row(name: str, dtype: str, seconds: float) -> ResultRow:
         speedup = Spread.of([seconds])
         return replace(
@@ -163,11 +165,11 @@ def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[ResultRow]) -> No
         "over the best of vllm: 2.00x in float32 (vllm-float32-compiled), 0.80x in any "
         "dtype (vllm-bfloat16-eager), floor 0.85"
     ) in text
-    assert "exact mode takes 2.00x the time of torch's operations in any order" in text
+    assert "exact mode takes 2.00x the time" in text
     assert "floor" not in summary(replace(TOY, peers=("vllm",)), some)
 
 
-def test_workloads_are_fixed_and_differ_by_prompt() -> None:
+def test_workloads_are_the_same_in_each_call_and_have_distinct_prompts() -> None:
     workload = make_workload(TOY, 3, 5)
     assert workload == make_workload(TOY, 3, 5)
     assert workload.lengths == (5, 5, 5)
@@ -176,7 +178,7 @@ def test_workloads_are_fixed_and_differ_by_prompt() -> None:
     assert make_workload(TOY, 3, 1).prompts == workload.prompts
 
 
-def test_the_shapes_of_the_design() -> None:
+def test_shapes_have_the_documented_number_of_weights() -> None:
     def millions(shape: str) -> float:
         model = make_decoder(shape, max_positions=16, vocab_size=1024)
         return sum(p.numel() for p in model.parameters()) / 1e6
@@ -186,14 +188,14 @@ def test_the_shapes_of_the_design() -> None:
     assert make_decoder("tiny", max_positions=16).config.vocab_size == SHAPES["tiny"].vocab_size
 
 
-def test_the_shares_of_a_step_add_up() -> None:
+def test_the_shares_of_a_step_add_up_to_one() -> None:
     shares = run_step_shares(TOY)
     total = sum(shares[f"share_{part}"].median for part in ("model", "choice", "outside"))
     assert total == pytest.approx(1.0)
     assert all(spread.min > 0 for spread in shares.values())
 
 
-def test_inexact_attention_is_attention_up_to_rounding() -> None:
+def test_inexact_attention_equals_attention_up_to_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 16, generator=generator)
     k, v = torch.randn(2, 3, 192, 16, generator=generator).unbind()
@@ -206,7 +208,7 @@ def test_inexact_attention_is_attention_up_to_rounding() -> None:
     torch.testing.assert_close(sdpa(q, context, none), attend(q, context, none))
 
 
-def test_inexact_functions_are_put_back(without_kernels: None) -> None:
+def test_inexact_restores_the_functions_of_the_model(without_kernels: None) -> None:
     packed = make_decoder("tiny", max_positions=8).pack(torch.bfloat16)
 
     def seen() -> tuple[object, ...]:
@@ -228,7 +230,7 @@ def test_a_missing_vllm_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPat
         next(decode.run(replace(TOY, peers=("vllm",))))
 
 
-def test_vllm_is_asked_for_what_the_contender_says(
+def test_vllm_gets_the_settings_prompts_and_lengths_of_the_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "peer.py"
@@ -328,13 +330,15 @@ def test_the_command_prints_a_table_and_writes_rows(
     [
         ({"peers": ("hf", "abacus")}, "unknown peer 'abacus'; known: hf, vllm"),
         ({"only": ("vllm-fast",)}, r"only=\('vllm-fast',\) leaves no contender of hf: transf"),
-        ({"batches": ()}, r"batches=\(\) must name sizes of at least 1"),
-        ({"batches": (1, 0)}, r"batches=\(1, 0\) must name sizes of at least 1"),
+        ({"batches": ()}, r"batches=\(\): every batch size must be at least 1"),
+        ({"batches": (1, 0)}, r"batches=\(1, 0\): every batch size must be at least 1"),
         ({"new_tokens": 2}, "new_tokens=2 must be at least 3"),
         ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],
 )
-def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
+def test_impossible_settings_are_refused_with_their_key(
+    change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(TOY, **change)  # type: ignore[arg-type]

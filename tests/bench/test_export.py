@@ -1,4 +1,4 @@
-"""A draft head in vLLM: what it is asked, what comes of the answers, and who is refused."""
+"""A draft head in vLLM: the requests to vLLM, the rows, and refused policies and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def trained(family: str = "llama") -> Trained:
     return Trained(decoder=decoder, head=head, prompts=[(1, 2, 3), (4, 5), (6,)], max_model_len=40)
 
 
-def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_and_acceptance_of_both_engines_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = trained()
     asked: list[tuple[int, str, Workload]] = []
     writes = {0: 7, 1: 7, 2: 0}
@@ -36,7 +38,7 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
     ) -> Iterator[Contender]:
         assert temperature == 0
         assert settings.gaps
-        # As vLLM loads them.
+        # The files that vLLM loads.
         assert (folder / "config.json").exists()
         depth, counted = 0, {}
         if settings.speculative is not None:
@@ -54,7 +56,7 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
             asked.append((depth, name, workload))
             gaps = [[0.5, 0.25] * (length // 2) for length in workload.lengths]
             contender.answers.append({"seconds": 0.5, "speculation": counted, "gaps": gaps})
-            # The second token of the first response is the one that may differ.
+            # Only the second token of the first response can differ.
             first = [0, writes[depth]] if (1, 2, 3) in workload.prompts else [0, 0]
             tokens = [[0] * length for length in workload.lengths]
             tokens[0][:2] = first
@@ -78,19 +80,19 @@ def test_both_are_compared_prompt_by_prompt(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(ours, float)
         assert 1 <= ours <= 3
         assert ratio_of(row) == pytest.approx(1.5 / ours)
-        # The stand-in writes zeros, sure of each by half a nat or a quarter.
+        # The fake vLLM writes zeros, with gaps of 0.5 and 0.25 nats.
         assert values["same_responses"] == 0
         assert values["largest_gap_where_they_part"] == 0.5
         assert values["vllm_median_gap"] == 0.375
     same = [row.values["vllm_same_as_plain"] for row in rows]
     assert same == [1.0, pytest.approx(2 / 3)]
-    # At the second token.
+    # The responses diverge at the second token.
     assert [row.values["vllm_largest_gap_where_they_part"] for row in rows] == [0.0, 0.25]
     assert [export.largest_gap(row) for row in rows] == [0.5, 0.5]
     assert not export.good(rows)
 
 
-def test_responses_part_at_the_first_token_that_differs() -> None:
+def test_the_gap_is_taken_at_the_first_different_token() -> None:
     one = Accepted(
         token_ids=[[1, 2, 3], [4, 5, 6], [7, 8, 9]],
         per_verification=1.0,
@@ -111,7 +113,7 @@ def test_responses_part_at_the_first_token_that_differs() -> None:
         ("bfloat16", 1.0, 0.125, 0.5, False),
     ],
 )
-def test_as_much_has_to_be_accepted_and_responses_part_at_ties_only(
+def test_good_needs_equal_acceptance_and_divergence_only_at_ties(
     dtype: str, over: float, ours: float, theirs: float, good: bool
 ) -> None:
     row = ResultRow(
@@ -131,7 +133,9 @@ def test_as_much_has_to_be_accepted_and_responses_part_at_ties_only(
     assert export.good([row]) == good
 
 
-def test_who_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_families_and_impossible_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(export, "load_trained", lambda policy: trained("qwen3"))
     with pytest.raises(ConfigError, match=r"family qwen3.*init.family=llama"):
         export.run(ExportBench(policy=Path("run")), lambda text: None)

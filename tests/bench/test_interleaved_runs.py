@@ -1,4 +1,4 @@
-"""Runs that take a step each in turns."""
+"""Interleaved runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import slipstream.bench.interleaved_runs
 from slipstream.metrics.loggers import build_loggers
 assert "json.tool" in sys.modules
 name, steps, file = sys.argv[1:]
-logger = build_loggers(["turns"], Path(), "", "")
+logger = build_loggers(["interleaved"], Path(), "", "")
 for step in range(int(steps)):
     with open(file, "a") as out:
         out.write(name)
@@ -24,7 +24,7 @@ for step in range(int(steps)):
 logger.close()
 sys.exit(name == "x")
 """
-"""A run whose steps are a letter in a file each, and which fails if that is an x."""
+"""A run that writes a letter to a file in each step, and fails at the end if the letter is x."""
 
 KILLED = RUN.replace("    logger.log", "    kill_if(name == 'k')\n    logger.log").replace(
     "name, steps",
@@ -34,7 +34,7 @@ def kill_if(wanted):
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
 name, steps""",
 )
-"""And one that is killed while it waits, if that is a k."""
+"""The same, but a run with the letter k is killed while it waits."""
 
 
 def letters(monkeypatch: pytest.MonkeyPatch, file: Path, code: str = RUN, **steps: int) -> str:
@@ -44,12 +44,14 @@ def letters(monkeypatch: pytest.MonkeyPatch, file: Path, code: str = RUN, **step
     return file.read_text()
 
 
-def test_each_takes_a_step_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_forwards_and_backwards_through_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert letters(monkeypatch, tmp_path / "steps", a=3, b=5, c=3) == "abccbaabcbb"
 
 
 class Steps:
-    """Of which there are so many."""
+    """A run of `count` steps."""
 
     def __init__(self, count: int) -> None:
         self.left, self.ended = count, 0
@@ -62,7 +64,7 @@ class Steps:
         self.ended += 1
 
 
-def test_turns_are_counted_until_none_goes_on() -> None:
+def test_rounds_are_counted_until_all_runs_have_ended() -> None:
     told: list[int] = []
     runs = [Steps(2), Steps(4)]
     interleave(runs, told.append)
@@ -70,14 +72,14 @@ def test_turns_are_counted_until_none_goes_on() -> None:
     assert [run.ended for run in runs] == [1, 1]
 
 
-def test_where_one_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "steps"
     with pytest.raises(EngineError, match=r"`slipstream x 1 .*` ended with status 1"):
         letters(monkeypatch, file, x=1, a=100)
     assert file.read_text() == "xaa"
 
 
-def test_one_that_is_killed_while_it_waits_is_told_of(
+def test_a_run_that_is_killed_while_it_waits_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = interleaved_runs._RunProcess.take_step

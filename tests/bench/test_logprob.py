@@ -1,4 +1,4 @@
-"""`slipstream bench logprob` at toy size, and what it says of rows that miss its floors."""
+"""`slipstream bench logprob` at toy size, and its report on rows that miss floors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 
 
-def test_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "logprob.json"
     threads = torch.get_num_threads()
     line = "bench logprob --tokens 1100 --vocab 300 --hidden 16 --keep-megabytes 1 --rounds 1"
@@ -32,8 +34,8 @@ def test_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert rows[0]["values"]["share_of_plain_memory"] == 1
     text = capsys.readouterr().out
     assert "log-probs, forward and backward: float32" in text
-    assert "floor: no slower than plain" in text
-    # At this size how long a pass takes says nothing; the status is what is printed.
+    assert "no slower than plain" in text
+    # At this size the times are noise, so the status only has to match the printed verdict.
     assert status == int("missed" in text)
 
 
@@ -55,18 +57,18 @@ def row(contender: str, times_plain: float, share: float, apart: float) -> Resul
     )
 
 
-def test_what_misses_a_floor_is_named() -> None:
+def test_missed_floors_are_named() -> None:
     plain, chunked = row("plain", 1.0, 1.0, 0.0), row("chunked", 1.2, 0.1, 1e-6)
     kept = row("kept", 0.9, 0.2, 1e-6)
     assert logprob.missed([plain, chunked, kept]) == []
     slow = replace(kept, values={**kept.values, "times_plain": 1.1})
     assert logprob.missed([plain, chunked, slow]) == ["kept takes 1.10 times as long as plain"]
     assert logprob.missed([plain, row("chunked", 1.0, 0.5, 1e-3), kept]) == [
-        "chunked takes 50% of plain's memory",
-        "chunked's gradients are 0.001 off",
+        "chunked needs 50% of plain's memory",
+        "chunked's gradients differ by 0.001",
     ]
 
 
 def test_negative_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--keep-megabytes -1: give at least 0"):
+    with pytest.raises(ConfigError, match="--keep-megabytes -1 must be at least 0"):
         logprob.LogprobBench(keep_megabytes=-1)

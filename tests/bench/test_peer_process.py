@@ -1,4 +1,4 @@
-"""Peers in processes of their own: the protocol, against a small scripted process."""
+"""Peers in separate processes: the protocol, tested with a small scripted process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def start(timeout: float = 60.0) -> PeerProcess:
     return PeerProcess("scripted", [sys.executable, "-c", SCRIPT], timeout=timeout)
 
 
-def test_answers_come_back_whole_and_in_order() -> None:
+def test_answers_are_complete_and_in_order() -> None:
     with start() as peer:
         assert peer.ask("echo", prompts=((1, 2), (3,)), text="é\n")["heard"] == {
             "op": "echo",
@@ -66,19 +66,19 @@ def test_failures_name_the_command_and_show_the_log(op: str, what: str) -> None:
     assert "chatter on standard error" in str(failed.value)
 
 
-def test_a_process_that_has_ended_is_not_asked_again() -> None:
+def test_asking_an_ended_process_is_an_error() -> None:
     with start() as peer:
         for _ in range(2):
             with pytest.raises(EngineError, match="its process has ended"):
                 peer.ask("die")
 
 
-def test_silence_ends_at_the_timeout() -> None:
+def test_a_missing_answer_is_an_error_after_the_timeout() -> None:
     with start(timeout=0.5) as peer, pytest.raises(EngineError, match=r"no answer within 0\.5 s"):
         peer.ask("silent")
 
 
-def test_leaving_ends_the_process() -> None:
+def test_leaving_the_context_ends_the_process() -> None:
     with start() as peer:
         peer.ask("echo")
     assert peer._process.returncode == 0

@@ -1,4 +1,4 @@
-"""The table of what was measured beside other systems."""
+"""The Markdown table of comparisons with other systems."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ROWS = [
 ]
 
 
-def test_a_line_for_each_system_and_what_it_was_measured_on() -> None:
+def test_the_table_has_a_line_per_system_and_notes_on_machine_and_settings() -> None:
     lines = table(ROWS).splitlines()
     assert lines[0].startswith("| measured | system | dtype | median [least .. most] |")
     assert lines[2:9] == [
@@ -108,18 +108,18 @@ def test_a_line_for_each_system_and_what_it_was_measured_on() -> None:
         "",
     ]
     notes = lines[9:]
-    # Once each, though several rows have them.
+    # Each note appears once, although several rows have it.
     assert notes[:3] == [
         "- A processor [avx2], 2 cores, 2 threads",
         "- torch 2.13.0",
         "- trl 1.16.0",
     ]
-    assert "3 seeds of 100 steps in turns, 4 prompts of 4 completions of up to 456" in notes[3]
+    assert "3 seeds of 100 interleaved steps, 4 prompts of 4 completions of up to 456" in notes[3]
     assert "Slipstream 155,000 [150,000 .. 160,000] tokens in 100 steps" in notes[4]
     assert len(notes) == 5
 
 
-def test_parity_is_said_where_it_was_measured() -> None:
+def test_parity_is_noted_only_if_it_was_measured() -> None:
     differences = {
         "loss_difference": 1e-8,
         "advantage_difference": 0.0,
@@ -139,7 +139,9 @@ def test_parity_is_said_where_it_was_measured() -> None:
     assert table([*ROWS]).count("of TRL's in fp32") == 0
 
 
-def test_rows_come_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_can_be_made_from_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other, again = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "again.json"
     write_rows(one, ROWS[:4])
     write_rows(other, ROWS[4:])
@@ -150,7 +152,7 @@ def test_rows_come_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert read_rows(again) == ROWS
 
 
-def test_what_is_not_installed_is_left_out(
+def test_a_vllm_that_is_not_installed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*paths: str, remedy: str) -> tuple[str, ...]:
@@ -179,12 +181,10 @@ def test_what_is_not_installed_is_left_out(
     ]
 
 
-def test_what_is_no_file_of_rows_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"rows": [{"benchmark": "decode"}]}))
     assert main(["bench", "peers", "--from", str(file)]) == 3
-    assert "has no rows of a benchmark" in capsys.readouterr().err
-    with pytest.raises(DataError, match="no rows of `slipstream bench decode` or `trl`"):
+    assert "slipstream bench ... --json FILE" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"--from .* --json FILE"):
         table([])

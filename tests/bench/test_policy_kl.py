@@ -1,4 +1,4 @@
-"""KL between two checkpoints, on responses in a file."""
+"""Policy KL between two checkpoints, on responses in a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollouts(path: Path) -> Path:
 
 
 @torch.no_grad()
-def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
+def test_policy_kl_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
     old, new = a_policy(tmp_path / "old"), a_policy(tmp_path / "new", shift=0.1)
     found = policy_kl(tmp_path / "old", tmp_path / "new", rollouts(tmp_path / "r.jsonl"), CPU)
     terms = []
@@ -50,12 +50,12 @@ def test_it_is_the_mean_over_response_tokens(tmp_path: Path) -> None:
     assert found > 0.01
 
 
-def test_a_policy_has_not_moved_from_itself(tmp_path: Path) -> None:
+def test_policy_kl_of_equal_policies_is_zero(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
     assert policy_kl(tmp_path / "old", tmp_path / "old", rollouts(tmp_path / "r.jsonl"), CPU) == 0
 
 
-def test_without_responses_there_is_nothing_to_compare_on(tmp_path: Path) -> None:
+def test_a_file_without_response_tokens_is_refused(tmp_path: Path) -> None:
     a_policy(tmp_path / "old")
     (tmp_path / "r.jsonl").write_text(json.dumps({"prompt_ids": [1], "response_ids": []}) + "\n")
     with pytest.raises(DataError, match="no response tokens"):

@@ -1,4 +1,4 @@
-"""Rows, spreads and the order of runs."""
+"""Rows, spreads and the order of interleaved runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from slipstream.bench.record import ResultRow, Spread, this_machine, write_rows
 from slipstream.bench.timing import Times, alternate, ratio
 
 
-def test_spread_is_median_and_extremes() -> None:
+def test_a_spread_has_median_smallest_and_largest_value() -> None:
     assert Spread.of([4.0, 1.0, 3.0]) == Spread(median=3.0, min=1.0, max=4.0, n=3)
     assert Spread.of([1.0, 2.0]).median == 1.5
     assert Spread.of([1.0, 2.0, 6.0]).scaled(0.5) == Spread(median=1.0, min=0.5, max=3.0, n=3)
 
 
-def test_ratio_goes_round_by_round() -> None:
-    # A round in which the machine was half as fast is no outlier of the ratio.
+def test_a_ratio_is_computed_round_by_round() -> None:
+    # A round in which the machine was half as fast does not change the ratio.
     assert ratio([2.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == Spread(median=2.0, min=2.0, max=2.0, n=3)
 
 
-def test_contenders_take_turns_and_the_warm_up_does_not_count(
+def test_contenders_are_interleaved_and_the_warm_up_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = busy = 0.0
@@ -53,7 +53,7 @@ def test_a_contender_in_another_process_has_its_own_cpu_clock() -> None:
     assert times["a"].cpu == [2.5, 2.5]
 
 
-def test_rows_are_written_with_their_circumstances(tmp_path: Path) -> None:
+def test_rows_are_written_with_machine_and_versions(tmp_path: Path) -> None:
     row = ResultRow(
         benchmark="train",
         case="step",

@@ -1,4 +1,4 @@
-"""The rollout benchmark at toy size: both sides do the same work, and what a row holds."""
+"""The rollout benchmark with a toy model: all contenders do the same work; contents of a row."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_greedy_peers_write_the_same_tokens(rows: list[ResultRow]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0, 1.0, 1.0]
 
 
-def test_the_speedup_is_against_the_fastest_peer(rows: list[ResultRow]) -> None:
+def test_the_speedup_is_over_the_fastest_peer(rows: list[ResultRow]) -> None:
     def with_time(row: ResultRow, seconds: float, speedup: float) -> ResultRow:
         return replace(
             row,
@@ -61,7 +61,7 @@ def test_the_speedup_is_against_the_fastest_peer(rows: list[ResultRow]) -> None:
     assert rollout.best_speedup(rows).min > 0
 
 
-def test_standard_sizes_are_those_of_the_floors() -> None:
+def test_every_floor_has_a_standard_size() -> None:
     assert rollout.STANDARD.keys() == rollout.FLOORS.keys()
     equal = rollout.make_workload(rollout.STANDARD["equal"])
     assert equal.lengths == (128,) * 32
@@ -73,7 +73,7 @@ def test_standard_sizes_are_those_of_the_floors() -> None:
     assert list(mixed.lengths) != sorted(mixed.lengths)
 
 
-def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_with_too_few_tokens_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, list[list[int]]] = {}
     workload = Workload(name="equal", prompts=((1,), (2,)), lengths=(3, 3))
     run_once = rollout.recorded("peer", lambda _: [[1, 2, 3], [1]], outputs, workload)
@@ -81,7 +81,7 @@ def test_a_contender_that_stops_early_is_an_error(monkeypatch: pytest.MonkeyPatc
         run_once()
 
 
-def test_sampling_is_the_engines_own() -> None:
+def test_our_engine_samples_with_fixed_noise_unless_greedy() -> None:
     workload = rollout.make_workload(TOY)
     compute = ComputeThread()
     tiny = partial(
@@ -100,10 +100,10 @@ def test_sampling_is_the_engines_own() -> None:
     compute.close()
 
 
-def test_memory_is_measured_in_a_process_of_its_own() -> None:
+def test_memory_is_measured_in_a_separate_process() -> None:
     row = rollout.RolloutBench(case="equal", batch=2, new_tokens=2, shape="tiny", rounds=1)
     peak = rollout.measure_memory(row, OURS)
-    # A process with torch loaded takes more than 50 MB, and this one is not counted with it.
+    # A process that imports torch needs over 50 MB; this process is not part of the peak.
     assert 50 < peak < 4000
     assert peak_rss() > 50e6
 
@@ -117,6 +117,8 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
         ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],
 )
-def test_impossible_settings_are_refused(change: dict[str, object], message: str) -> None:
+def test_impossible_settings_are_refused_with_their_key(
+    change: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(TOY, **change)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The training benchmark at toy size: its FLOPs by hand, and what a row holds."""
+"""The training benchmark with a toy model: its FLOPs computed by hand, and contents of a row."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slipstream.errors import ConfigError
 TOY = TrainBench(shape="tiny", rows=4, length=16, matmul_size=64, rounds=2)
 
 
-def test_matmul_parameters_are_the_decoders_matrices() -> None:
+def test_matmul_parameters_are_the_sizes_of_the_decoders_matrices() -> None:
     decoder = make_decoder("tiny", max_positions=16)
     matrices = {n: p.numel() for n, p in decoder.named_parameters() if p.ndim == 2}
     head = matrices.pop("model.embed_tokens.weight")
     assert matmul_parameters(SHAPES["tiny"]) == (sum(matrices.values()), head)
 
 
-def test_flops_of_a_tiny_step_by_hand() -> None:
+def test_flops_of_a_tiny_step_match_a_count_by_hand() -> None:
     # 3 layers of q|k|v 32 x 64, out 32 x 32 and MLP 3 x 32 x 64; head 32 x 64.
     layers, head = 3 * (32 * 64 + 32 * 32 + 3 * 32 * 64), 32 * 64
     # 4 rows; position t of 16 sees t keys, 136 pairs; 2 heads of 16 channels, 3 layers.
@@ -30,13 +30,15 @@ def test_flops_of_a_tiny_step_by_hand() -> None:
     assert step_flops(TOY) == 6 * (64 * layers + 60 * head) + 3 * attention
 
 
-def test_every_token_but_the_first_is_a_target() -> None:
+def test_every_token_except_the_first_is_a_target() -> None:
     batch = make_batch(TOY)
     assert (batch.num_tokens, batch.num_target_tokens) == (64, 60)
 
 
 @pytest.mark.parametrize("units", [False, True])
-def test_a_row_of_the_training_step(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_rates_parts_and_shares_of_the_step(
+    units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train, "cpu_has_bf16_units", lambda: units)
     row = run(TOY)
     assert (row.benchmark, row.contender, row.dtype) == ("train", "slipstream", "float32")
@@ -53,7 +55,7 @@ def test_a_row_of_the_training_step(units: bool, monkeypatch: pytest.MonkeyPatch
     # One round's share is the step's rate over the product's.
     step, product = spreads["model_gflops_per_second"], spreads["matmul_gflops_per_second"]
     assert step.min / product.max <= spreads["share_of_matmul"].median <= step.max / product.min
-    # Without units the product is emulated, which says nothing and takes minutes.
+    # A CPU without bf16 units emulates the product, which takes minutes.
     assert ("share_of_matmul_bf16" in spreads) is units
 
 
@@ -62,11 +64,11 @@ def test_the_profile_names_matrix_products() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows", "length", "matmul_size", "rounds"])
-def test_impossible_settings_are_refused(name: str) -> None:
+def test_impossible_settings_are_refused_with_their_key(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
         replace(TOY, **{name: 0})  # type: ignore[arg-type]
 
 
-def test_one_token_predicts_nothing() -> None:
-    with pytest.raises(ConfigError, match="length=1 has no token to predict"):
+def test_sequences_of_one_token_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"length=1 .* give at least 2"):
         TrainBench(length=1)

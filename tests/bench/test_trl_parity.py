@@ -1,4 +1,4 @@
-"""Our loss, gradients and optimizer steps against what TRL answered (`trl_record`)."""
+"""Our loss, gradients and optimizer steps against recorded answers of TRL (`trl_record`)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.bench.trl_record import FOLDER, UPDATE_SETTINGS, answered, recorded, 
 
 
 def outcome(case: Case, *, told: Case | None = None) -> ParityOutcome:
-    """Ours of `case`, or of what we are told instead."""
+    """Our outcome of `case`, computed with the settings of `told` if given."""
     batch, old, _ = recorded()
     return ours(FOLDER, batch, told or case, old if case.off_policy else None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_loss_and_gradients_are_those_of_trl(case: Case) -> None:
+def test_loss_and_gradients_equal_trls(case: Case) -> None:
     trl = answered(case)
     assert len(trl.gradients) == 13
     assert max(float(gradient.abs().max()) for gradient in trl.gradients.values()) > 1e-2
@@ -51,19 +51,19 @@ def test_loss_and_gradients_are_those_of_trl(case: Case) -> None:
     ],
     ids=lambda case: case.loss_type,
 )
-def test_another_setting_is_noticed(case: Case, told: Case) -> None:
+def test_a_different_setting_is_detected(case: Case, told: Case) -> None:
     assert differences(outcome(case, told=told), answered(case)).gradient > 100 * TOLERANCE
 
 
-def test_our_own_epsilon_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl_parity, "TRL_EPS", 1e-6)
     apart = differences(outcome(CASES[0]), answered(CASES[0]))
     assert apart.advantages == pytest.approx(1e-4 / 0.5774, rel=0.02)
 
 
-def test_optimizer_steps_are_those_of_trl() -> None:
+def test_optimizer_steps_equal_trls() -> None:
     batches, trl = updated()
-    # Some are clipped and some are not.
+    # Some of the gradients are clipped, and some are not.
     assert min(trl.grad_norms) < UPDATE_SETTINGS["grad_clip"] < max(trl.grad_norms)
     apart = update_differences(FOLDER, our_updates(FOLDER, batches, UPDATE_SETTINGS), trl)
     assert apart.grad_norm < 1e-4
@@ -81,13 +81,13 @@ def test_optimizer_steps_are_those_of_trl() -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_another_setting_of_the_optimizer_is_noticed(other: dict[str, Any]) -> None:
+def test_a_different_setting_of_the_optimizer_is_detected(other: dict[str, Any]) -> None:
     batches, trl = updated()
     mine = our_updates(FOLDER, batches, {**UPDATE_SETTINGS, **other})
     assert update_differences(FOLDER, mine, trl).update > 1e-3
 
 
-def test_what_is_off_policy_is_apart_from_the_model_by_the_shifts() -> None:
+def test_off_policy_log_probs_are_the_models_plus_the_shifts() -> None:
     batch, old, _ = recorded()
     shifted = replace(batch, shifts=[[0.0] * len(row) for row in batch.shifts])
     own = old_log_probs(FOLDER, shifted)
@@ -96,7 +96,7 @@ def test_what_is_off_policy_is_apart_from_the_model_by_the_shifts() -> None:
         assert apart == pytest.approx(shifts, abs=1e-5)
 
 
-def test_a_batch_has_groups_with_right_and_wrong_answers() -> None:
+def test_every_group_of_a_batch_has_correct_and_incorrect_answers() -> None:
     task = CountdownTask(3)
     batch = make_batch(task, task.tokenizer, groups=3, group_size=4)
     groups = [batch.rewards[i : i + 4] for i in range(0, 12, 4)]
@@ -113,7 +113,7 @@ def test_a_batch_has_groups_with_right_and_wrong_answers() -> None:
         assert task.verify(task.problem("train", index), text).correct == (reward == 1.0)
 
 
-def test_other_weights_are_refused() -> None:
+def test_outcomes_with_other_weight_names_are_refused() -> None:
     one = ParityOutcome(loss=0.0, advantages=[1.0], gradients={"a": torch.ones(1)})
     other = replace(one, gradients={"b": torch.ones(1)})
     with pytest.raises(ValueError, match="only one side has a, b"):

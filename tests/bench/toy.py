@@ -1,4 +1,4 @@
-"""A small policy in the place of a trained one."""
+"""A small untrained policy for tests of benchmarks that need a trained one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def with_toy(
     prompts: list[tuple[int, ...]],
     max_model_len: int = 40,
 ) -> Trained:
-    """A policy that nobody trained, and a head: what `load_trained` of `module` gives."""
+    """Make `load_trained` of `module` return an untrained policy and an untrained head."""
     decoder = shared_decoder()
     head = DraftHead(decoder.config)
     head.init_weights(1)

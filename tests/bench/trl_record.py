@@ -1,12 +1,15 @@
-"""Records what TRL 1.16 answers about a tiny model, for tests that have no TRL to ask.
+"""Records answers of TRL 1.16 about a tiny model, for tests that run without TRL.
 
     python -m tests.bench.trl_record
 
-needs the environment that `make peers` makes. Writes `FOLDER`: the model, the batch with the
-old log-probs of off-policy cases, TRL's loss and advantages of each of `CASES` in answers.json,
-its gradients in gradients.safetensors as `<case>/<weight>`, the batches of several optimizer steps
-with the norms of their gradients in updates.json, and the weights after them in
-updates.safetensors.
+needs the environment that `make peers` makes. It writes to `FOLDER`:
+
+    the model
+    answers.json              the batch, old log-probs of off-policy cases, and TRL's loss and
+                              advantages for each of `CASES`
+    gradients.safetensors     TRL's gradients, as `<case>/<weight>`
+    updates.json              the batches of several optimizer steps, and their gradient norms
+    updates.safetensors       the weights after these steps
 """
 
 from __future__ import annotations
@@ -52,17 +55,17 @@ UPDATE_SETTINGS: dict[str, Any] = {
     "epsilon": 0.2,
     "scale_rewards": "group",
 }
-"""Of the optimizer steps: some of their gradients are longer than `grad_clip`."""
+"""Settings of the optimizer steps. Some of their gradient norms are above `grad_clip`."""
 
 
 def recorded() -> tuple[FixedBatch, list[list[float]], dict[str, Any]]:
-    """The batch, old log-probs of off-policy cases, and what TRL answered by case."""
+    """The batch, old log-probs of off-policy cases, and TRL's answers by case."""
     content = json.loads((FOLDER / "answers.json").read_text())
     return FixedBatch(**content["batch"]), content["old_log_probs"], content["cases"]
 
 
 def answered(case: Case) -> ParityOutcome:
-    """What TRL answered."""
+    """TRL's answer for a case."""
     _, _, cases = recorded()
     prefix = f"{case.name}/"
     gradients = load_file(FOLDER / "gradients.safetensors")
@@ -78,7 +81,7 @@ def answered(case: Case) -> ParityOutcome:
 
 
 def updated() -> tuple[list[FixedBatch], Updated]:
-    """The batches of the optimizer steps, and what TRL made of them."""
+    """The batches of the optimizer steps, and TRL's result."""
     content = json.loads((FOLDER / "updates.json").read_text())
     return (
         [FixedBatch(**batch) for batch in content["batches"]],
@@ -104,13 +107,13 @@ def main() -> None:
         for step in range(4)
     ]
     with PeerProcess("trl", trl_command()) as process:
-        moved = their_updates(process, FOLDER, steps, UPDATE_SETTINGS, threads=1)
+        trained = their_updates(process, FOLDER, steps, UPDATE_SETTINGS, threads=1)
     content: dict[str, object] = {
         "batches": [asdict(batch) for batch in steps],
-        "grad_norms": moved.grad_norms,
+        "grad_norms": trained.grad_norms,
     }
     (FOLDER / "updates.json").write_text(json.dumps(content) + "\n")
-    save_file(dict(moved.weights), FOLDER / "updates.safetensors")
+    save_file(dict(trained.weights), FOLDER / "updates.safetensors")
     content = {
         "batch": asdict(batch),
         "old_log_probs": old,
@@ -127,13 +130,13 @@ def main() -> None:
     }
     save_file(gradients, FOLDER / "gradients.safetensors")
     for file in FOLDER.iterdir():
-        # Only TRL reads text.
+        # Only TRL needs the tokenizer.
         if file.name.startswith("tokenizer") or file.suffix == ".jinja":
             file.unlink()
 
 
 def _model(task: CountdownTask) -> Decoder:
-    """Two heads of one layer, with weights large enough that it has opinions."""
+    """One layer with two heads, and weights so large that its distributions are not flat."""
     decoder = Decoder(
         ModelConfig(
             family="qwen3",

@@ -1,4 +1,4 @@
-"""The lossless check at toy size, and bugs planted in engine and draft head that it must see."""
+"""The lossless check with a toy model, and planted bugs that it must detect."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     for row in rows:
         assert value(row, "tokens") >= (800 if dtype == torch.float32 else 400)
         assert row.dtype == str(dtype).removeprefix("torch.")
-        # Had nothing happened, equality would say little.
+        # Equality says little without these events.
         for event in lossless_check.EVENTS:
-            # History drafts chains.
+            # History drafts only chains.
             branches = row.contender != "seeded history"
             assert (value(row, event) > 0) is (event != "siblings" or branches), event
         assert value(row, "aborted") == value(row, "resumed")
-        # The second head was never trained.
+        # The EAGLE-3 head is untrained.
         least = 1.0 if row.contender == "eagle3 head" else 1.5
         assert least < value(row, "accept_length") < 4
         assert value(row, "largest_batch") == 8
@@ -88,16 +88,16 @@ def one_proposer(name: str) -> list[ResultRow]:
     return lossless_check.run(rare)
 
 
-def test_accepting_without_comparing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Beyond what the policy chose nothing is compared: every draft is taken for right.
+def test_accepting_drafts_without_comparing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The engine accepts every draft without comparing it with the policy's token.
     monkeypatch.setattr(
         engine_module, "accepted_path", lambda tokens, parents, chosen: list(range(len(tokens)))
     )
     assert different(one_proposer("lying oracle")) > 50
 
 
-def test_noise_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Verification of drafts, and that alone, looks up the noise of one position further on.
+def test_noise_of_the_wrong_position_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the verification of drafts uses the noise of the next position.
     choose, decode = Runner.choose, Runner.decode
     width = 1
 
@@ -126,8 +126,10 @@ def test_every_bit_of_a_token_counts() -> None:
 
 @cache
 def periodic() -> tuple[Decoder, Sequence[Sequence[int]]]:
-    """A policy that repeats what it wrote `PERIOD` tokens ago, and what it writes: the token after
-    next cannot be told from the last one alone, so a head has to look back."""
+    """A policy that repeats its tokens with the period `PERIOD`, and its texts.
+
+    The next token does not follow from the last one alone, so a draft head needs the earlier ones.
+    """
     decoder = make_decoder(tie_word_embeddings=False)
     decoder.init_weights(0)
     with torch.no_grad():
@@ -153,7 +155,7 @@ def periodic() -> tuple[Decoder, Sequence[Sequence[int]]]:
     return decoder, [[*r.prompt_ids, *g.token_ids] for r, g in zip(requests, done, strict=True)]
 
 
-def test_stale_keys_of_the_draft_head_cost_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_keys_of_the_draft_head_lower_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, texts = periodic()
     head = brief_head(decoder, texts, steps=500, lr=3e-3)
     requests = [
@@ -183,7 +185,7 @@ def test_stale_keys_of_the_draft_head_cost_acceptance(monkeypatch: pytest.Monkey
     assert accept_length() < right - 0.15
 
 
-def test_what_is_remembered_is_wrong_at_the_set_rate() -> None:
+def test_the_seeded_history_is_wrong_at_the_given_rate() -> None:
     request = make_request("h", (1, 2, 3))
     known = {"h": [5, 6, 7, 8, 9]}
     right = drafters.history_of([request], known, vocab_size=10, lies=0.0)
@@ -194,14 +196,14 @@ def test_what_is_remembered_is_wrong_at_the_set_rate() -> None:
     assert wrong.drafts("now", 3) == [8, 9, 0]
 
 
-def test_own_texts_begin_with_one_token_and_have_one_length() -> None:
+def test_own_texts_have_the_given_length_and_are_reproducible() -> None:
     texts = own_texts(toy().decoder, count=3, length=9)
     assert [len(text) for text in texts] == [9, 9, 9]
     assert texts == own_texts(toy().decoder, count=3, length=9)
 
 
-def test_random_policies_are_as_sharp_as_asked() -> None:
-    # Sampled at temperature 1 over the policy's own texts, so not to the last digit.
+def test_random_policies_have_the_requested_entropy() -> None:
+    # An estimate from samples at temperature 1, so the bounds are loose.
     requests = [
         make_request(f"n{i}", text[:8], max_tokens=40, ignore_eos=True)
         for i, text in enumerate(toy().texts)
@@ -234,12 +236,14 @@ def test_the_command_prints_and_writes_its_rows(
     assert cli.main(line) == 1
 
 
-def test_nothing_to_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_without_a_model_is_refused_with_the_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["bench", "lossless", "--shape"]) == 2
-    assert "name one or give --policy" in capsys.readouterr().err
+    assert "add --policy DIR" in capsys.readouterr().err
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_impossible_settings_are_refused_with_their_key() -> None:
     with pytest.raises(ConfigError, match="tokens=0 must be at least 1"):
         LosslessBench(target=toy(), tokens=0)
     assert total([], "tokens") == 0

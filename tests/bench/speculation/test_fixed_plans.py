@@ -1,4 +1,4 @@
-"""PlanResult plans in turns: which steps count, and how they are told apart."""
+"""Fixed draft plans, interleaved: which steps count, and how plans are compared."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ def of_lengths(lengths: list[int]) -> Responses:
     return Responses([], [[0] * length for length in lengths])
 
 
-def test_a_batch_of_few_has_longer_responses_where_there_are_any() -> None:
+def test_small_batches_have_longer_responses_if_there_are_enough() -> None:
     bench, long = SpeculationBench(policy=Path("toy")), of_lengths([613] * 20 + [200] * 30)
     lengths = [fixed_plans._length(bench, long, size, 20) for size in (1, 4, 8, 16, 64)]
     assert lengths == [256, 256, 128, 64, 64]
     assert fixed_plans._length(bench, long, 4, 24) == 200
-    assert fixed_plans._length(bench, of_lengths([50] * 24), 4, 24) == 64  # which are refused then
+    assert (
+        fixed_plans._length(bench, of_lengths([50] * 24), 4, 24) == 64
+    )  # `cut_to` then refuses them
 
 
-def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None:
-    turns = fixed_plans._InterleavedPlans(2, plans())
+def test_plans_alternate_and_only_later_steps_of_full_batches_count() -> None:
+    steps = fixed_plans._InterleavedPlans(2, plans())
     told = []
     for step in range(2 * len(plans()) * STEPS_PER_TURN):
-        plan = turns.select(2)
+        plan = steps.select(2)
         told.append(plan)
         drafted = [plan.steps] * 2 if plan != OFF else []
         running = 1 if step % STEPS_PER_TURN == STEPS_PER_TURN - 1 else 2
@@ -45,32 +47,32 @@ def test_plans_take_turns_of_which_settled_steps_of_full_batches_count() -> None
             drafted=drafted[:running],
             accepted=drafted[:running],
         )
-        turns.record(record)
+        steps.record(record)
     order = [*plans(), *reversed(plans())]
     assert told == [plan for plan in order for _ in range(STEPS_PER_TURN)]
     for plan in plans():
-        first, second = turns.seconds[plan]
+        first, second = steps.seconds[plan]
         assert len(first) == len(second) == STEPS_PER_TURN - SKIPPED_STEPS - 1
-        assert turns.made[plan] == [1.0 + plan.steps] * len(first + second)
-    # Where no drafts were made, though told so, it is no step of the plan's.
-    while turns.select(2) == OFF:
+        assert steps.made[plan] == [1.0 + plan.steps] * len(first + second)
+    # A step without drafts does not count for a plan with drafts.
+    while steps.select(2) == OFF:
         pass
     for _ in range(SKIPPED_STEPS):
-        turns.select(2)
-    turns.record(StepRecord(running=2, plan=OFF, seconds=1.0))
-    assert turns.seconds[plans()[1]][-1] == []
+        steps.select(2)
+    steps.record(StepRecord(running=2, plan=OFF, seconds=1.0))
+    assert steps.seconds[plans()[1]][-1] == []
 
 
-def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
-    # Between turns it may be twice as fast, and one contender in ten is disturbed.
+def test_median_polish_finds_differences_below_the_machines_speed_drift() -> None:
+    # The machine's speed can double between turns, and one value in ten is disturbed.
     rng = random.Random(0)
     own = [0.0, log(1.04), -log(1.2)]
     logs = np.empty((3, 60))
     for turn in range(60):
-        mood = rng.choice([0.0, log(2)])
+        drift = rng.choice([0.0, log(2)])
         for i, true in enumerate(own):
             disturbed = 1.0 if rng.random() < 0.1 else 0.0
-            logs[i, turn] = true + mood + disturbed + 0.03 * rng.gauss(0, 1)
+            logs[i, turn] = true + drift + disturbed + 0.03 * rng.gauss(0, 1)
     logs[1, 7] = np.nan
     found, error = median_polish(logs)
     for true, by in zip(own, found, strict=True):
@@ -79,7 +81,7 @@ def test_contenders_are_told_apart_by_less_than_the_machine_changes() -> None:
     assert error == pytest.approx(1.2533 * 0.03 / 60**0.5, rel=0.35)
 
 
-def test_a_plan_is_as_fast_as_what_it_yields_over_what_it_takes() -> None:
+def test_the_speed_of_a_plan_is_its_tokens_over_its_time() -> None:
     plan = fixed_plans.PlanResult(
         plan=DraftPlan.parse("3_1_4"),
         seconds=Spread.of([0.1]),
@@ -92,7 +94,7 @@ def test_a_plan_is_as_fast_as_what_it_yields_over_what_it_takes() -> None:
     assert plan.name == "3_1_4"
 
 
-def test_the_error_of_a_mean_falls_with_what_was_counted() -> None:
+def test_the_error_of_a_mean_is_the_deviation_over_the_root_of_the_count() -> None:
     # A deviation of 2 / sqrt(3), by four values.
     assert fixed_plans._standard_error([1.0, 3.0, 1.0, 3.0]) == pytest.approx(3**-0.5)
     assert fixed_plans._standard_error([5.0]) == 0

@@ -1,4 +1,4 @@
-"""Plans and selectors in turns, by batch size."""
+"""Plans and selectors, interleaved, by batch size."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def test_the_grid_has_a_row_for_each_plan_and_the_selector(monkeypatch: pytest.M
     lines = grid_table(rows).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["batch", "batch"]
     assert lines[1].split()[2] == "1.00"
-    # Natural responses end by themselves or at the limit.
+    # Natural responses end with an end-of-sequence token or at the limit.
     natural = trained.natural_responses(toy, 1.0, torch.float32)
     assert natural.lengths == [37] * 8
 
 
-def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_selectors_plans_are_compared_with_steps_without_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with_toy(monkeypatch, grid, [(3, 4, 5 + i) for i in range(4)])
     chain, tree = DraftPlan.parse("3_1_4"), DraftPlan.parse("2_2_4")
     bench = SpeculationBench(
@@ -61,14 +63,14 @@ def test_plans_alone_are_compared_with_no_drafts(monkeypatch: pytest.MonkeyPatch
     assert [length > 1 for length in lengths] == [False, True, True]
     assert rows[0].values["over_off"] == 1.0
     assert grid_table(rows).splitlines()[0].split() == ["over", "off", "off", "3_1_4", "2_2_4"]
-    with pytest.raises(ConfigError, match="3_1_4 3_1_4: name each once"):
+    with pytest.raises(ConfigError, match="--plan 3_1_4 3_1_4"):
         replace(bench, plans=(chain, chain))
 
 
 def test_other_tokens_than_plain_decoding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_toy(monkeypatch, grid, [(3, 4, 5)] * 2, 20)
     make = trained.make_engine
-    # Plain decoding was by 0.
+    # Plain decoding used seed 0.
     seeds = iter(range(1, 100))
 
     def wrong(*args: object, **settings: object) -> object:

@@ -1,4 +1,4 @@
-"""Draft heads in turns: a row for each head, plan and batch size, and what they took to train."""
+"""Draft heads, interleaved: a row per head, plan and batch size, and the time of their training."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_heads_have_a_row_for_each_plan_and_the_selector(
     assert [row.case for row in rows] == ["batch 1"] * 7 + ["batch 2"] * 7
     values: list[Any] = [row.values for row in rows]
     assert values[0]["over_plain"].median == values[0]["accept_length"].median == 1.0
-    # With the noise of the policy's own choice, even an untrained head is right at times.
+    # Drafts use the noise of the policy, so even an untrained head has some accepted.
     assert 1.0 < values[1]["accept_length"].median <= 3.0
     assert all(v["over_plain"].median > 0 for v in values)
-    # What is accepted does not depend on who else runs.
+    # Acceptance does not depend on the other requests of a batch.
     assert values[1]["accept_length"] == values[8]["accept_length"]
     table = heads_table(rows).splitlines()
     assert table[0].endswith("first: EAGLE, training not recorded")
@@ -72,7 +72,7 @@ def test_heads_have_a_row_for_each_plan_and_the_selector(
     assert f"{values[1]['accept_length'].median:.2f}" == table[2].split()[2]
 
 
-def test_what_a_training_took_is_in_its_folder_or_in_its_runs(tmp_path: Path) -> None:
+def test_the_training_of_a_head_is_read_from_its_folder_or_its_runs_folder(tmp_path: Path) -> None:
     assert training_of(tmp_path) is None
     (tmp_path / "draft").mkdir()
     record = tmp_path / "draft" / "metrics.jsonl"
@@ -80,7 +80,7 @@ def test_what_a_training_took_is_in_its_folder_or_in_its_runs(tmp_path: Path) ->
     step = {"step": 1, "data": {"draft/loss": 1.0, "timing_s/step": 0.25}}
     record.write_text(f"{json.dumps(measured)}\n{json.dumps(step)}\n")
     assert training_of(tmp_path) == training_of(record.parent) == Training(steps=1, seconds=0.25)
-    # RL's own steps are no training of a head.
+    # Steps of RL do not count as training of a head.
     record.write_text(json.dumps({"step": 1, "data": {"timing_s/step": 9.0}}) + "\n")
     assert training_of(tmp_path) is None
     record.write_text("[]\n")
@@ -88,8 +88,8 @@ def test_what_a_training_took_is_in_its_folder_or_in_its_runs(tmp_path: Path) ->
         training_of(tmp_path)
 
 
-def test_what_is_named_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--heads .*: name each once"):
+def test_heads_and_plans_that_are_named_twice_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--heads .*: name each only once"):
         run_heads(bench(), [tmp_path, tmp_path], print)
-    with pytest.raises(ConfigError, match="--plan 0_0_1 0_0_1: name each once"):
+    with pytest.raises(ConfigError, match="--plan 0_0_1 0_0_1: name each only once"):
         run_heads(bench(), [tmp_path], print, [OFF, OFF])

@@ -1,4 +1,4 @@
-"""The picture of a grid: which cells it has, and which are framed."""
+"""The heat map of a grid: its cells, and which of them have a frame."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def row(case: str, contender: str, over_plain: float | Spread) -> ResultRow:
     )
 
 
-def test_a_cell_for_each_plan_and_batch_size(
+def test_the_map_has_a_cell_per_plan_and_batch_size_and_frames_the_fastest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
@@ -54,7 +54,7 @@ def test_a_cell_for_each_plan_and_batch_size(
     assert [text.get_text() for text in axes.texts] == ["0.98", "2.10", "1.01", "0.80"]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["off", "3_1_4"]
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["batch 1", "batch 32"]
-    # The fastest of each batch size.
+    # Frames are around the fastest plan of each batch size.
     frames = [(round(p.get_x() + 0.48), round(p.get_y() + 0.46)) for p in axes.patches]
     assert frames == [(1, 0), (0, 1)]
     (image,) = axes.images
@@ -62,7 +62,7 @@ def test_a_cell_for_each_plan_and_batch_size(
     assert image.norm.vmax == pytest.approx(2.1)
 
 
-def test_rows_of_something_else_are_no_grid(tmp_path: Path) -> None:
+def test_rows_of_another_benchmark_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to draw"):
         plot_grid([row("batch 1", PLAIN, 1.0)], tmp_path / "grid.png")
     assert not (tmp_path / "grid.png").exists()

@@ -1,4 +1,4 @@
-"""What trees could gain over chains at most, from what was measured."""
+"""The upper bound for trees over chains, computed from measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.bench.toy import with_toy
 
 
 def row(case: str, name: str, takes: float, tokens: float = 1.0, error: float = 0.0) -> ResultRow:
-    """Of a plan whose step takes as long as so many without drafts."""
+    """The row of a plan whose step takes the time of `takes` steps without drafts."""
     return ResultRow(
         benchmark="speculation",
         case=case,
@@ -57,8 +57,8 @@ MEASURED = [
 ]
 
 
-def test_a_tree_takes_what_a_chain_as_deep_does_and_its_further_rows() -> None:
-    # With four requests everything takes twice as long but steps without drafts.
+def test_a_trees_least_time_is_that_of_a_chain_as_deep_plus_its_additional_tokens() -> None:
+    # With four requests, all steps with drafts take twice as long.
     rows = [row("batch 2", *measured) for measured in MEASURED]
     rows += [row("batch 4", name, 2 * takes, tokens) for name, takes, tokens in MEASURED]
     two, four = bounds(rows)
@@ -66,7 +66,7 @@ def test_a_tree_takes_what_a_chain_as_deep_does_and_its_further_rows() -> None:
     assert (str(two.chain.plan), two.chain.speed) == ("3_1_4", 1.6)
     assert str(two.tree.plan) == "3_3_8"
     assert two.tree.speed == pytest.approx(1.3)
-    # 3.64 / (2 + 0.5) = 1.46 for the one, 5 / (2.5 + 0.75) = 1.54 for the other.
+    # The bounds are 3.64 / (2 + 0.5) = 1.46 for 3_3_8 and 5 / (2.5 + 0.75) = 1.54 for 5_2_12.
     assert str(two.possible.plan) == "5_2_12"
     assert two.possible.speed == pytest.approx(5 / 3.25)
     assert four.possible.speed == pytest.approx(5 / 6.5)
@@ -82,7 +82,7 @@ def test_a_tree_takes_what_a_chain_as_deep_does_and_its_further_rows() -> None:
     }
 
 
-def test_errors_are_of_times_and_of_tokens() -> None:
+def test_errors_combine_those_of_times_and_tokens() -> None:
     rows = [row("batch 2", *measured, error=0.01) for measured in MEASURED]
     (found,) = bounds(rows)
     assert found.chain.error == pytest.approx(hypot(0.01, 0.02))
@@ -94,7 +94,7 @@ def test_errors_are_of_times_and_of_tokens() -> None:
     ("tree", "its_rows", "further"),
     [("4_2_8", 1.1, 0.0), ("4_2_8", 1.4, 0.2), ("4_2_4", 1.1, -0.1), ("4_2_4", 1.3, 0.0)],
 )
-def test_more_rows_take_no_less_and_fewer_no_more(
+def test_more_tokens_take_no_less_time_and_fewer_no_more(
     tree: str, its_rows: float, further: float
 ) -> None:
     rows = [
@@ -106,7 +106,7 @@ def test_more_rows_take_no_less_and_fewer_no_more(
     assert bounds(rows)[0].possible.speed == pytest.approx(3.5 / (2.0 + further))
 
 
-def test_trees_chains_as_deep_and_rows_without_drafts_are_measured(
+def test_trees_chains_as_deep_and_verification_without_drafting_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_toy(monkeypatch, tree_bound, [(3, 4, 5 + i) for i in range(4)])
@@ -124,7 +124,7 @@ def test_trees_chains_as_deep_and_rows_without_drafts_are_measured(
     assert [r.contender for r in rows] == ["off", "3_1_4", "2_2_4", "2_1_3", *undrafted]
     lengths = {r.contender: median_of(r.values["accept_length"]) for r in rows}
     assert min(lengths["2_2_4"], lengths["3_1_4"]) > 1
-    # All that nobody drafts is wrong.
+    # Without drafting, all drafts are wrong.
     assert [lengths[name] for name in undrafted] == [1.0, 1.0]
     (found,) = bounds(rows)
     assert found.tree.plan == found.possible.plan == tree
@@ -132,7 +132,7 @@ def test_trees_chains_as_deep_and_rows_without_drafts_are_measured(
     assert found.tree.error > 0
 
 
-def test_a_tree_alone_is_compared_with_the_usual_chains_and_may_have_more_rows_than_is_written(
+def test_a_tree_alone_is_compared_with_the_default_chains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_toy(monkeypatch, tree_bound, [(3, 4, 5 + i) for i in range(2)])
@@ -150,13 +150,13 @@ def test_a_tree_alone_is_compared_with_the_usual_chains_and_may_have_more_rows_t
     assert rows[-1].contender == "15_1_16" + UNDRAFTED
 
 
-def test_chains_alone_have_nothing_to_be_compared_with() -> None:
+def test_plans_without_a_tree_are_refused() -> None:
     bench = SpeculationBench(policy=Path("toy"), plans=(DraftPlan.parse("3_1_4"),))
-    with pytest.raises(ConfigError, match=r"--plan 3_1_4: no tree to compare with chains; name"):
+    with pytest.raises(ConfigError, match="--plan 3_1_4 has no tree"):
         run_bound(bench, print)
 
 
-def test_the_command_prints_the_table_and_writes_what_it_comes_to(
+def test_the_command_prints_the_table_and_writes_the_summary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     rows = [row("batch 2", *measured) for measured in MEASURED]
