@@ -32,7 +32,7 @@ def huggingface_folder(checkpoint: Path) -> Path:
 
 
 def adapter_folder(checkpoint: Path) -> Path:
-    """Return the folder of the LoRA adapter (peft format) on the phase's initial weights."""
+    """Return the folder of the LoRA adapter (peft format) for the phase's initial weights."""
     return checkpoint / "actor" / "lora_adapter"
 
 

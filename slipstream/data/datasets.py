@@ -214,7 +214,7 @@ def inspect_prompts(
 
 
 def none_left(loaded: LoadedPrompts, max_prompt_length: int) -> DataError:
-    """Return the error for a data set of which every row was left out."""
+    """Return the error for a data set whose rows were all left out."""
     return DataError(
         f"no prompt is left: {loaded.filtered} longer than data.max_prompt_length "
         f"{max_prompt_length} tokens. {_failures(loaded.failed)}"

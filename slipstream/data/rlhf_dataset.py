@@ -249,12 +249,13 @@ class DynamicGenDataset(RLHFDataset):
 
     def _grow(self) -> None:
         name = f"{type(self.data_generator).__name__}.generate"
-        made = called(self.data_generator.generate, name, self)
-        if made is None or isinstance(made, str | Mapping):
+        generated = called(self.data_generator.generate, name, self)
+        if generated is None or isinstance(generated, str | Mapping):
             raise DataError(
-                f"{name} must return a list of rows (empty for none), got {type(made).__name__}"
+                f"{name} must return a list of rows (empty for none), got "
+                f"{type(generated).__name__}"
             )
-        values: list[Any] = called(list, name, made)
+        values: list[Any] = called(list, name, generated)
         rows = [self._row(number, value) for number, value in enumerate(values, self._made)]
         self._made += len(rows)
         self._add(rows)

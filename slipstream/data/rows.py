@@ -137,7 +137,7 @@ def _short(value: Any) -> str:
 
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""Files that `datasets` writes into the folder of one data set, and into that of several splits."""
+"""Files that mark a folder written by `datasets`: one data set, or several splits."""
 
 
 def _read_file(path: Path) -> Iterator[dict[str, Any]]:

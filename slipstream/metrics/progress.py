@@ -177,9 +177,9 @@ class Progress:
         """
         if len(self._times) < 2:
             return None
-        took = [b - a for a, b in pairwise(self._times)]
-        usual, now = median(took), median(took[-_WINDOW:])
-        return (now + max(0.0, fmean(took) - usual)) * max(0, self._total - self._done)
+        durations = [b - a for a, b in pairwise(self._times)]
+        usual, now = median(durations), median(durations[-_WINDOW:])
+        return (now + max(0.0, fmean(durations) - usual)) * max(0, self._total - self._done)
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""

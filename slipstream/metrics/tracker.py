@@ -155,19 +155,19 @@ class BackgroundLogger:
 
     def _serve(self, tracker: Tracker, run: TrackedRun) -> None:
         run.save()
-        context, had = self._context, run.step
-        if context.resume_step is not None and had > context.resume_step:
+        context, last_sent = self._context, run.step
+        if context.resume_step is not None and last_sent > context.resume_step:
             context.notify(
-                f"{self.name}: steps {context.resume_step + 1} to {had} are already in its run and "
-                "are not sent again"
+                f"{self.name}: steps {context.resume_step + 1} to {last_sent} are already in its "
+                "run and are not sent again"
             )
         # Steps that a killed process did not send, or that were logged to another tracker.
-        for step, metrics in context.recorded(had):
+        for step, metrics in context.recorded(last_sent):
             tracker.log(step, metrics)
             run.step = step
             run.save()
         while (call := self._calls.get()) is not None:
-            if call.step <= had:
+            if call.step <= last_sent:
                 continue
             call.act(tracker)
             if call.completes:

@@ -257,9 +257,9 @@ def _line(
         line["x"].append(place)
         line["y"].append(number(found))
         if low is not None and high is not None:
-            least, most = low(record), high(record)
-            line["low"].append(number(found if least is None else least))
-            line["high"].append(number(found if most is None else most))
+            lower, upper = low(record), high(record)
+            line["low"].append(number(found if lower is None else lower))
+            line["high"].append(number(found if upper is None else upper))
     return line if line["x"] else None
 
 

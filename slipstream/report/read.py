@@ -216,9 +216,10 @@ def _read_tokens(
     folder: Path, steps: list[Record], notes: list[str]
 ) -> dict[int, list[dict[str, Any]]]:
     """Return samples of the first, a middle and the last step that has a file."""
-    have = _dumped(folder, steps)
+    available = _dumped(folder, steps)
     found: dict[int, list[dict[str, Any]]] = {}
-    for step in sorted({have[0], have[len(have) // 2], have[-1]}) if have else ():
+    chosen = {available[0], available[len(available) // 2], available[-1]} if available else set()
+    for step in sorted(chosen):
         try:
             lines = _whole_lines(folder / f"{step}.jsonl")
             found[step] = [_sample_of(json.loads(line)) for line in lines]
@@ -228,9 +229,9 @@ def _read_tokens(
 
 
 def _read_lengths(folder: Path, steps: list[Record], notes: list[str]) -> dict[int, list[int]]:
-    have = _dumped(folder, steps)
+    available = _dumped(folder, steps)
     found: dict[int, list[int]] = {}
-    for step in sorted({have[0], have[-1]}) if have else ():
+    for step in sorted({available[0], available[-1]}) if available else ():
         path = folder / f"{step}.jsonl"
         try:
             if path.stat().st_size > MAX_BYTES:
@@ -244,8 +245,8 @@ def _read_lengths(folder: Path, steps: list[Record], notes: list[str]) -> dict[i
 
 def _dumped(folder: Path, steps: list[Record]) -> list[int]:
     """Return the logged steps that have a file. The file of a later step may be incomplete."""
-    have = sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
-    return [step for step in have if steps and step <= steps[-1].step]
+    available = sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
+    return [step for step in available if steps and step <= steps[-1].step]
 
 
 def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:

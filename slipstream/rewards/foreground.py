@@ -101,7 +101,8 @@ def _line(path: Path, number: int, text: str, data_source: str | None) -> Line:
 def score_line(function: Callable[..., Any], line: Line, *, reraise: bool = False) -> Scored:
     """Call a reward function as a manager would, and return the score.
 
-    An exception is a failure, or is raised with `reraise`. A RewardError is always raised.
+    An exception of the function becomes a failure, or with `reraise` is raised. A RewardError is
+    always raised.
     """
     signature = signature_of(function)
     arguments = signature.arguments([line.sample], [line.text])

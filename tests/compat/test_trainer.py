@@ -107,17 +107,17 @@ def test_unsupported_arguments_raise_or_warn(
     with pytest.raises(ConfigError, match="reward_fn must be a function or a manager, got 5"):
         trainer(folder, train_dataset=Sums(4), reward_fn=5).fit()
     assert "has no effect" not in caplog.text
-    made = trainer(
+    result = trainer(
         folder, train_dataset=Sums(4), role_worker_mapping={}, resource_pool_manager=object()
     )
     assert "RayPPOTrainer(role_worker_mapping=...) has no effect: trainer.nnodes and" in (
         caplog.text
     )
-    assert made.config.trainer.total_training_steps == 2
+    assert result.config.trainer.total_training_steps == 2
 
 
 def test_device_name_sets_trainer_device(tmp_path: Path) -> None:
-    made = trainer(tmp_path / "run", train_dataset=Sums(4), device_name="cpu")
-    assert made.config.trainer.device == "cpu"
+    result = trainer(tmp_path / "run", train_dataset=Sums(4), device_name="cpu")
+    assert result.config.trainer.device == "cpu"
     with pytest.raises(ConfigError, match=r"trainer\.device"):
         trainer(tmp_path / "run", train_dataset=Sums(4), device_name="npu")

@@ -55,7 +55,7 @@ def test_majority_matches_verl(count: int, k: int) -> None:
     rows = [list(rng.random(count)) for _ in range(3)]
     answers = [[str(a) for a in rng.integers(0, 3, count)] for _ in range(3)]
     expected = np.mean(
-        [verls_majority(row, said, k) for row, said in zip(rows, answers, strict=True)], axis=0
+        [verls_majority(row, texts, k) for row, texts in zip(rows, answers, strict=True)], axis=0
     )
     found = majority(rows, answers, k)
     assert list(found) == [f"maj@{k}/mean", f"maj@{k}/std"]

@@ -27,14 +27,14 @@ class Clock:
         return self.now
 
 
-def made(path: Path) -> tuple[Timeline, Clock]:
+def timeline_at(path: Path) -> tuple[Timeline, Clock]:
     clock = Clock()
     return Timeline(path, clock=clock, now=clock), clock
 
 
 def test_spans_nest_and_processes_follow_each_other(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
-    timeline, clock = made(path)
+    timeline, clock = timeline_at(path)
     timeline.start(95.0, mode="rl")
     with timeline.span("rl"):
         clock.now = 103.0
@@ -59,7 +59,7 @@ def test_spans_nest_and_processes_follow_each_other(tmp_path: Path) -> None:
 
 
 def test_a_span_ends_if_its_body_raises(tmp_path: Path) -> None:
-    timeline, clock = made(tmp_path / "events.jsonl")
+    timeline, clock = timeline_at(tmp_path / "events.jsonl")
     timeline.start()
 
     def fail() -> None:
@@ -129,7 +129,7 @@ def test_a_write_error_is_logged_once_and_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    timeline, _ = made(tmp_path / "file" / "events.jsonl")
+    timeline, _ = timeline_at(tmp_path / "file" / "events.jsonl")
     with caplog.at_level(logging.WARNING):
         timeline.start()
         with timeline.span("rl"):
@@ -151,7 +151,7 @@ def test_the_command_start_is_returned_once() -> None:
 def test_events_after_an_incomplete_line_start_on_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "ev')
-    timeline, _ = made(path)
+    timeline, _ = timeline_at(path)
     timeline.start()
     timeline.stop("finished")
     processes, problems = read_timeline(path)

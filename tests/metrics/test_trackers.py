@@ -271,14 +271,14 @@ def test_an_unreachable_mlflow_server_does_not_stop_the_run(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
     check_loggers(["mlflow"], tmp_path)
-    asked = []
+    connections = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
             with contextlib.suppress(OSError):  # closed
                 while True:
                     connection, address = server.accept()
-                    asked.append(address)
+                    connections.append(address)
                     connection.close()
 
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -290,7 +290,7 @@ def test_an_unreachable_mlflow_server_does_not_stop_the_run(
         tee.close()
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
-    assert len(asked) == 2, "one request and one retry"
+    assert len(connections) == 2, "one request and one retry"
     assert list(tee.failures) == ["mlflow"]
     (warning,) = [m for m in caplog.messages if m.startswith("mlflow failed")]
     assert "MlflowException: API request to http://127.0.0.1" in warning
@@ -445,7 +445,7 @@ class MemoryTracker:
 
 
 def background_logger(
-    folder: Path, tracker: Tracker, *, resume: int | None = None, had: int = -1, **more: Any
+    folder: Path, tracker: Tracker, *, resume: int | None = None, last_step: int = -1, **more: Any
 ) -> BackgroundLogger:
     messages: list[str] = more.pop("messages", [])
     context = LoggerContext(
@@ -457,7 +457,7 @@ def background_logger(
     )
 
     def start(context: LoggerContext) -> tuple[Tracker, TrackedRun]:
-        return tracker, TrackedRun(folder / "notes" / RUN_FILE, "", id="7", step=had)
+        return tracker, TrackedRun(folder / "notes" / RUN_FILE, "", id="7", step=last_step)
 
     return BackgroundLogger("notes", context, start, **more)
 
@@ -516,12 +516,14 @@ def test_a_resumed_run_sends_missing_steps_only(tmp_path: Path) -> None:
     tee.close()
     # Killed before the tracker had steps 3 and 4, which the checkpoint of step 4 includes.
     notes = MemoryTracker()
-    with closing(background_logger(tmp_path, notes, resume=4, had=2)) as logger:
+    with closing(background_logger(tmp_path, notes, resume=4, last_step=2)) as logger:
         logger.log(5, {})
     assert notes.steps == [3, 4, 5]
     # Killed after the tracker already had steps 5 to 7.
     notes, messages = MemoryTracker(), list[str]()
-    with closing(background_logger(tmp_path, notes, resume=4, had=7, messages=messages)) as logger:
+    with closing(
+        background_logger(tmp_path, notes, resume=4, last_step=7, messages=messages)
+    ) as logger:
         for step in (5, 6, 7, 8):
             logger.log_table(step, "t", rows(step))
             logger.log(step, {})

@@ -39,7 +39,7 @@ def served(folder: Path) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, path: str, host: str = HOST) -> tuple[HTTPResponse, bytes]:
+def get(port: int, path: str, host: str = HOST) -> tuple[HTTPResponse, bytes]:
     connection = HTTPConnection(HOST, port, timeout=10)
     connection.putrequest("GET", path, skip_host=True)
     connection.putheader("Host", f"{host}:{port}")
@@ -51,14 +51,14 @@ def ask(port: int, path: str, host: str = HOST) -> tuple[HTTPResponse, bytes]:
 
 
 def data(port: int, have: str = "") -> tuple[int, str | None, dict[str, Any]]:
-    answer, body = ask(port, f"/data.json?have={have}")
+    answer, body = get(port, f"/data.json?have={have}")
     return answer.status, answer.getheader("ETag"), json.loads(body or b"{}")
 
 
 def test_data_are_sent_only_if_they_changed(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     with served(folder) as port:
-        answer, body = ask(port, "/")
+        answer, body = get(port, "/")
         assert (answer.status, b"const LIVE = true" in body) == (200, True)
         status, tag, first = data(port)
         assert (status, first["runs"][0]["tiles"][0][1]) == (200, "4 of 4")
@@ -78,26 +78,26 @@ def test_data_are_kept_while_the_run_folder_is_missing(tmp_path: Path) -> None:
         _, tag, _ = data(port)
         folder.rename(tmp_path / "away")
         assert data(port, tag or "")[0] == 304
-        assert ask(port, "/")[0].status == 200
+        assert get(port, "/")[0].status == 200
 
 
 def test_other_hosts_and_paths_are_refused(tmp_path: Path) -> None:
     with served(make_run(tmp_path)) as port:
         # DNS rebinding: another site's name may resolve to this server.
-        assert ask(port, "/data.json", host="evil.example")[0].status == 403
-        assert ask(port, "/data.json", host="localhost")[0].status == 200
-        assert ask(port, "/../config.yaml")[0].status == 404
-        assert ask(port, "/config.yaml")[0].status == 404
+        assert get(port, "/data.json", host="evil.example")[0].status == 403
+        assert get(port, "/data.json", host="localhost")[0].status == 200
+        assert get(port, "/../config.yaml")[0].status == 404
+        assert get(port, "/config.yaml")[0].status == 404
 
 
 def test_a_used_port_is_refused_or_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path)
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as other:
+        other.bind((HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} is .*--port N"):
             make_server(Source([folder]), port)
         assert main(["watch", str(folder), "--port", str(port)]) == ConfigError.exit_code
