@@ -96,7 +96,7 @@ def key_step(dtype: torch.dtype, device: torch.device) -> int:
     return KEY_CHUNK[dtype]
 
 
-def order_is_kept(device: torch.device) -> bool:
+def sums_in_key_order(device: torch.device) -> bool:
     """Return whether sums over keys must run in the order of positions, whatever their slots.
 
     CPUs need this for exact mode. GPU libraries add in an order of their own, so gathering the keys
