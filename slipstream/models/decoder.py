@@ -187,8 +187,8 @@ class Layer(nn.Module):
                 widest = norm.detach().float().abs().amax(-1)
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
                 # Rotation keeps the length of a vector, except for the magnitude of cos and sin.
-                turned = c.rope_magnitude**2 * c.head_dim**0.5
-                bounded = float(bound) * turned <= SCORE_BOUND
+                largest = c.rope_magnitude**2 * c.head_dim**0.5
+                bounded = float(bound) * largest <= SCORE_BOUND
         return PackedLayer(
             input_norm=None if first is None else first.weight.to(rows),
             qkv=PackedLinear.of(
@@ -366,7 +366,7 @@ class PackedDecoder:
     eps: Tensor
     """Of every norm, a scalar in fp32."""
     fused: CpuLayers | None
-    """All layers and the norm in one call, without gradients; None where there is no such call."""
+    """All layers and the norm as one kernel call without gradients; None if not supported."""
     lm_head: PackedLinear
 
     @property

@@ -49,7 +49,7 @@ def check_widths(**widths: int) -> None:
         if width % WIDTH_MULTIPLE:
             raise ConfigError(
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
-                "choose another size, or set actor_rollout_ref.rollout.name=hf for rollouts"
+                "choose another size, or roll out with actor_rollout_ref.rollout.name=hf"
             )
 
 
@@ -72,7 +72,7 @@ def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of which the row count of exact products must be a multiple."""
+    """Return the multiple to which the row count of exact products must be padded."""
     return 1 if has_kernels(activation_dtype(dtype, device), device) else ROW_MULTIPLE
 
 
@@ -99,8 +99,8 @@ def key_step(dtype: torch.dtype, device: torch.device) -> int:
 def sums_in_key_order(device: torch.device) -> bool:
     """Return whether sums over keys must run in the order of positions, whatever their slots.
 
-    CPUs need this for exact mode. GPU libraries add in an order of their own, so gathering the keys
-    of each row in order would be wasted time there.
+    CPUs need this for exact mode. GPU libraries choose their own order, so gathering the keys of
+    each row in order would be wasted time there.
     """
     return device.type == "cpu"
 

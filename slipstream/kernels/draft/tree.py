@@ -334,9 +334,10 @@ def tree(*arguments: int, work: int) -> None:
     features (F,) before them; drawn_at: the positions (N,) of the first draft tokens; spots: buffer
     for `tree_numbers` int64 numbers; E;
     embedding (V, D); fc, fc_start: packed, with 2D inputs (EAGLE-3: F) and D outputs; lm_head,
-    lm_start: packed, with `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a
-    state, before the layer and before the LM head (0: none, see `prefill`); draft_tokens: the draft
-    vocabulary (Z,), int64 (0: all tokens); Z; keys_N2, temperatures: as in `draw`;
+    lm_start: packed, with `padded` outputs, the first Z for tokens; V; padded; norm, last_norm: of
+    a state, before the layer and before the LM head (0: none, see `prefill`);
+    draft_tokens: which of the policy's tokens (Z,) the outputs
+    are, int64 (0: all); Z; keys_N2, temperatures: as in `draw`;
     tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
     candidates of each sequence, level by level, the token, the number of the candidate that it
     follows (-1: none), and the score; where a node was not followed, the score of its children is
