@@ -32,7 +32,7 @@ from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, supports_varlen
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import copy_weights, merged_weights
 from slipstream.models.numerics import check_widths, dtype_from_name
@@ -84,7 +84,7 @@ def check_engine(config: Config, model: PolicyConfig) -> None:
             f"{ENGINE_KEY}={entry.name} does not generate with this policy, which "
             f"{_COMPUTES[kind]} computes; set {remedy}"
         )
-    kernels = isinstance(model, ModelConfig) and takes_sequences_in_a_row(
+    kernels = isinstance(model, ModelConfig) and supports_varlen(
         model, rollout_dtype(config), device_of(config)
     )
     if rollout.one_thread_below and not (entry.capabilities.one_thread_tail and kernels):

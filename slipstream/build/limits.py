@@ -15,7 +15,7 @@ from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import dtype_from_name
 from slipstream.models.policy import PolicyConfig
 from slipstream.training.packing import padded_length
@@ -25,7 +25,7 @@ def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
     """Raise ConfigError if one padded sequence exceeds the budget of tokens per forward pass."""
     actor, device = config.actor_rollout_ref.actor, device_of(config)
     dtype = dtype_from_name(actor.dtype, device)
-    if isinstance(policy, ModelConfig) and takes_sequences_in_a_row(policy, dtype, device):
+    if isinstance(policy, ModelConfig) and supports_varlen(policy, dtype, device):
         return
     key, longest = "ppo_max_token_len_per_gpu", max_model_len(config)
     budgets: dict[str, tuple[int | None, int]] = {}

@@ -337,7 +337,7 @@ def make_backend(
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if recompute and isinstance(decoder, HFPolicy) and not decoder.recomputes:
+    if recompute and isinstance(decoder, HFPolicy) and not decoder.supports_checkpointing:
         raise ConfigError(
             "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers does not "
             f"support it for the family {decoder.config.family}; set "

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
@@ -156,7 +156,7 @@ def measure_acceptance(
     in their dtype.
     """
     packed = head.pack(vocab.dtype)
-    padded = not takes_sequences_in_a_row(head.config, vocab.dtype, vocab.embedding_VD.device)
+    padded = not supports_varlen(head.config, vocab.dtype, vocab.embedding_VD.device)
     lengths: list[list[int]] = [[] for _ in held_out]
     order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
     for start in range(0, len(order), batch_size):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream.drafter.losses import DraftSamples
 from slipstream.errors import DataError
-from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, PackedDecoder, supports_varlen
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, round_up
 from slipstream.models.sharded import full
@@ -162,7 +162,7 @@ def policy_features(
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = policy.embedding.device
     lengths = {index: len(text) for index, text in enumerate(texts)}
-    padded = not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
+    padded = not supports_varlen(policy.config, policy.compute_dtype, device)
     batch = train_batch(
         [TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.drafter.losses import DraftLoss, DraftSamples, draft_loss
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
@@ -135,7 +135,7 @@ class DraftTrainer:
         started = time.perf_counter()
         s = self.settings
         like = vocab.embedding_VD
-        padded = not takes_sequences_in_a_row(self.head.config, vocab.dtype, like.device)
+        padded = not supports_varlen(self.head.config, vocab.dtype, like.device)
         batch = collate(sequences, vocab, padded=padded)
         self._optimizer.zero_grad()
         loss = draft_loss(

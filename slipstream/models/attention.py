@@ -29,8 +29,8 @@ from slipstream.models.numerics import (
     ROW_MULTIPLE,
     WIDTH_MULTIPLE,
     key_step,
-    order_is_kept,
     round_up,
+    sums_in_key_order,
 )
 
 SCORE_BOUND = 40.0
@@ -171,7 +171,7 @@ class TorchAttention:
         self._num_keys = num_keys
         self._order: Order | None = None
         paths = None if kv_cache is None else kv_cache.paths
-        in_order = order_is_kept(positions_BT.device)
+        in_order = sums_in_key_order(positions_BT.device)
         if paths is not None and in_order:
             self._order = Order.of(paths, positions_BT, num_keys, H, G)
         if paths is None or in_order:

@@ -91,7 +91,7 @@ class KeyPlaces:
         )
 
     @classmethod
-    def alone(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
+    def without_cache(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
         """Return the locations in `kv`, the buffer of `own`, which every layer overwrites."""
         begin_M = own.slots.repeat_interleave(torch.tensor(own.lengths))
         slots_M = torch.cat([torch.arange(length) for length in own.lengths])
@@ -125,7 +125,7 @@ class OwnKeys:
         """The first row of each sequence, followed by the number of rows."""
         self._slots, self._dtype = ends[-1], dtype
 
-    def room(self, config: ModelConfig) -> Tensor:
+    def buffer(self, config: ModelConfig) -> Tensor:
         """Allocate the buffer for keys and values, (2, H, S, K)."""
         # Zeros, because the bf16 kernels multiply slots past a sequence's end by weights of zero.
         return torch.zeros(2, config.num_kv_heads, self._slots, config.head_dim, dtype=self._dtype)
@@ -146,7 +146,7 @@ class ChainKeys:
     values: Tensor
 
 
-def attends(config: ModelConfig, dtype: torch.dtype) -> bool:
+def supports_attention(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether `CpuAttention` supports these heads: in bf16 they must fill whole panels."""
     return dtype == torch.float32 or config.head_dim % PANEL == 0
 
@@ -165,9 +165,9 @@ class CpuAttention:
     ) -> None:
         """Compute in `dtype` for queries at `positions_BT`.
 
-        With `places`, keys and values are written and read there. Without, each sequence attends to
-        itself, and its positions start at 0. Sequences have T tokens each, or `lengths` tokens if
-        they are concatenated.
+        With `places`, keys and values are written and read there. Without, each sequence attends
+        to itself, and its positions start at 0. Sequences have T tokens each, or `lengths` tokens
+        if they are concatenated.
         """
         self._c, self._eps, self._dtype = config, eps, dtype
         self._table = rope_table(config, eps.dtype, positions_BT.device)
@@ -186,31 +186,32 @@ class CpuAttention:
         if places is not None:
             step = index * places.layer_step
             return self._run(qkv, norms, places, places.keys + step, places.values + step, 0)[0]
-        return self.keeping(qkv, norms, self.own_room())
+        return self.attend_and_store(qkv, norms, self.own_buffer())
 
-    def keeping(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
+    def attend_and_store(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
         """Return the attention output without a cache: (M, (Q + 2H) * K) -> (M, Q * K).
 
-        The call leaves keys and values in `kv`, a buffer from `own_room`.
+        The call leaves keys and values in `kv`, a buffer from `own_buffer`.
         """
         if torch.is_grad_enabled():
             attended: Tensor = _AttentionFunction.apply(qkv, norms, kv, self)  # type: ignore[no-untyped-call]
             return attended
-        return self.over(qkv, norms, kv, logs=0)[0]
+        return self.attend_over(qkv, norms, kv, logs=0)[0]
 
     @property
     def _own(self) -> OwnKeys:
         assert self._given is not None, "keys are in a cache"
         return self._given
 
-    def own_room(self) -> Tensor:
+    def own_buffer(self) -> Tensor:
         """Allocate a buffer for this pass's keys and values."""
-        return self._own.room(self._c)
+        return self._own.buffer(self._c)
 
-    def plain(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    def to_fp32(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Convert queries and keys/values from the kernels' layout to fp32.
 
-        Returns queries (M, Q * K), and keys and values (2, H, S, K), from what `over` computes.
+        Returns queries (M, Q * K), and keys and values (2, H, S, K). The arguments are the queries
+        that `attend_over` returns and the `kv` that it writes.
         """
         if self._dtype == torch.float32:
             return q, kv
@@ -221,55 +222,56 @@ class CpuAttention:
         rows = q.view(H, q.shape[0], -1).transpose(0, 1).reshape(q.shape[0], -1)
         return rows.float(), both.float()
 
-    def over(
+    def attend_over(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: int
     ) -> tuple[Tensor, Tensor]:
         """Write the keys of `qkv` to `kv` and return the attention over them, and the queries.
 
-        The queries are in the kernels' layout (`plain` converts them). `logs` is the address for
+        The queries are in the kernels' layout (`to_fp32` converts them). `logs` is the address for
         the logarithms of the softmax denominators, or 0.
         """
         if self._alone is None:
-            self._alone = KeyPlaces.alone(kv, self._own)
+            self._alone = KeyPlaces.without_cache(kv, self._own)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
-    def _again(
+    def _attend_other_queries(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, positions_M: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention of new queries at `positions_M` over the keys that `over` wrote.
+        """Return the attention of new queries at `positions_M` over keys from `attend_over`.
 
-        Query m sees the keys that row m saw in `over`. Also returns the logarithms of the softmax
-        denominators (M, Q), and the queries in the kernels' layout.
+        Query m sees the keys that row m saw in `attend_over`. Also returns the logarithms of the
+        softmax denominators (M, Q), and the queries in the kernels' layout.
         """
-        assert self._alone is not None, "`over` comes first"
+        assert self._alone is not None, "`attend_over` comes first"
         places = replace(self._alone, own_M=torch.full_like(self._alone.own_M, -1))
         logs = qkv.new_empty(len(qkv), self._c.num_heads)
         keys, values = kv[0].data_ptr(), kv[1].data_ptr()
         out, q = self._run(qkv, norms, places, keys, values, logs.data_ptr(), positions_M)
         return out, logs, q
 
-    def chained(
+    def attend_with_chains(
         self, qkv: Tensor, norms: Tensor | None, true: Tensor, kv: Tensor, chain: ChainKeys
     ) -> Tensor:
         """Return the attention (M, Q * K) over the keys in `kv` and over each row's own `chain`.
 
-        One softmax covers both. `true` is the `qkv` from which `keeping` computed `kv`.
+        One softmax covers both. `true` is the `qkv` from which `attend_and_store` computed `kv`.
         """
         if torch.is_grad_enabled():
             attended: Tensor = _Chained.apply(  # type: ignore[no-untyped-call]
                 qkv, norms, true, kv, self, chain.positions_M, chain.q, chain.keys, chain.values
             )
             return attended
-        return self.with_chain(qkv, norms, kv, chain)[0]
+        return self.chained_forward(qkv, norms, kv, chain)[0]
 
-    def with_chain(
+    def chained_forward(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, chain: ChainKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of `chained`, the queries in the kernels' layout, and the log masses.
+        """Return the result of `attend_with_chains`, without gradients.
 
-        The log masses (M, Q) are the logarithms of the softmax denominators.
+        Also returns the queries in the kernels' layout, and the logarithms of the softmax
+        denominators (M, Q).
         """
-        out, logs, q = self._again(qkv, norms, kv, chain.positions_M)
+        out, logs, q = self._attend_other_queries(qkv, norms, kv, chain.positions_M)
         M, H, G, K = chain.q.shape
         own = (chain.q * chain.keys[..., None, :]).sum(-1)
         # The part over `kv` enters the joint softmax with its whole denominator as weight.
@@ -346,7 +348,7 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of `qkv` and `norms` from the gradient of `out`.
 
-        `q` and `kv` are the fp32 tensors from `plain`.
+        `q` and `kv` are the fp32 tensors from `to_fp32`.
         """
         dqkv = torch.empty_like(qkv)
         dq, dk = self.attention_backward(q, kv, grad, out, logs, dqkv)
@@ -433,7 +435,7 @@ class _AttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         c = shared._c
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
-        out, q = shared.over(qkv, norms, kv, logs.data_ptr())
+        out, q = shared.attend_over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
         ctx.shared = shared
         return out
@@ -443,7 +445,7 @@ class _AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         qkv, norms, q, kv, out, logs = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
-        q, kv = shared.plain(q, kv)
+        q, kv = shared.to_fp32(q, kv)
         return *shared.backward(qkv, norms, q, kv, grad.contiguous(), out, logs), None, None
 
 
@@ -468,7 +470,7 @@ class _Chained(torch.autograd.Function):
         values: Tensor,
     ) -> Tensor:
         chain = ChainKeys(positions_M, chain_q, keys, values)
-        out, q, logs = shared.with_chain(qkv, norms, kv, chain)
+        out, q, logs = shared.chained_forward(qkv, norms, kv, chain)
         ctx.save_for_backward(
             qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values
         )
@@ -480,7 +482,7 @@ class _Chained(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
-        q, kv = shared.plain(q, kv)
+        q, kv = shared.to_fp32(q, kv)
         grad = grad.contiguous()
         # The queries belong to this pass, the keys and values to the pass that `true` came from.
         dqkv, dtrue = torch.zeros_like(qkv), torch.empty_like(true)

@@ -18,7 +18,7 @@ from slipstream.kernels import layers as kernels
 from slipstream.kernels.product_amx import ROWS_BEYOND
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, attends
+from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, supports_attention
 from slipstream.models.functional import rope_table
 from slipstream.models.linear import PackedLinear, present
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
 
 
-def suits(config: ModelConfig, dtype: torch.dtype) -> bool:
+def supports_layers(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether `CpuLayers` supports these layers: their products must fill whole panels."""
     heads = config.num_heads + 2 * config.num_kv_heads
     widths = (
@@ -35,13 +35,13 @@ def suits(config: ModelConfig, dtype: torch.dtype) -> bool:
         heads * config.head_dim,
         2 * config.intermediate_size,
     )
-    return all(width % PANEL == 0 for width in widths) and attends(config, dtype)
+    return all(width % PANEL == 0 for width in widths) and supports_attention(config, dtype)
 
 
 class CpuLayers:
     """A stack of layers, and the norm after them if there is one.
 
-    Only for configurations for which `suits` returns True.
+    Only for configurations for which `supports_layers` returns True.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CpuLayers:
         """Number of weights in all layers."""
         return self._weights
 
-    def room(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
+    def buffers(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
         """Allocate the kernel's buffers for `rows` rows. Return the memory and the addresses.
 
         The buffers are spare, delta, qkv, q, mixed, gates, gated and own_rows. The caller must keep
@@ -98,14 +98,14 @@ class CpuLayers:
         lengths: Sequence[int] | None = None,
         *,
         aux_layers: Sequence[int] = (),
-        given_ME: Tensor | None = None,
+        qkv_input_ME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run rows (M, D) through all layers and the norm.
 
         Returns the result (M, D), and the inputs of the n `aux_layers` concatenated (M, n * D), or
         None without `aux_layers`. The call overwrites `x_MD`. Without `places` each sequence
-        attends to itself, as in `CpuAttention`. If `given_ME` is set, it replaces the normed input
-        of the first layer's q, k and v projections.
+        attends to itself, as in `CpuAttention`. If `qkv_input_ME` is set, it replaces the normed
+        input of the first layer's q, k and v projections.
         """
         c = self._config
         M, D = x_MD.shape
@@ -114,11 +114,11 @@ class CpuLayers:
         if places is None:
             B, T = positions_BT.shape
             own = OwnKeys([T] * B if lengths is None else lengths, self.dtype)
-            places = KeyPlaces.alone(own.room(c), own)
+            places = KeyPlaces.without_cache(own.buffer(c), own)
         normed = x_MD.new_empty(M, D)
         aux_inputs = x_MD.new_empty(M, len(aux_layers) * D) if aux_layers else None
         columns = self._columns(tuple(aux_layers)) if aux_layers else None
-        memory, (spare, delta, *others, own_rows) = self.room(x_MD, M)
+        memory, (spare, delta, *others, own_rows) = self.buffers(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
             self._table.data_ptr(),
@@ -145,8 +145,8 @@ class CpuLayers:
             0 if aux_inputs is None else aux_inputs.data_ptr(),
             0 if columns is None else columns.data_ptr(),
             len(aux_layers),
-            0 if given_ME is None else given_ME.data_ptr(),
-            0 if given_ME is None else given_ME.shape[1],
+            0 if qkv_input_ME is None else qkv_input_ME.data_ptr(),
+            0 if qkv_input_ME is None else qkv_input_ME.shape[1],
             own_rows,
             M,
             D,

@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import CpuAttention, KeyPlaces, attends
-from slipstream.models.cpu_layers import CpuLayers, suits
+from slipstream.models.cpu_attention import CpuAttention, KeyPlaces, supports_attention
+from slipstream.models.cpu_layers import CpuLayers, supports_layers
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels, row_multiple
@@ -187,8 +187,8 @@ class Layer(nn.Module):
                 widest = norm.detach().float().abs().amax(-1)
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
                 # Rotation keeps the length of a vector, except for the magnitude of cos and sin.
-                turned = c.rope_magnitude**2 * c.head_dim**0.5
-                bounded = float(bound) * turned <= SCORE_BOUND
+                largest = c.rope_magnitude**2 * c.head_dim**0.5
+                bounded = float(bound) * largest <= SCORE_BOUND
         return PackedLayer(
             input_norm=None if first is None else first.weight.to(rows),
             qkv=PackedLinear.of(
@@ -306,16 +306,16 @@ class Decoder(nn.Module):
         """Return the weights in compute form. Differentiable with respect to the parameters."""
         packed = [layer.pack(self.config, dtype) for layer in self.layers]
         norm, eps = self._norm(dtype)
-        together = None
-        if has_kernels(norm.dtype, self.device) and suits(self.config, dtype):
-            together = CpuLayers(packed, self.config, eps, norm)
+        fused = None
+        if has_kernels(norm.dtype, self.device) and supports_layers(self.config, dtype):
+            fused = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
             embedding=self.model.embed_tokens.weight.to(norm.dtype),
             layers=packed,
             norm=norm,
             eps=eps,
-            together=together,
+            fused=fused,
             lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
 
@@ -365,8 +365,8 @@ class PackedDecoder:
     norm: Tensor
     eps: Tensor
     """Of every norm, a scalar in fp32."""
-    together: CpuLayers | None
-    """All layers and the norm in one call, without gradients; None where there is no such call."""
+    fused: CpuLayers | None
+    """All layers and the norm as one kernel call without gradients; None if not supported."""
     lm_head: PackedLinear
 
     @property
@@ -402,13 +402,12 @@ class PackedDecoder:
         """Return the hidden states of `ids_BT` (int64) at `positions_BT`.
 
         Without a cache, each sequence attends to itself: positions must be 0 .. T-1, and padding
-        goes on the right, where the causal mask hides it. If `takes_sequences_in_a_row` says so,
-        sequences may be concatenated without padding instead: B is 1, `lengths` add up to T, and
-        positions start at 0 in each sequence.
+        goes on the right, where the causal mask hides it. If `supports_varlen` is true, sequences
+        may be concatenated without padding instead: B is 1, `lengths` add up to T, and positions
+        start at 0 in each sequence.
 
         With a cache, the pass stores its keys and values in the cache and attends to earlier ones.
-        If `takes_sequences_in_a_row` says so, the addresses of keys (`KeyPlaces`) can replace the
-        cache.
+        If `supports_varlen` is true, the addresses of keys (`KeyPlaces`) can replace the cache.
 
         In exact mode B * T must be a multiple of `row_multiple`. `aux_layers` are the layers, in
         ascending order, whose inputs the result includes. `recompute` trades time for memory in
@@ -430,11 +429,11 @@ class PackedDecoder:
         )
         B = len(ids_BT)
         kernels = has_kernels(self.dtype, ids_BT.device)
-        if self.together is not None and kernels and not torch.is_grad_enabled():
+        if self.fused is not None and kernels and not torch.is_grad_enabled():
             places = _places(kv_cache)
             x = F.embedding(ids_BT.flatten(), self.embedding)
             return HiddenStates(
-                *self.together(x, positions_BT, places, lengths, aux_layers=aux_layers)
+                *self.fused(x, positions_BT, places, lengths, aux_layers=aux_layers)
             ).in_sequences(B)
         attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
@@ -463,7 +462,7 @@ def check_pass(
 ) -> None:
     """Raise the errors that `PackedDecoder.forward` documents for its arguments."""
     if lengths is not None:
-        possible = takes_sequences_in_a_row(config, dtype, ids_BT.device) and not cached
+        possible = supports_varlen(config, dtype, ids_BT.device) and not cached
         if not possible or ids_BT.shape != (1, sum(lengths)) or min(lengths) < 1:
             raise ValueError(
                 f"lengths={list(lengths)} do not add up to tokens of shape {tuple(ids_BT.shape)}, "
@@ -553,12 +552,14 @@ def _increasing(numbers: Sequence[int]) -> bool:
     return all(a < b for a, b in pairwise(numbers))
 
 
-def takes_sequences_in_a_row(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def supports_varlen(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether one forward pass can hold sequences of different lengths without padding.
 
     This needs the compiled attention kernels, which compute each row independently.
     """
-    return has_kernels(activation_dtype(dtype, device), device) and attends(config, dtype)
+    return has_kernels(activation_dtype(dtype, device), device) and supports_attention(
+        config, dtype
+    )
 
 
 def _places(kv_cache: PlacedKVCache | KeyPlaces | None) -> KeyPlaces | None:
@@ -582,7 +583,7 @@ def start_pass(
     and torch computes.
     """
     rows = activation_dtype(dtype, positions_BT.device)
-    if takes_sequences_in_a_row(config, dtype, positions_BT.device):
+    if supports_varlen(config, dtype, positions_BT.device):
         return CpuAttention(config, eps, positions_BT, dtype, _places(kv_cache), lengths)
     if isinstance(kv_cache, KeyPlaces):
         raise ValueError(

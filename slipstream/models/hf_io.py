@@ -106,7 +106,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def load_spread(decoder: Decoder, folder: Path) -> None:
+def load_sharded_weights(decoder: Decoder, folder: Path) -> None:
     """Copy the tensors of a checkpoint into a sharded decoder.
 
     Every process reads the files, one tensor at a time. Raises CheckpointError; by then some

@@ -61,7 +61,7 @@ class HFPolicy(nn.Module):
         _check_causal(self)
 
     @property
-    def recomputes(self) -> bool:
+    def supports_checkpointing(self) -> bool:
         """Whether the model supports gradient checkpointing."""
         return bool(getattr(self.model, "supports_gradient_checkpointing", False))
 

@@ -74,7 +74,7 @@ def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of which the row count of exact products must be a multiple."""
+    """Return the multiple to which the row count of exact products must be padded."""
     return 1 if has_kernels(activation_dtype(dtype, device), device) else ROW_MULTIPLE
 
 
@@ -98,11 +98,11 @@ def key_step(dtype: torch.dtype, device: torch.device) -> int:
     return KEY_CHUNK[dtype]
 
 
-def order_is_kept(device: torch.device) -> bool:
+def sums_in_key_order(device: torch.device) -> bool:
     """Return whether sums over keys must run in the order of positions, whatever their slots.
 
-    CPUs need this for exact mode. GPU libraries add in an order of their own, so gathering the keys
-    of each row in order would be wasted time there.
+    CPUs need this for exact mode. GPU libraries choose their own order, so gathering the keys of
+    each row in order would be wasted time there.
     """
     return device.type == "cpu"
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.models.config import Family, ModelConfig
-from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, PackedDecoder, supports_varlen
 from slipstream.models.hf_io import (
     load_checkpoint,
     load_config,
-    load_spread,
+    load_sharded_weights,
     load_tensors,
     read_json,
     read_tensors,
@@ -79,7 +79,7 @@ def load_sharded(folder: Path, mesh: DeviceMesh, *, device: torch.device) -> Dec
     with torch.device("meta"):
         decoder = Decoder(load_config(folder))
     shard(decoder, mesh).to_empty(device=device)
-    load_spread(decoder, folder)
+    load_sharded_weights(decoder, folder)
     return decoder
 
 
@@ -120,7 +120,7 @@ def load_weights_from(policy: Policy, folder: Path) -> None:
     if isinstance(policy, HFPolicy):
         policy.load_folder(folder)
     elif is_sharded(policy):
-        load_spread(policy, folder)
+        load_sharded_weights(policy, folder)
     else:
         load_tensors(policy, read_tensors(folder), source=str(folder))
 
@@ -142,7 +142,7 @@ def needs_padding(policy: Policy, dtype: torch.dtype) -> bool:
     """Return whether a forward pass needs sequences padded to one length."""
     if isinstance(policy, HFPolicy):
         return True
-    return not takes_sequences_in_a_row(policy.config, dtype, policy.device)
+    return not supports_varlen(policy.config, dtype, policy.device)
 
 
 def _needs_transformers(folder: Path, implementation: Implementation) -> bool:

@@ -53,7 +53,7 @@ def is_sharded(module: object) -> bool:
     return hasattr(module, "reshard")
 
 
-def give_up(module: object) -> None:
+def free_gathered(module: object) -> None:
     """Free the weights that a pass has gathered, if any. An update would make them stale."""
     if is_sharded(module):
         cast(Any, module).reshard()
@@ -104,7 +104,7 @@ class ShardedDecoder:
 
     @property
     def head(self) -> tuple[Tensor, PackedLinear]:
-        """As `PackedDecoder.head`. Valid after `forward`, until `give_up` frees the weights."""
+        """As `PackedDecoder.head`. Valid after `forward`, until `free_gathered` is called."""
         with self._weights():
             weight = self.decoder.lm_head_weight.to(self.compute_dtype)
         return weight, PackedLinear.of(weight)

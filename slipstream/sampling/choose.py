@@ -24,8 +24,8 @@ class SamplingRows:
     """Per-row sampling settings as tensors of length N, built once per batch, not per step.
 
     `keys_N2` is int32; `temperature_N` is float32 with 0 for greedy rows; `top_k_N` is int64.
-    `top_p_N` and `min_p_N` are float64, because a rounded limit could add a token. `cuts` says
-    whether any row truncates. If none does, `top_k_N`, `top_p_N` and `min_p_N` are not read.
+    `top_p_N` and `min_p_N` are float64, because a rounded limit could add a token. `any_truncated`
+    says whether any row truncates. If none does, `top_k_N`, `top_p_N` and `min_p_N` are not read.
     """
 
     keys_N2: Tensor
@@ -36,7 +36,7 @@ class SamplingRows:
     any_sampled: bool
     any_greedy: bool
     any_tempered: bool
-    cuts: bool
+    any_truncated: bool
 
     @classmethod
     def of(
@@ -50,7 +50,9 @@ class SamplingRows:
         device: torch.device,
     ) -> SamplingRows:
         """Return the settings with one row for each entry of the lists."""
-        cuts = [k > 0 or p < 1 or m > 0 for k, p, m in zip(top_ks, top_ps, min_ps, strict=True)]
+        truncates = [
+            k > 0 or p < 1 or m > 0 for k, p, m in zip(top_ks, top_ps, min_ps, strict=True)
+        ]
         return cls(
             keys_N2=torch.tensor(keys, dtype=torch.int32, device=device),
             temperature_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
@@ -60,7 +62,7 @@ class SamplingRows:
             any_sampled=any(t > 0 for t in temperatures),
             any_greedy=any(t == 0 for t in temperatures),
             any_tempered=any(t not in (0, 1) for t in temperatures),
-            cuts=any(cuts),
+            any_truncated=any(truncates),
         )
 
     @property
@@ -68,7 +70,7 @@ class SamplingRows:
         """The flags that determine the operations of `choose` if no row truncates."""
         return self.any_sampled, self.any_greedy, self.any_tempered
 
-    def uncut(self, keys_N2: Tensor, temperature_N: Tensor) -> SamplingRows:
+    def without_truncation(self, keys_N2: Tensor, temperature_N: Tensor) -> SamplingRows:
         """Return rows of the same `kinds` without truncation, with new keys and temperatures."""
         unused = torch.zeros(len(keys_N2), dtype=torch.int64, device=keys_N2.device)
         return replace(
@@ -78,7 +80,7 @@ class SamplingRows:
             top_k_N=unused,
             top_p_N=unused,
             min_p_N=unused,
-            cuts=False,
+            any_truncated=False,
         )
 
     def repeated(self, times: int) -> SamplingRows:
@@ -99,17 +101,17 @@ class SamplingRows:
             # index_select takes half the time of indexing, and every step with trees needs it.
             return settings[rows] if isinstance(rows, slice) else settings.index_select(0, rows)
 
-        cuts = self.cuts
+        truncated = self.any_truncated
         return SamplingRows(
             keys_N2=of(self.keys_N2),
             temperature_N=of(self.temperature_N),
-            top_k_N=of(self.top_k_N) if cuts else self.top_k_N,
-            top_p_N=of(self.top_p_N) if cuts else self.top_p_N,
-            min_p_N=of(self.min_p_N) if cuts else self.min_p_N,
+            top_k_N=of(self.top_k_N) if truncated else self.top_k_N,
+            top_p_N=of(self.top_p_N) if truncated else self.top_p_N,
+            min_p_N=of(self.min_p_N) if truncated else self.min_p_N,
             any_sampled=self.any_sampled,
             any_greedy=self.any_greedy,
             any_tempered=self.any_tempered,
-            cuts=cuts,
+            any_truncated=truncated,
         )
 
 
@@ -167,7 +169,7 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
         logits_NV = logits_NV / heat_N1
     log_probs = torch.log_softmax(logits_NV, dim=-1)
     support = None
-    if rows.cuts:
+    if rows.any_truncated:
         support = truncate(log_probs, rows.top_k_N, rows.top_p_N, rows.min_p_N)
         if greedy_N1 is not None:
             # Greedy rows are not truncated: rounding may give the token with the largest logit the

@@ -73,7 +73,7 @@ class Candidates:
 
 
 @dataclass(slots=True)
-class Branches:
+class GrowingTree:
     """A draft tree to which paths can be added. Node 0, the root, is the last known token."""
 
     tokens: list[int]
@@ -81,7 +81,9 @@ class Branches:
     scores: list[float]
 
     @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> Branches:
+    def of(
+        cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]
+    ) -> GrowingTree:
         """Return a tree from copies of the lists. `scores` has no entry for the root."""
         return cls([*tokens], [*parents], [0.0, *scores])
 
@@ -107,18 +109,18 @@ class Branches:
                 return child
         return None
 
-    def part(self, kept: Sequence[int]) -> Branches:
+    def part(self, kept: Sequence[int]) -> GrowingTree:
         """Return the tree of the nodes `kept`: ascending, with the root and all parents."""
         number = {node: i for i, node in enumerate(kept)}
-        return Branches(
+        return GrowingTree(
             [self.tokens[node] for node in kept],
             [number.get(self.parents[node], -1) for node in kept],
             [self.scores[node] for node in kept],
         )
 
 
-def best_branches(
-    trees: Sequence[Branches], drafts: int, least: float = -np.inf, *, most: float = np.inf
+def best_nodes(
+    trees: Sequence[GrowingTree], drafts: int, least: float = -np.inf, *, most: float = np.inf
 ) -> list[list[int]]:
     """Return for each tree its root and its share of the `drafts` best nodes of all trees.
 

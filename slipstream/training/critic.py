@@ -24,7 +24,7 @@ from slipstream.algorithms.aggregation import LossAggMode
 from slipstream.algorithms.losses.value import value_loss
 from slipstream.errors import ConfigError, DataError
 from slipstream.models.critic_io import save_critic
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.value_model import ValueModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.guarded import GuardedOptimizer
@@ -176,7 +176,7 @@ class Critic:
             pad_id=c.pad_token_id or 0,
             max_positions=c.context_limit.tokens,
             device=self.model.device,
-            padded=not takes_sequences_in_a_row(c, self._dtype, self.model.device),
+            padded=not supports_varlen(c, self._dtype, self.model.device),
         ):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or head is None or torch.is_grad_enabled():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
-from slipstream.models.sharded import give_up, is_sharded, shard
+from slipstream.models.sharded import free_gathered, is_sharded, shard
 from slipstream.training.packing import MicroBatch, build_micro_batch
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
@@ -112,9 +112,9 @@ class ShardedBackend(SingleProcessBackend):
             for indices in islice(cycle(own or next(filter(None, plans), [])), most - len(own)):
                 yield replace(build(indices), filler=True)
         finally:
-            give_up(self.decoder)
+            free_gathered(self.decoder)
             for reference in self._reference or ():
-                give_up(reference)
+                free_gathered(reference)
 
     def _of_all(self, metrics: MetricSums) -> MetricSums:
         joined = MetricSums()

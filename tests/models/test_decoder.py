@@ -101,7 +101,7 @@ def test_aux_layers_are_the_inputs_of_layers() -> None:
     with torch.no_grad():
         aux_layers = packed.forward(ids, positions, aux_layers=(0, 2)).aux_layers
         # The third layer's input is the output of a decoder with the first two layers.
-        shallow = replace(packed, layers=packed.layers[:2], together=None)
+        shallow = replace(packed, layers=packed.layers[:2], fused=None)
         final = shallow.forward(ids, positions).final
     assert aux_layers is not None
     first, third = aux_layers.chunk(2, -1)

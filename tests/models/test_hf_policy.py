@@ -59,7 +59,7 @@ def test_logits_and_gradients_match_transformers(kind: str, tmp_path: Path) -> N
 def test_recompute_uses_gradient_checkpointing_without_dropout(tmp_path: Path) -> None:
     """Checkpointing needs training mode, in which gpt2 would normally apply dropout."""
     model = load_hf_policy(save_foreign("gpt2", tmp_path))
-    assert model.recomputes
+    assert model.supports_checkpointing
     ids, calls = random_ids(2, 30), [0]
     block = model.model.transformer.h[0].mlp
     block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))

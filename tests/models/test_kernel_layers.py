@@ -19,7 +19,7 @@ from slipstream.kernels.team import SHARED_FROM
 from slipstream.models import decoder as decoder_module
 from slipstream.models import functional
 from slipstream.models.attention import TorchAttention
-from slipstream.models.cpu_attention import CpuAttention, attends
+from slipstream.models.cpu_attention import CpuAttention, supports_attention
 from slipstream.models.functional import add_norm, gated, rms_norm
 from tests.models.helpers import FAMILIES, config, make_decoder, random_ids
 
@@ -43,7 +43,7 @@ def test_one_call_for_all_layers_equals_one_call_per_layer(
     ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
     with torch.no_grad():
         at_once = packed.forward(ids, positions).final
-        one_by_one = replace(packed, together=None).forward(ids, positions).final
+        one_by_one = replace(packed, fused=None).forward(ids, positions).final
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(at_once, packed.forward(ids, positions).final)
 
@@ -62,7 +62,7 @@ def test_aux_layers_of_one_call_equal_those_of_one_call_per_layer(
     with torch.no_grad():
         plain = packed.forward(ids, positions, lengths=lengths)
         at_once = packed.forward(ids, positions, lengths=lengths, aux_layers=aux_layers)
-        one_by_one = replace(packed, together=None).forward(
+        one_by_one = replace(packed, fused=None).forward(
             ids, positions, lengths=lengths, aux_layers=aux_layers
         )
     with_gradients = decoder.pack(dtype).forward(
@@ -89,7 +89,7 @@ def test_results_do_not_depend_on_the_number_of_threads(
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width}
     decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, **shape)
     packed = decoder.pack(dtype)
-    assert packed.together is None or packed.together.size > SHARED_FROM
+    assert packed.fused is None or packed.fused.size > SHARED_FROM
     ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
     before = torch.get_num_threads()
     found = []
@@ -158,7 +158,7 @@ def test_lengths_must_add_up_to_the_tokens() -> None:
 def test_widths_that_do_not_fill_panels_run_layer_by_layer(width: dict[str, int]) -> None:
     decoder = make_decoder("llama", **width)
     packed = decoder.pack(torch.float32)
-    assert packed.together is None
+    assert packed.fused is None
     ids, positions = random_ids(2, 8), torch.arange(8).expand(2, -1)
     with torch.no_grad():
         ours = packed.forward(ids, positions).final
@@ -185,8 +185,8 @@ def test_kernel_attention_and_its_gradients_match_torch(
     family: str, dtype: torch.dtype, close: float
 ) -> None:
     c = config(family, head_dim=16)
-    assert attends(c, dtype)
-    assert not attends(config(family, head_dim=24), torch.bfloat16)
+    assert supports_attention(c, dtype)
+    assert not supports_attention(config(family, head_dim=24), torch.bfloat16)
     Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
     B, T = 3, 20
     generator = torch.Generator().manual_seed(0)

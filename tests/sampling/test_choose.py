@@ -43,7 +43,7 @@ def make_rows(settings: list[Setting], *, first_key: int = 0) -> SamplingRows:
         any_sampled=any(s.temperature > 0 for s in settings),
         any_greedy=any(s.temperature == 0 for s in settings),
         any_tempered=any(s.temperature not in (0, 1) for s in settings),
-        cuts=any(s.truncates for s in settings),
+        any_truncated=any(s.truncates for s in settings),
     )
 
 
@@ -94,7 +94,7 @@ def test_sampled_tokens_follow_the_exact_distribution(setting: Setting) -> None:
             any_sampled=rows.any_sampled,
             any_greedy=rows.any_greedy,
             any_tempered=rows.any_tempered,
-            cuts=rows.cuts,
+            any_truncated=rows.any_truncated,
         )
         choice = choose(LOGITS.expand(2000, -1), positions, repeated)
         counts += torch.bincount(choice.tokens, minlength=len(LOGITS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.sampling.tree import Branches, Candidates, best_branches
+from slipstream.sampling.tree import Candidates, GrowingTree, best_nodes
 
 NONE = -np.inf
 
@@ -69,7 +69,7 @@ def test_candidates_with_a_score_of_minus_infinity_are_not_selected() -> None:
 
 
 def test_a_path_is_merged_into_a_tree_by_its_tokens() -> None:
-    tree = Branches.of([5, 10, 11, 12], [-1, 0, 0, 1], [-0.5, -1.0, -0.9])
+    tree = GrowingTree.of([5, 10, 11, 12], [-1, 0, 0, 1], [-0.5, -1.0, -0.9])
     tree.add([10, 13, 12], [-0.2, -0.3, -0.4])
     assert tree.tokens == [5, 10, 11, 12, 13, 12]
     assert tree.parents == [-1, 0, 0, 1, 1, 4]
@@ -77,15 +77,15 @@ def test_a_path_is_merged_into_a_tree_by_its_tokens() -> None:
     tree.add([11], [-3.0])
     assert tree.scores[2] == -1.0
     tree.add([], [])
-    other = Branches.of([6], [-1], [])
-    assert best_branches([tree, other], 3) == [[0, 1, 4, 5], [0]]
+    other = GrowingTree.of([6], [-1], [])
+    assert best_nodes([tree, other], 3) == [[0, 1, 4, 5], [0]]
     part = tree.part([0, 1, 4, 5])
-    assert part == Branches([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
+    assert part == GrowingTree([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
     other.add([7], [-0.35])
-    assert best_branches([tree, other], 3) == [[0, 1, 4], [0, 1]]
-    assert best_branches([tree, other], 0) == [[0], [0]]
+    assert best_nodes([tree, other], 3) == [[0, 1, 4], [0, 1]]
+    assert best_nodes([tree, other], 0) == [[0], [0]]
     # If one tree is full, the rest of the budget goes to the others.
-    assert best_branches([tree, other], 3, most=1) == [[0, 1], [0, 1]]
+    assert best_nodes([tree, other], 3, most=1) == [[0, 1], [0, 1]]
 
 
 def test_best_of_each_selects_the_same_number_for_every_request() -> None:

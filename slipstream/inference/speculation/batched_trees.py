@@ -27,7 +27,7 @@ def chain_by_columns(
 ) -> Tensor:
     """Chains (N, `steps`) into `kv`, whose first `num_keys` slots have room for them."""
     hidden_ND, lm_head = given.hidden_ND, batch.policy.lm_head
-    laws = None if batch.rows.cuts else _Laws(batch, steps, lm_head.weight.shape[0])
+    laws = None if batch.rows.any_truncated else _Laws(batch, steps, lm_head.weight.shape[0])
 
     def draft(step: int) -> Tensor:
         logits_NV = head.logits(hidden_ND, lm_head)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, Layer, init_parameters
-from slipstream.models.draft.model import DraftModel, PackedDraft, one_call
+from slipstream.models.draft.model import DraftModel, PackedDraft, fuse_layer
 from slipstream.models.linear import PackedLinear
 
 
@@ -61,7 +61,7 @@ class DraftHead(DraftModel):
             fc=PackedLinear.of(self.fc.weight.to(dtype)),
             layer=packed,
             eps=eps,
-            together=one_call(packed, self.config, eps),
+            fused=fuse_layer(packed, self.config, eps),
         )
 
     def blank(self) -> Self:
@@ -78,11 +78,11 @@ class PackedDraftHead(PackedDraft):
         """True: training compares states with the policy's final hidden states."""
         return True
 
-    def taken(self, features: Tensor) -> Tensor:
+    def to_states(self, features: Tensor) -> Tensor:
         """Return the features unchanged, because they are the states."""
         return features
 
-    def enter(
+    def layer_inputs(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return fc([embedding ; state]) as the layer's only input."""

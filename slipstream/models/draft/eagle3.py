@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, Layer, Norm, init_parameters
-from slipstream.models.draft.model import DraftModel, PackedDraft, one_call
+from slipstream.models.draft.model import DraftModel, PackedDraft, fuse_layer
 from slipstream.models.functional import add_norm
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype
@@ -129,7 +129,7 @@ class Eagle3Head(DraftModel):
             fc=PackedLinear.of(self.fc.weight.to(dtype)),
             layer=packed,
             eps=eps,
-            together=one_call(packed, self.config, eps),
+            fused=fuse_layer(packed, self.config, eps),
             hidden_norm=self.midlayer.hidden_norm.weight.to(rows),
             norm=self.norm.weight.to(rows),
             lm_head=PackedLinear.of(self.lm_head.weight.to(dtype)),
@@ -165,11 +165,11 @@ class PackedEagle3Head(PackedDraft):
         """The head's own LM head, over the draft vocabulary."""
         return self.lm_head
 
-    def taken(self, features: Tensor) -> Tensor:
+    def to_states(self, features: Tensor) -> Tensor:
         """Return fc(features): one state for the hidden states of three layers."""
         return self.fc(features)
 
-    def enter(
+    def layer_inputs(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the states and, as input of q, k and v, [norm(embedding) ; norm(state)]."""

@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float64]
 class TreeDrafter:
     """Draft trees in one kernel call on a CPU, for a draft head and its policy.
 
-    Both must have the same dtype, and the kernels must support the head (`PackedDraft.together`).
+    Both must have the same dtype, and the kernels must support the head (`PackedDraft.fused`).
     The constructor collects the addresses of the weights, because this takes as long as drafting a
     level with a small head.
     """
@@ -43,9 +43,9 @@ class TreeDrafter:
     def __init__(self, head: PackedDraft, policy: PackedDecoder) -> None:
         # Kept alive, because the kernel gets only addresses.
         self.head, self.policy = head, policy
-        together = head.together
-        assert together is not None
-        self._together = together
+        fused = head.fused
+        assert fused is not None
+        self._fused = fused
         c, fc = head.config, head.fc
         lm_head = head.own_lm_head or policy.lm_head
         norm, last_norm = head.state_norms
@@ -68,10 +68,10 @@ class TreeDrafter:
             0 if draft_tokens is None else draft_tokens.data_ptr(),
             len(lm_head.weight),
         )
-        self._layer = together.table, head.eps.data_ptr()
+        self._layer = fused.table, head.eps.data_ptr()
         self._rotation = cos.data_ptr(), sin.data_ptr(), c.max_position_embeddings - 1
         heads = c.num_heads, c.num_kv_heads, c.head_dim
-        self._shape = *self._widths, *heads, c.intermediate_size, together.dtype.itemsize
+        self._shape = *self._widths, *heads, c.intermediate_size, fused.dtype.itemsize
 
     def __call__(
         self,
@@ -120,7 +120,7 @@ class TreeDrafter:
         *before, normed = buffers
         positions_N = positions_N.contiguous()
         spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
-        layer_memory, (spare, delta, *others) = self._together.room(like, most)
+        layer_memory, (spare, delta, *others) = self._fused.buffers(like, most)
         keys, slots = kv.data_ptr(), kv.shape[3]
         tree(
             inputs.ctypes.data,
@@ -150,7 +150,7 @@ class TreeDrafter:
             keys + kv.nbytes // 2,
             n,
             *self._shape,
-            work=self._together.size,
+            work=self._fused.size,
         )
         del memory, layer_memory, spots, limits  # The kernel used them until here.
         return tokens, parents, scores, gaps
@@ -178,7 +178,7 @@ class DraftPass:
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
         self._mask_NCS: Tensor | None = None
-        if head.together is not None:
+        if head.fused is not None:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
             self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
@@ -196,12 +196,12 @@ class DraftPass:
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        if head.together is not None and self._places is not None:
-            x, qkv_input = head.enter(ids_NT, states_NTD, self._embedding)
+        if head.fused is not None and self._places is not None:
+            x, qkv_input = head.layer_inputs(ids_NT, states_NTD, self._embedding)
             places = self._places.columns(columns)
             # Copied, because the call overwrites x, which can be the states themselves.
             x = x if qkv_input is None else x.clone()
-            out, _ = head.together(x, self._positions[:, columns], places, given_ME=qkv_input)
+            out, _ = head.fused(x, self._positions[:, columns], places, qkv_input_ME=qkv_input)
         else:
             assert self._columns is not None
             assert self._mask_NCS is not None

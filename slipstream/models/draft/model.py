@@ -1,6 +1,6 @@
 """The common interface of all draft heads, which draft several tokens from the policy's features.
 
-    taken(features) -> state;  state, next token -> one decoder layer -> state -> logits
+    to_states(features) -> state;  state, next token -> one decoder layer -> state -> logits
 
 From the second draft token on, the head's own state replaces a feature. Heads differ in three
 respects: which features they read, what goes into the layer, and how a state becomes logits
@@ -24,13 +24,13 @@ from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import ChainKeys, CpuAttention
-from slipstream.models.cpu_layers import CpuLayers, suits
+from slipstream.models.cpu_layers import CpuLayers, supports_layers
 from slipstream.models.decoder import (
     Attention,
     Decoder,
     PackedLayer,
     layer_between,
-    takes_sequences_in_a_row,
+    supports_varlen,
 )
 from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.linear import PackedLinear
@@ -87,7 +87,7 @@ class PackedDraft(ABC):
     fc: PackedLinear
     layer: PackedLayer
     eps: Tensor
-    together: CpuLayers | None
+    fused: CpuLayers | None
     """The layer as one kernel call without gradients; None if the kernels do not support it."""
 
     @property
@@ -116,11 +116,11 @@ class PackedDraft(ABC):
         return False
 
     @abstractmethod
-    def taken(self, features: Tensor) -> Tensor:
+    def to_states(self, features: Tensor) -> Tensor:
         """Return the states (..., D) for the policy's features (..., F)."""
 
     @abstractmethod
-    def enter(
+    def layer_inputs(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's input for tokens, each with the state before it.
@@ -167,7 +167,7 @@ class PackedDraft(ABC):
         """
         B, T = next_ids_BT.shape
         dtype, device = self.dtype, features_BTF.device
-        by_kernels = takes_sequences_in_a_row(self.config, dtype, device)
+        by_kernels = supports_varlen(self.config, dtype, device)
         if lengths is not None and (B != 1 or sum(lengths) != T or min(lengths) < 1):
             raise ValueError(
                 f"lengths={list(lengths)} do not add up to tokens of shape ({B}, {T}); pass one "
@@ -184,7 +184,7 @@ class PackedDraft(ABC):
             )
         else:
             chains = _Chains(self.config, self.eps, T, features_BTF.dtype, device)
-        ids, states_BTD = next_ids_BT, self.taken(features_BTF)
+        ids, states_BTD = next_ids_BT, self.to_states(features_BTF)
         for step in range(steps):
             if step:
                 ids = F.pad(ids[:, 1:], (0, 1))
@@ -195,17 +195,17 @@ class PackedDraft(ABC):
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor, attention: Attention
     ) -> Tensor:
         """Return the next states (B * T, D) of tokens, each with the state before it."""
-        x, qkv_input = self.enter(ids_BT, states_BTD, embedding_VD)
+        x, qkv_input = self.layer_inputs(ids_BT, states_BTD, embedding_VD)
         x, delta = layer_between(
             self.layer, 0, x, x if qkv_input is None else qkv_input, attention, self.eps
         )
         return x + delta
 
 
-def one_call(layer: PackedLayer, config: ModelConfig, eps: Tensor) -> CpuLayers | None:
-    """Return `PackedDraft.together` for a layer; None if the kernels do not support it."""
+def fuse_layer(layer: PackedLayer, config: ModelConfig, eps: Tensor) -> CpuLayers | None:
+    """Return `PackedDraft.fused` for a layer; None if the kernels do not support it."""
     dtype, device = layer.qkv.weight.dtype, eps.device
-    if has_kernels(activation_dtype(dtype, device), device) and suits(config, dtype):
+    if has_kernels(activation_dtype(dtype, device), device) and supports_layers(config, dtype):
         return CpuLayers([layer], config, eps, None)
     return None
 
@@ -221,7 +221,7 @@ class _KernelChains:
         # Clamped for padding, because the kernels read the rotation tables by address.
         self._positions = places.clamp(max=config.max_position_embeddings - 1)
         self._attention = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
-        self._room = self._attention.own_room()
+        self._kv = self._attention.own_buffer()
         self._true: Tensor | None = None
         # Keys and values of each later step so far: (M, H, K).
         self._keys: list[Tensor] = []
@@ -230,7 +230,7 @@ class _KernelChains:
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
         if self._true is None:
             self._true = qkv
-            return self._attention.keeping(qkv, norms, self._room)
+            return self._attention.attend_and_store(qkv, norms, self._kv)
         c, M = self._c, len(qkv)
         Q, H, G, K = c.num_heads, c.num_kv_heads, c.group_size, c.head_dim
         places = self._positions + (1 + len(self._keys))
@@ -244,7 +244,7 @@ class _KernelChains:
         self._values.append(v.reshape(M, H, K))
         keys, values = torch.stack(self._keys), torch.stack(self._values)
         chain = ChainKeys(places, q.view(M, H, G, K) * K**-0.5, keys, values)
-        return self._attention.chained(qkv, norms, self._true, self._room, chain)
+        return self._attention.attend_with_chains(qkv, norms, self._true, self._kv, chain)
 
 
 class _Chains:

@@ -55,7 +55,7 @@ def test_chains_of_concatenated_sequences_equal_those_of_separate_ones(
         for start, length in zip((0, 5, 45, 62), lengths, strict=True):
             own = slice(start, start + length)
             # By torch's operations, with padding.
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: False):
+            with patch.object(model, "supports_varlen", lambda *_: False):
                 alone = list(packed.unroll(ids[:, own], features[:, own], embedding, 4))
             for k in range(4):
                 meant = max(length - k, 0)
@@ -67,7 +67,7 @@ def test_chains_of_concatenated_sequences_equal_those_of_separate_ones(
             list(packed.unroll(ids, features, embedding, 1, lengths=wrong))
     with (
         pytest.raises(ValueError, match="leave lengths=None"),
-        patch.object(model, "takes_sequences_in_a_row", lambda *_: False),
+        patch.object(model, "supports_varlen", lambda *_: False),
     ):
         list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
 
@@ -103,7 +103,7 @@ def test_gradients_of_chains_equal_those_of_separate_sequences(
         packed, given = head.pack(of), features.clone().requires_grad_()
         for own in parts:
             alone = {} if len(parts) > 1 else {"lengths": lengths}
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: by_kernels):
+            with patch.object(model, "supports_varlen", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
                 loss = sum((w[own] * x[0]).sum() for w, x in zip(upstream, chains, strict=True))
             assert isinstance(loss, torch.Tensor)

@@ -60,7 +60,7 @@ def test_a_new_head_drafts_with_the_policys_norm_and_lm_head() -> None:
     assert torch.equal(head.norm.weight, policy.model.norm.weight)
     features = torch.randn(7, 3 * 48)
     with torch.no_grad():
-        state = head.pack(torch.float32).taken(features)
+        state = head.pack(torch.float32).to_states(features)
     assert float(torch.cosine_similarity(state, features[:, -48:], dim=-1).min()) > 0.9
 
 
@@ -72,7 +72,7 @@ def test_a_step_equals_the_formula(kernels: bool) -> None:
     features, embedding = torch.randn(1, 4, 3 * 64), torch.randn(VOCAB, 64)
     with (
         torch.no_grad(),
-        patch.object(model, "takes_sequences_in_a_row", lambda *_: kernels),
+        patch.object(model, "supports_varlen", lambda *_: kernels),
     ):
         packed = head.pack(torch.float32)
         state = next(packed.unroll(ids, features, embedding, 1))[0, :1]
@@ -114,7 +114,7 @@ def test_chains_and_gradients_equal_those_of_separate_sequences(
         logits = torch.zeros(steps, total, VOCAB // 2)
         for own in parts:
             alone = {} if len(parts) > 1 else {"lengths": lengths}
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: by_kernels):
+            with patch.object(model, "supports_varlen", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
                 drafts = [packed.draft_logits(x[0], None) for x in chains]  # type: ignore[arg-type]
             loss = sum((w[own] * x).sum() for w, x in zip(upstream, drafts, strict=True))
@@ -142,11 +142,11 @@ def test_drafting_column_by_column_equals_the_training_pass(
     ids, features = random_ids(3, 12), torch.randn(3, 12, 3 * 64)
     with torch.no_grad():
         packed, embedding = head.pack(dtype), torch.randn(VOCAB, 64)
-        assert packed.together is not None
+        assert packed.fused is not None
         if not kernels:
-            packed = replace(packed, together=None)
+            packed = replace(packed, fused=None)
         expected = list(packed.unroll(ids, features, embedding, 3))
-        states, own = packed.taken(features), packed.config
+        states, own = packed.to_states(features), packed.config
         width = torch.float32 if dtype == torch.float32 else dtype
         kv = torch.full((2, 4, own.num_kv_heads, 64, own.head_dim), 7.0, dtype=width)
         if not kernels:

@@ -36,9 +36,9 @@ def test_drafting_column_by_column_equals_the_training_pass(
     features = torch.randn(3, 12, config.hidden_size, generator=generator)
     with torch.no_grad():
         packed, embedding = head.pack(torch.float32), decoder.pack(torch.float32).embedding
-        assert packed.together is not None
+        assert packed.fused is not None
         if not kernels:
-            packed = replace(packed, together=None)
+            packed = replace(packed, fused=None)
         expected = next(packed.unroll(ids, features, embedding, 1))
         kv = torch.full((2, 4, config.num_kv_heads, 64, config.head_dim), 7.0)
         # Slots beyond a row's start are overwritten before any query sees them.
