@@ -1,4 +1,4 @@
-"""The critic: what it reads, how it learns, and its files."""
+"""The critic: values, updates against a reference, resume, and files."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def batch_of(lengths: list[int], seed: int = 0) -> TrainBatch:
 
 
 def reference_values(model: ValueModel, tokens: list[int]) -> torch.Tensor:
-    """V before each token, from a forward pass over this row alone, in float64 at the end."""
+    """V before each token, from a forward pass over this row only, with the head in float64."""
     ids = torch.tensor(tokens + [0] * (-len(tokens) % 16))[None]
     hidden = model.pack(torch.float32).forward(ids, torch.arange(ids.shape[1])[None]).final[0]
     values = hidden.double() @ model.score.weight[0].double() + model.score.bias.double()
     return torch.cat([values.new_zeros(1), values[: len(tokens) - 1]])
 
 
-def test_values_are_of_the_state_before_each_token() -> None:
+def test_values_are_those_of_the_state_before_each_token() -> None:
     batch, work = batch_of(LENGTHS), critic()
     values = work.values(batch).wait()
     for given, got in zip(batch.rows, values, strict=True):
@@ -75,7 +75,7 @@ def test_values_are_of_the_state_before_each_token() -> None:
         torch.testing.assert_close(
             torch.tensor(got).double(), expected * mask, atol=1e-5, rtol=1e-5
         )
-    # The last token is nobody's state, the first nobody's target.
+    # No value depends on the last token, and the first token has no value.
     other = TrainBatch(
         rows=[TrainRow(tokens=list(r.tokens), loss_mask=r.loss_mask) for r in batch.rows]
     )
@@ -85,7 +85,7 @@ def test_values_are_of_the_state_before_each_token() -> None:
     work.close()
 
 
-def test_a_new_critic_expects_nothing_and_is_no_second_policy() -> None:
+def test_new_critic_has_zero_values_and_no_lm_head() -> None:
     policy = tiny_decoder()
     add_lora(policy, LoraConfig(rank=2))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_values_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None:
+def test_update_equals_a_reference_for_any_split(mode: str) -> None:
     batch = batch_of(LENGTHS)
     model = tiny_model()
     total = torch.zeros((), dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
         work.close()
 
 
-def test_masked_places_may_hold_anything() -> None:
+def test_masked_entries_do_not_matter() -> None:
     clean, dirty = batch_of(LENGTHS), batch_of(LENGTHS)
     for given in dirty.rows:
         assert given.returns is not None
@@ -184,7 +184,7 @@ def learn(work: Critic, batch: TrainBatch, steps: int) -> dict[str, float]:
     return metrics
 
 
-def test_it_learns_a_constant() -> None:
+def test_learns_a_constant() -> None:
     batch = batch_of([12, 20, 28])
     for given in batch.rows:
         given.returns = [1.5] * len(given.tokens)
@@ -196,7 +196,7 @@ def test_it_learns_a_constant() -> None:
     work.close()
 
 
-def test_it_learns_what_is_linear_in_the_hidden_state() -> None:
+def test_learns_a_linear_function_of_the_hidden_state() -> None:
     teacher = critic(tiny_model())
     batch = batch_of([24, 40, 33])
     for given, line in zip(batch.rows, teacher.values(batch).wait(), strict=True):
@@ -213,14 +213,14 @@ def test_it_learns_what_is_linear_in_the_hidden_state() -> None:
     work.close()
 
 
-def test_explained_variance_by_hand() -> None:
+def test_explained_variance_matches_a_computation_by_hand() -> None:
     given = TrainRow(
         tokens=[1, 2, 3, 4],
         loss_mask=[1.0, 1.0, 0.0, 1.0],
         returns=[9.0, 1.0, 9.0, 3.0],
         values=[9.0, 0.0, 9.0, 3.0],
     )
-    # Returns 1 and 3 have variance 2, errors 1 and 0 have 0.5; column 0 is no target.
+    # Returns 1 and 3 have variance 2, errors 1 and 0 have variance 0.5; column 0 is no target.
     batch = TrainBatch(rows=[given])
     assert explained_variance(batch) == pytest.approx(1 - 0.5 / 2.00001)
     given.loss_mask = [0.0, 1.0, 0.0, 0.0]
@@ -245,7 +245,7 @@ def test_metrics() -> None:
     work.close()
 
 
-def test_equal_values_to_transformers_and_a_round_trip(tmp_path: Path) -> None:
+def test_values_equal_transformers_and_files_round_trip(tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
     batch, work = batch_of(LENGTHS), critic()
@@ -319,7 +319,7 @@ def test_non_finite_updates_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("missing", ["returns", "values"])
-def test_a_row_without_a_column_is_refused(missing: str) -> None:
+def test_rejects_a_row_without_a_column(missing: str) -> None:
     work, batch = critic(), batch_of(LENGTHS)
     for given in batch.rows:
         setattr(given, missing, None)
@@ -333,7 +333,7 @@ def test_a_row_without_a_column_is_refused(missing: str) -> None:
     getattr(batch.rows[2], missing).pop()
     with pytest.raises(DataError, match=f"{missing} has 16 entries for 17"):
         work.update(batch).wait()
-    # Nothing of a refused update stays.
+    # A rejected update changes nothing.
     assert work.update(batch_of(LENGTHS)).wait()["critic/grad_norm"] > 0
     work.close()
 
@@ -346,6 +346,6 @@ def test_a_row_without_a_column_is_refused(missing: str) -> None:
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "divides by a constant length"),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
+def test_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ValueLossSettings(**settings)
