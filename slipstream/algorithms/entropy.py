@@ -1,7 +1,7 @@
-"""Entropy of the policy's next-token distribution, and its bonus in the loss.
+"""Entropy of the policy's next-token distribution, and the entropy bonus of the loss.
 
-Called by training steps. Where hidden states are at hand, `log_probs.chunked_token_log_probs`
-gives entropies without holding all logits.
+Training steps call this module. With hidden states instead of logits, use
+`log_probs.chunked_token_log_probs`, which computes entropies without all logits in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from slipstream.algorithms.aggregation import LossAggMode, Normalizers, sum_loss
 def entropy_from_logits(logits: Tensor, *, chunk_size: int | None = None) -> Tensor:
     """H = logsumexp(z) - sum softmax(z) z in nats, in float32 (float64 stays float64).
 
-    `logits` (..., V) to (...). Entries of -inf have probability 0 and add nothing. With
-    `chunk_size`, at most that many rows are worked on at once, in both passes.
+    `logits` are (..., V), the result is (...). Logits of -inf have probability 0 and contribute
+    nothing. With `chunk_size`, forward and backward pass work on at most that many rows at once.
 
     Raises:
         ValueError: `chunk_size` is not positive.
@@ -35,8 +35,9 @@ def entropy_from_logits(logits: Tensor, *, chunk_size: int | None = None) -> Ten
 def entropy_loss(
     entropy: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Normalizers, *, coeff: float
 ) -> Tensor:
-    """-coeff * aggregated entropy: the term that is added to the loss to keep the policy from
-    collapsing. `entropy` and `mask` are (B, T): rows of the mini-batch that `norm` counts.
+    """-coeff * aggregated entropy, a loss term that keeps the policy from collapsing.
+
+    `entropy` and `mask` are (B, T), rows of the mini-batch that `norm` counts.
 
     Source: Williams and Peng, 1991; in PPO: https://arxiv.org/abs/1707.06347, eq. 9.
     """

@@ -1,4 +1,4 @@
-"""Entropy from logits: closed forms, chunking, gradients, masked vocabulary."""
+"""Entropy from logits: closed forms, chunks, gradients, and logits of -inf."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_gradient_is_exact() -> None:
     assert torch.autograd.gradcheck(entropy_from_logits, (logits.requires_grad_(),))
 
 
-def test_removed_words_have_no_gradient() -> None:
+def test_tokens_with_logits_of_minus_infinity_have_no_gradient() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
     torch.autograd.backward(entropy_from_logits(logits).sum())
     assert logits.grad is not None
@@ -54,7 +54,7 @@ def test_chunk_size_must_be_positive() -> None:
         entropy_from_logits(torch.zeros(2, 4), chunk_size=0)
 
 
-def test_the_bonus_lowers_the_loss_where_entropy_rises() -> None:
+def test_entropy_bonus_lowers_the_loss() -> None:
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     norm = Normalizers.from_mask(mask)
     entropy = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
@@ -63,6 +63,6 @@ def test_the_bonus_lowers_the_loss_where_entropy_rises() -> None:
     bonus = entropy_loss(entropy_from_logits(logits), mask, "token-mean", norm, coeff=0.1)
     torch.autograd.backward(bonus)
     assert logits.grad is not None
-    # Descending takes probability from the likelier word.
+    # Gradient descent lowers the probability of the likelier token.
     assert float(logits.grad[0, 0, 0]) > 0
     assert float(logits.grad[1, 1, 0]) == 0

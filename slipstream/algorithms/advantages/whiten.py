@@ -1,7 +1,4 @@
-"""Variance and whitening over the target tokens of a whole batch.
-
-Called by the estimators that whiten. Knows nothing about what the values are.
-"""
+"""Variance and whitening over the target tokens of a whole batch."""
 
 from __future__ import annotations
 
@@ -12,30 +9,30 @@ from slipstream.algorithms.aggregation import zero_masked
 WHITEN_EPS = 1e-8
 
 WHITENING = frozenset({"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""The estimators that whiten: they need two target tokens."""
+"""The estimators that whiten. They need at least two target tokens."""
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the places where `mask` is not 0, a float64 scalar; with n - 1 if `unbiased`.
+    """Variance of `values` where `mask` is not 0, a float64 scalar; divided by n - 1 if `unbiased`.
 
-    `values` and `mask` have one shape; masked places may hold anything.
+    `values` and `mask` must have the same shape. Values at masked positions are ignored.
 
     Raises:
-        ValueError: no such place, or only one with `unbiased`.
+        ValueError: there are too few unmasked values: none, or one with `unbiased`.
     """
     return _moments(values, mask, unbiased)[1]
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) where `mask` is not 0, else 0; var with n - 1.
+    """(x - mean) / sqrt(var + 1e-8) where `mask` is not 0, else 0. The variance uses n - 1.
 
-    Computed in float64 over all rows given, which should be the whole batch; the result has the
-    dtype of `values`. Without `shift_mean` the mean is added again.
+    It is computed in float64 over all rows, which should be the whole batch. The result has the
+    dtype of `values`. Without `shift_mean` the mean is added back.
 
     Source: advantage normalisation of PPO's implementations, https://arxiv.org/abs/2005.12729.
 
     Raises:
-        ValueError: fewer than two places to whiten over.
+        ValueError: there are fewer than two unmasked values.
     """
     mean, var = _moments(values, mask, unbiased=True)
     whitened = (values.double() - mean) * (var + WHITEN_EPS).rsqrt()
@@ -54,9 +51,8 @@ def _moments(values: Tensor, mask: Tensor, unbiased: bool) -> tuple[Tensor, Tens
     count = int(target.sum())
     if count < 1 + unbiased:
         raise ValueError(
-            f"a variance needs at least {1 + unbiased} target tokens, got {count}: there is "
-            f"nothing to compare with; use a larger batch, or an algorithm.adv_estimator that does "
-            f"not whiten (such as grpo)"
+            f"a variance needs at least {1 + unbiased} target tokens, got {count}; use a larger "
+            f"batch, or an algorithm.adv_estimator that does not whiten (such as grpo)"
         )
     chosen = values.double()[target]
     mean = chosen.mean()
