@@ -423,7 +423,8 @@ class SingleProcessBackend:
         return metrics
 
     def _all_rows(self, batch: TrainBatch, out: list[T]) -> list[T]:
-        """`out`, one entry per row of `batch`, with those of all rows."""
+        """`out`, one entry per row of `batch`, completed with the rows of other processes.
+        Overridden for several processes."""
         return out
 
     def _forward(
