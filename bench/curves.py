@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from slipstream.bench.learning import REWARD, RUNS, LearningBench, command, read_steps
+from bench.learning import REWARD, RUNS, LearningBench, command, read_steps
 from slipstream.bench.rl_line import run_line
 from slipstream.config.launch import exit_status, positive
 from slipstream.errors import DataError

@@ -91,9 +91,9 @@ def _settings(name: str) -> list[str]:
 
 def estimate(name: str) -> None:
     """In a process of its own: print the bytes that are estimated."""
-    from slipstream.loops.dry_run import looked_at
-    from slipstream.loops.memory_estimate import estimate_memory
     from slipstream.models.config import ModelConfig
+    from slipstream.preflight.dry_run import looked_at
+    from slipstream.preflight.memory_estimate import estimate_memory
 
     _, recipe, *overrides = _settings(name)
     config = load_config(overrides, recipe=recipe, notify=lambda _: None)

@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file
 
+from slipstream.checkpoint.layout import policy_folder
 from slipstream.checkpoint.state import huggingface_folder
-from slipstream.loops.snapshot import policy_folder
 from slipstream.metrics.loggers import read_jsonl
 
 PARTS = ("step", "gen", "update_actor", "sync")

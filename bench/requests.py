@@ -25,7 +25,7 @@ from slipstream.inference.speculation.report import ReportedSelector
 from slipstream.inference.speculation.selector import PredefinedSelector
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.metrics.resident import resident_bytes
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 SHAPE = "tiny"

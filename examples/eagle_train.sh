@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# An EAGLE-3 draft head for a model that stands still, before RL: what FastRL's eagle-train does. It
-# learns from the model's own responses to your prompts, in rounds, which need no space on disk.
+# Trains an EAGLE-3 draft head for a fixed model, before RL, as FastRL's eagle-train does. The head
+# learns in rounds from the model's own responses to your prompts. The responses are not stored on
+# disk.
 #
 #   MODEL=models/Qwen2.5-7B-Instruct TRAIN=train.parquet VAL=test.parquet examples/eagle_train.sh
 #
-# Settings may follow (key=value). RL takes the head by speculative.eagle.spec_model_path.
+# You can append settings (key=value). To use the head in RL, set
+# speculative.eagle.spec_model_path to the output folder.
 set -euo pipefail
 
 slipstream draft \

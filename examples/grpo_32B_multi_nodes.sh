@@ -7,35 +7,37 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #
-# GRPO of a 32B model on several machines under Slurm, with the settings of FastRL's script of this
-# name where there is something of the kind: 32 prompts for each machine, 8 responses of each,
-# updates of 8 prompts. Nobody has run it at this size yet: begin with --dry-run, which starts Ray on
-# all machines, says how much memory it will take there, and takes one tiny step on all of them.
+# Trains a 32B model with GRPO on several machines under Slurm. It uses the settings of FastRL's
+# script of this name as far as Slipstream has them: 32 prompts per machine, 8 responses per prompt,
+# 8 prompts per optimizer step. This script has not been run at this size yet, so start with
+# --dry-run. It starts Ray on all machines, reports the memory that the run needs there, and takes one
+# tiny step on all of them.
 #
 #   MODEL=/shared/Qwen2.5-32B TRAIN=... VAL=... HEAD=... OUT=... sbatch examples/grpo_32B_multi_nodes.sh
 #   MODEL=... sbatch examples/grpo_32B_multi_nodes.sh --dry-run
 #
-# Every GPU holds all weights in bf16 to generate with (66 GB of a 32B model) and its part of what
-# trains (16 bytes a weight, over all GPUs), so it wants GPUs of 141 GB or more; responses are half as
-# long as FastRL's, for a sequence is not cut among GPUs. All paths have to be seen by all machines.
-# Ray's own words are in ray-head.log and ray-others.log. Without Slurm it runs on this machine
-# alone. Settings may follow (key=value).
+# Every GPU holds all weights in bf16 for generation (66 GB for a 32B model) and its shard of the
+# training state (16 bytes per weight, divided by the number of GPUs). It therefore needs GPUs with at
+# least 141 GB. Responses are half as long as FastRL's, because a sequence is not split among GPUs.
+# All machines must see all paths. Ray's output is in ray-head.log and ray-others.log. Without Slurm
+# the script runs on this machine only. You can append settings (key=value).
 set -euo pipefail
 
 NODES=${SLURM_JOB_NUM_NODES:-1}
 GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 
 if [ -n "${SLURM_JOB_ID:-}" ]; then
-    # Ray on every machine of the job: on the first, where this script runs, and then on the others.
+    # Start Ray on every machine of the job: first on the machine that runs this script, then on the
+    # others.
     host=${HEAD_ADDRESS:-$(hostname --ip-address | cut -d " " -f 1)}
     port=${RAY_PORT:-6379}
     if [ "$NODES" -gt 1 ] && [[ $host == 127.* ]] && [ -z "${HEAD_ADDRESS:-}" ]; then
-        echo "this machine calls itself $host; set HEAD_ADDRESS to what the others reach it by" >&2
+        echo "this machine resolves its own name to $host, which other machines cannot reach; set HEAD_ADDRESS to an address that they can reach" >&2
         exit 2
     fi
     resources=(--num-gpus="$GPUS" --num-cpus="${SLURM_CPUS_PER_TASK:-64}" --disable-usage-stats)
-    # A secret that Ray keeps in the home directory, which the machines share; older versions
-    # have none.
+    # Ray keeps a token in the home directory, which all machines share. Older versions of Ray have
+    # no token.
     export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
     ray get-auth-token --generate > /dev/null 2>&1 || true
     trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# GRPO of a 7B model with the settings of FastRL's script of this name, for one large GPU: with a
-# LoRA adapter, since the optimizer of all weights would not fit, and shorter responses. Nobody has
-# run it at this size yet: begin with --dry-run.
+# Trains a 7B model with GRPO on one large GPU, with the settings of FastRL's script of this name.
+# Two settings differ: it trains a LoRA adapter, because the optimizer state of all weights would not
+# fit, and responses are shorter. This script has not been run at this size yet, so start with
+# --dry-run.
 #
 #   MODEL=models/Qwen2.5-7B TRAIN=train.parquet VAL=test.parquet HEAD=runs/eagle examples/grpo_7B.sh
-#   MODEL=... examples/grpo_7B.sh --dry-run              # what it would do, and take
+#   MODEL=... examples/grpo_7B.sh --dry-run              # shows the plan and its memory
 #
-# The draft head is what examples/eagle_train.sh trains. Settings may follow (key=value).
+# HEAD is a draft head that examples/eagle_train.sh trains. You can append settings (key=value).
 set -euo pipefail
 
 python -m slipstream.main_fastrl \

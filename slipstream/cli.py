@@ -1,7 +1,8 @@
-"""The `slipstream` command: parses a line, calls one function, prints.
+"""The `slipstream` command: parses the command line, calls one function, prints its result.
 
-Knows commands and flags; what they do is in `loops` (`run`, `quickstart`), imported only when a
-command runs, so that help and settings errors come at once. Settings are `config.launch`'s matter.
+This module knows commands and flags. The functions are in `run`, `preflight`, `report` and `bench`;
+each is imported only when its command runs, so that `--help` and errors in settings appear at once.
+`config.launch` reads settings.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import command_begins
 
 DRAFT_LAYOUTS = ("vllm", "sglang")
-"""Keys of `models.draft_layouts.LAYOUTS`, which would import torch."""
+"""The keys of `models.draft.layouts.LAYOUTS`, repeated here because that module imports torch."""
 
 _SETTINGS = "[--recipe NAME | --config FILE] [key=value ...]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One sub-command. `run` gets the parsed flags and the rest of the line as overrides."""
+    """One command. `run` gets the parsed flags, and the other arguments as overrides."""
 
     name: str
     summary: str
@@ -64,10 +65,10 @@ def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     mode = resolve_mode(config)
     if args.dry_run:
-        from slipstream.loops.dry_run import dry_run
+        from slipstream.preflight.dry_run import dry_run
 
         return dry_run(config, mode)
-    from slipstream.loops.run import train
+    from slipstream.run.train import train
 
     return train(config, mode)
 
@@ -86,13 +87,13 @@ def _eval_flags(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         required=True,
-        help="a checkpoint of a run; without --recipe or --config, the run's own settings are used",
+        help="a checkpoint of a run; uses the run's settings unless --recipe or --config is given",
     )
     command.add_argument(
-        "--problems", metavar="N", type=positive, help="problems to solve (default: all)"
+        "--problems", metavar="N", type=positive, help="number of problems (default: all)"
     )
     command.add_argument(
-        "--output", metavar="FILE", type=Path, help="also write scores and responses there"
+        "--output", metavar="FILE", type=Path, help="also write scores and responses to this file"
     )
     add_source_flags(command)
 
@@ -104,9 +105,9 @@ def _existing_checkpoint(folder: Path) -> Path:
 
 
 def _run_settings(checkpoint: Path) -> Path | None:
-    """The settings that the run of `checkpoint` kept, beside it or above it."""
+    """The settings file of the run that `checkpoint` belongs to; None if there is none."""
     resolved = checkpoint.resolve()
-    # From a policy's folder: <run>/sft/global_step_N/actor/huggingface.
+    # The deepest folder of a policy is <run>/sft/global_step_N/actor/huggingface.
     for folder in (resolved, *list(resolved.parents)[:4]):
         if (folder / CONFIG_FILE).is_file():
             return folder / CONFIG_FILE
@@ -118,14 +119,14 @@ def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
     file = _run_settings(checkpoint)
     if file is None and not (args.recipe or args.config or args.config_name or overrides):
         raise ConfigError(
-            f"no {CONFIG_FILE} beside or above {checkpoint}, so what to evaluate on is not known; "
+            f"found no {CONFIG_FILE} in {checkpoint} or its parents, so the problems are unknown; "
             "add --recipe NAME, --config FILE or data.val_files=FILE"
         )
     config = config_from(args, overrides, file=file, complete=False)
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.loops.run import evaluate
+    from slipstream.run.train import evaluate
 
     return evaluate(config, checkpoint, args.problems, args.output)
 
@@ -135,8 +136,9 @@ def _draft_flags(command: argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="DIR",
         type=Path,
-        help="the policy: a run, or a checkpoint of one, whose settings are used; the head goes to "
-        "the folder `draft` of the run (default: actor_rollout_ref.model.path)",
+        help="the policy: a run or one of its checkpoints; uses the run's settings and writes "
+        "the head "
+        "to its folder `draft` (default: actor_rollout_ref.model.path)",
     )
     add_source_flags(command)
 
@@ -151,7 +153,7 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
             f"actor_rollout_ref.model.path={checkpoint}",
             "actor_rollout_ref.model.init=null",
             f"trainer.default_local_dir={home / 'draft'}",
-            # Where the run itself went on from is not where its draft head does.
+            # The settings say where the run resumed from; its draft head has its own checkpoints.
             "trainer.resume_mode=auto",
             "trainer.resume_from_path=null",
             *HEAD_ALONE,
@@ -161,36 +163,40 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.loops.draft_phase import main as draft
+    from slipstream.run.draft_phase import main as draft
 
     return draft(config)
 
 
 def _reward_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "dump", metavar="DUMP", type=Path, help="JSON lines of a run's rollouts/, or VERL's"
+        "dump",
+        metavar="DUMP",
+        type=Path,
+        help="a JSON Lines file from a run's rollouts/, or from verl",
     )
     command.add_argument(
         "--fn",
         metavar="FILE[:NAME]",
-        help="Python file of the reward function, compute_score unless named (default: the "
-        "built-in one of each line's data source)",
+        help="Python file with the reward function, named compute_score unless NAME is given "
+        "(default: the built-in function for each line's data source)",
     )
     command.add_argument(
-        "--kwargs", metavar="JSON", type=_mapping, help="what the function is called with besides"
+        "--kwargs", metavar="JSON", type=_mapping, help="extra keyword arguments for the function"
     )
+    command.add_argument("--data-source", metavar="NAME", help="use this data source for all lines")
+    command.add_argument("--limit", metavar="N", type=positive, help="score only the first N lines")
     command.add_argument(
-        "--data-source", metavar="NAME", help="the data source of all lines, whatever they say"
-    )
-    command.add_argument("--limit", metavar="N", type=positive, help="score the first N only")
-    command.add_argument(
-        "--output", metavar="FILE", type=Path, help="also write scores, failures and times there"
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="also write scores, failures and times to this file",
     )
     command.add_argument(
         "--raise",
         dest="reraise",
         action="store_true",
-        help="let the first error of the function through, for a debugger",
+        help="re-raise the function's first error, for a debugger",
     )
     add_debug_flag(command)
 
@@ -199,9 +205,11 @@ def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error.msg}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error.msg}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no mapping; write {{"scale": 2}}')
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a JSON object; write for example {{"scale": 2}}'
+        )
     return value
 
 
@@ -222,20 +230,20 @@ def _run_reward(args: argparse.Namespace, _: list[str]) -> int:
 def _data_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="NAME", help="gsm8k or math")
     command.add_argument(
-        "source", metavar="SOURCE", type=Path, help="file or folder of the data set as published"
+        "source", metavar="SOURCE", type=Path, help="the published file or folder of the data set"
     )
     command.add_argument(
         "--output",
         metavar="DIR",
         type=Path,
         required=True,
-        help="where train.parquet and test.parquet go",
+        help="folder for train.parquet and test.parquet",
     )
     add_debug_flag(command)
 
 
 def _run_data(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.environment.preprocess import convert
+    from slipstream.data.preprocess import convert
 
     for path, rows in convert(args.name, args.source, args.output).items():
         print(f"{rows:>8} rows  {path}")
@@ -248,30 +256,34 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         required=True,
-        help="a run, a checkpoint of one, or a folder that holds just what is exported",
+        help="a run, one of its checkpoints, or a folder with only the model or head to export",
     )
     command.add_argument(
-        "--output", metavar="DIR", type=Path, required=True, help="folder to write, new or empty"
+        "--output",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder to write to; must be new or empty",
     )
     command.add_argument(
         "--draft",
         metavar="ENGINE",
         choices=DRAFT_LAYOUTS,
-        help="write the draft head instead of the model, as this engine loads EAGLE heads: vllm "
-        "(of Llama's family) or sglang (of Llama's and Qwen2's)",
+        help="export the draft head instead of the model, in the layout that this engine loads: "
+        "vllm (Llama family) or sglang (Llama and Qwen2 families)",
     )
     command.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="type of the weights (default: auto, as they are in the checkpoint)",
+        help="dtype of the weights (default: auto, the dtype in the checkpoint)",
     )
     add_debug_flag(command)
 
 
 def _run_export(args: argparse.Namespace, _: list[str]) -> int:
     checkpoint = _existing_checkpoint(args.checkpoint)
-    from slipstream.loops.run import export
+    from slipstream.run.train import export
 
     return export(checkpoint, args.output, args.dtype, args.draft)
 
@@ -289,32 +301,32 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
         "--recipe",
         choices=["auto", "quickstart", "quickstart_small"],
         default="auto",
-        help="auto (default): measure the machine and take the larger recipe that fits it",
+        help="auto (default): measure the machine and use the largest recipe that fits",
     )
     command.add_argument(
         "--sft-control",
         action="store_true",
-        help="also spend the RL part's time on more SFT, to compare with",
+        help="also train SFT for as long as RL took, for comparison",
     )
     command.add_argument(
-        "--no-bf16", dest="bf16", action="store_false", help="compute in float32 throughout"
+        "--no-bf16", dest="bf16", action="store_false", help="compute everything in float32"
     )
     command.add_argument(
         "--no-speculation",
         dest="speculation",
         action="store_false",
-        help="decode plainly, without a draft head; the same policy comes out",
+        help="decode without a draft head; the trained policy is the same",
     )
     command.add_argument(
         "--cold-start",
         action="store_true",
-        help="begin RL without a draft head, which then learns from RL's own rollouts",
+        help="start RL without a trained draft head; the head then learns from RL's rollouts",
     )
     add_debug_flag(command)
 
 
 def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.loops.quickstart import main as quickstart
+    from slipstream.run.quickstart import main as quickstart
 
     return quickstart(
         args.output,
@@ -345,7 +357,11 @@ def _run_config(args: argparse.Namespace, rest: list[str]) -> int:
 
 def _runs_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="a run folder; several are overlaid"
+        "runs",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help="a run folder; the page overlays several runs",
     )
 
 
@@ -355,7 +371,8 @@ def _report_flags(command: argparse.ArgumentParser) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        help="where the page goes (default: report.html in the run folder; of several runs, here)",
+        help="file to write (default: report.html in the run folder; for several runs, in this "
+        "folder)",
     )
     add_debug_flag(command)
 
@@ -374,7 +391,7 @@ def _run_report(args: argparse.Namespace, _: list[str]) -> int:
 def _watch_flags(command: argparse.ArgumentParser) -> None:
     _runs_argument(command)
     command.add_argument(
-        "--port", metavar="N", type=positive, help="default: the first free one from 6780 on"
+        "--port", metavar="N", type=positive, help="port (default: the first free port from 6780)"
     )
     add_debug_flag(command)
 
@@ -392,13 +409,13 @@ def _doctor_flags(command: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         default=Path(),
-        help="where runs are to be (default: the present folder)",
+        help="folder for runs (default: the current folder)",
     )
     add_debug_flag(command)
 
 
 def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.loops.doctor import doctor
+    from slipstream.preflight.doctor import doctor
 
     return doctor(args.folder, as_json=args.json)
 
@@ -410,7 +427,7 @@ def _run_bench(args: argparse.Namespace, _: list[str]) -> int:
 COMMANDS = (
     Command(
         name="train",
-        summary="train: SFT, RL, or SFT and then RL, whichever the settings ask for",
+        summary="train with SFT, RL, or SFT and then RL, as the settings say",
         usage=f"slipstream train [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream train --recipe tiny
@@ -424,7 +441,7 @@ COMMANDS = (
     ),
     Command(
         name="sft",
-        summary="train: supervised fine-tuning only",
+        summary="train with supervised fine-tuning (SFT) only",
         usage=f"slipstream sft [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream sft --recipe quickstart
@@ -435,7 +452,7 @@ COMMANDS = (
     ),
     Command(
         name="rl",
-        summary="train: reinforcement learning only",
+        summary="train with reinforcement learning (RL) only",
         usage=f"slipstream rl [--dry-run] {_SETTINGS}",
         examples="""\
   slipstream rl data.train_files=train.parquet actor_rollout_ref.model.path=checkpoints/sft \\
@@ -445,7 +462,7 @@ COMMANDS = (
     ),
     Command(
         name="draft",
-        summary="train a draft head for a policy, and measure how many of its drafts are right",
+        summary="train a draft head for a policy and measure its acceptance",
         usage=f"slipstream draft [--checkpoint DIR] {_SETTINGS}",
         examples="""\
   slipstream draft --checkpoint runs/quickstart
@@ -469,7 +486,7 @@ COMMANDS = (
     ),
     Command(
         name="reward",
-        summary="try a reward function on the responses that a run has written",
+        summary="try a reward function on the recorded responses of a run",
         usage="slipstream reward DUMP [--fn FILE[:NAME]] [--kwargs JSON] [--limit N] "
         "[--output FILE]",
         examples="""\
@@ -482,7 +499,7 @@ COMMANDS = (
     ),
     Command(
         name="data",
-        summary="turn a public data set into files to train and validate on",
+        summary="convert a public data set into training and validation files",
         usage="slipstream data NAME SOURCE --output DIR",
         examples="""\
   slipstream data gsm8k downloads/gsm8k/main --output data/gsm8k
@@ -495,7 +512,7 @@ COMMANDS = (
     ),
     Command(
         name="export",
-        summary="write a checkpoint's model, or its draft head, as other programs load it",
+        summary="export the model or draft head of a checkpoint for other programs",
         usage="slipstream export --checkpoint DIR --output DIR [--draft ENGINE] [--dtype TYPE]",
         examples="""\
   slipstream export --checkpoint checkpoints/slipstream/run/global_step_50 --output model
@@ -507,7 +524,7 @@ COMMANDS = (
     ),
     Command(
         name="quickstart",
-        summary="learn to play Countdown on this machine, in minutes, and report",
+        summary="train a small model to play Countdown in minutes, and print a report",
         usage="slipstream quickstart [--output DIR] [--seed N] [--recipe NAME] [--sft-control] "
         "[--no-bf16] [--no-speculation]",
         examples="""\
@@ -519,7 +536,7 @@ COMMANDS = (
     ),
     Command(
         name="report",
-        summary="draw a run, or several together, as one page that opens offline",
+        summary="write an HTML report of one or several runs; it opens offline",
         usage="slipstream report RUN [RUN ...] [--output FILE]",
         examples="""\
   slipstream report runs/quickstart
@@ -530,11 +547,11 @@ COMMANDS = (
     ),
     Command(
         name="watch",
-        summary="show that page in a browser while the run goes on",
+        summary="serve the report on localhost while the run continues",
         usage="slipstream watch RUN [RUN ...] [--port N]",
         examples="""\
   slipstream watch runs/mine
-  ssh -t -L 6780:localhost:6780 HOST slipstream watch runs/mine --port 6780    # elsewhere""",
+  ssh -t -L 6780:localhost:6780 HOST slipstream watch runs/mine --port 6780    # a remote run""",
         flags=_watch_flags,
         run=_run_watch,
         takes_settings=False,
@@ -551,7 +568,7 @@ COMMANDS = (
     ),
     Command(
         name="doctor",
-        summary="say what is here, whether it is fine, and what to do where it is not",
+        summary="check the installation and suggest fixes",
         usage="slipstream doctor [--json] [--folder DIR]",
         examples="""\
   slipstream doctor
@@ -562,7 +579,7 @@ COMMANDS = (
     ),
     Command(
         name="bench",
-        summary="measure rollouts, training steps and start-up on this machine",
+        summary="measure speed on this machine: decoding, rollouts, speculation, training",
         usage=bench.USAGE,
         examples=bench.EXAMPLES,
         flags=bench.add_flags,
@@ -579,7 +596,7 @@ def _overview() -> argparse.ArgumentParser:
         prog="slipstream",
         usage="slipstream COMMAND ...",
         description="RL post-training of reasoning language models.\n\ncommands:\n" + names,
-        epilog=f"`slipstream COMMAND --help` explains one.\n\n{EXIT_CODES}",
+        epilog=f"`slipstream COMMAND --help` explains a command.\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"slipstream {__version__}")
@@ -590,9 +607,9 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's); returns the exit code.
+    """Run one command line (default: `sys.argv`) and return the exit code.
 
-    Unusable flags end the program with code 2, as argparse does.
+    Invalid flags end the program with exit code 2, as in argparse.
     """
     command_begins()
     line = list(sys.argv[1:] if argv is None else argv)

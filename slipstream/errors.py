@@ -1,19 +1,19 @@
-"""The exception tree, and wording that checks share.
+"""The exceptions of Slipstream, and two helpers for checks.
 
-Every error names the boundary that was crossed and the remedy.
+Every message says what is wrong and what to do about it.
 
     SlipstreamError
     ├── ConfigError (ValueError)         a setting is unknown, of the wrong type, or impossible
     ├── DataError (ValueError)           a dataset, prompt or tokenizer cannot be used
-    ├── CheckpointError (RuntimeError)   a checkpoint or run folder is missing, corrupt or foreign
+    ├── CheckpointError (RuntimeError)   a checkpoint or run folder is unusable
     ├── EngineError (RuntimeError)       an inference engine refused or failed a request
     │   └── RequestError (ValueError)    the request itself is invalid
     ├── RewardError (RuntimeError)       a reward function failed or ran past its deadline
-    ├── TrainingError (RuntimeError)     the update cannot go on (repeated non-finite losses, ...)
+    ├── TrainingError (RuntimeError)     training cannot continue (repeated non-finite losses, ...)
     └── StageTimeoutError (TimeoutError)      a stage ran past its deadline
 
-A failed rollout or reward is data (`Status.FAILED` with its reason), not an exception: these types
-are for what ends a run or a call. All of them pickle, so that they cross process boundaries.
+A failed rollout or reward is data (`Status.FAILED` with its reason), not an exception. These
+exceptions end a run or a call. All of them can be pickled, so that they cross process boundaries.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from collections.abc import Iterable
 
 
 class SlipstreamError(Exception):
-    """Root of every error that Slipstream raises on purpose.
+    """Base class of all errors that Slipstream raises on purpose.
 
-    `exit_code` is the status with which the command line ends on it.
+    `exit_code` is the exit status of the command line after this error.
     """
 
     exit_code = 1
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A setting is unknown, of the wrong type, or impossible together with another."""
+    """A setting is unknown, has the wrong type, or contradicts another setting."""
 
     exit_code = 2
 
 
 class DataError(SlipstreamError, ValueError):
-    """A dataset, a prompt or a tokenizer cannot be used as it is."""
+    """A data set, a prompt or a tokenizer cannot be used."""
 
     exit_code = 3
 
 
 class CheckpointError(SlipstreamError, RuntimeError):
-    """A checkpoint or run folder is missing, corrupt, newer than this program or of another run."""
+    """A checkpoint or run folder is missing, corrupt, from a newer version or from another run."""
 
     exit_code = 4
 
@@ -56,29 +56,32 @@ class EngineError(SlipstreamError, RuntimeError):
 
 
 class RequestError(EngineError, ValueError):
-    """A generation request is invalid: the message names the field and the limit."""
+    """A generation request is invalid. The message names the field and the limit."""
 
 
 class RewardError(SlipstreamError, RuntimeError):
-    """A reward function failed and the policy for failures is to stop."""
+    """A reward function failed, and the settings say that a failure ends the run."""
 
     exit_code = 6
 
 
 class TrainingError(SlipstreamError, RuntimeError):
-    """The update cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 7
 
 
 class StageTimeoutError(SlipstreamError, TimeoutError):
-    """A stage ran past its deadline; the message names the stage and what it waited for."""
+    """A stage exceeded its deadline. The message names the stage and what it waited for."""
 
     exit_code = 8
 
 
 def check_at_least_one(settings: object, *names: str, where: str = "") -> None:
-    """Refuse counts below 1, or NaN; None is no count. Raises ConfigError after `where`."""
+    """Raise ConfigError if a named attribute is below 1 or NaN. None is allowed.
+
+    `where` is a prefix of the message.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= 1:
@@ -86,6 +89,6 @@ def check_at_least_one(settings: object, *names: str, where: str = "") -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean near?` with the nearest names, or nothing where none is near."""
+    """`; did you mean a or b?` with the names most similar to `word`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""

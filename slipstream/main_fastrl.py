@@ -1,8 +1,8 @@
 """`python -m slipstream.main_fastrl`: takes the launch lines of FastRL's `main_fastrl`.
 
-Knows only which defaults of FastRL matter and differ; everything else is `config.launch`, and
-training is `loops.run.train`, and `--dry-run` is `loops.dry_run`, imported when the settings are
-known to be good.
+It holds the defaults of FastRL that differ from ours; everything else is in `config.launch`.
+Training is `run.train.train`, and `--dry-run` is `preflight.dry_run`. Both are imported once the
+settings have been checked.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ FASTRL_DEFAULTS = {
 
 
 def _train(config: Config, mode: Mode) -> int:
-    from slipstream.loops.run import train
+    from slipstream.run.train import train
 
     return train(config, mode)
 
 
 def _dry_run(config: Config, mode: Mode) -> int:
-    from slipstream.loops.dry_run import dry_run
+    from slipstream.preflight.dry_run import dry_run
 
     return dry_run(config, mode)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one launch line (default: the process's); returns the exit code."""
+    """Run one launch line (default: `sys.argv`) and return the exit code."""
     command_begins()
     return launch_training(
         argv,

@@ -1,17 +1,19 @@
-"""Between an event loop and the threads that work for it.
+"""Threads that work for an event loop, and the number of cores that this process may use.
 
-Waking the loop never makes a thread wait: a compute thread that waited would do nothing meanwhile.
-Knows nothing of what the work is.
+A thread never waits for the event loop: a compute thread that waits does no work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import Context
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -19,12 +21,13 @@ T = TypeVar("T")
 
 
 async def arrival(work: Future[Any]) -> None:
-    """Wait until `work` is done, failed or cancelled. Being cancelled leaves the work alone."""
+    """Wait until `work` has finished, failed or been cancelled. Cancelling the wait does not cancel
+    `work`."""
     arrived = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def wake(_: object) -> None:
-        # A loop that has ended in the meantime has nobody left to wake.
+        # If the loop has ended in the meantime, nobody waits any more.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(arrived.set)
 
@@ -33,24 +36,27 @@ async def arrival(work: Future[Any]) -> None:
 
 
 class DaemonThreads:
-    """Threads for work that may never return: such a thread is lost, but does not keep the process
-    from ending. One that has done its work takes more, and ends when none has come for a while:
-    starting a thread makes the caller wait until it runs, which takes milliseconds beside a busy
-    one."""
+    """Threads for work that may never return. They do not keep the process from ending.
+
+    A thread that has finished its work waits `idle_s` seconds for more work before it ends. Reuse
+    saves time: starting a thread blocks the caller until it runs, which takes milliseconds when
+    another thread is busy.
+    """
 
     def __init__(self, name: str, idle_s: float = 10.0) -> None:
         self._name, self._idle_s = name, idle_s
         self._lock = threading.Lock()
-        # The last one that had work comes first: its memory is still in the caches.
+        # The thread that worked last comes first: its memory is still in the CPU caches.
         self._idle: list[SimpleQueue[Callable[[], None]]] = []
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have `work` done now, however much else is under way: what it returns or raises."""
+        """Run `work` now, on an idle or a new thread; the future holds its result or exception."""
         answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                # As in a thread of its own: what others have set (decimal's precision) is not set.
+                # A fresh context, as in a new thread: context variables of earlier work are not
+                # seen.
                 result = Context().run(work)
             except BaseException as error:
                 answer.set_exception(error)
@@ -74,10 +80,31 @@ class DaemonThreads:
             except Empty:
                 with self._lock:
                     if inbox not in self._idle:
-                        continue  # work is on its way
+                        continue  # `submit` is about to send work
                     self._idle.remove(inbox)
                 return
             run()
-            del run  # and what it holds
+            del run  # and the objects it refers to
             with self._lock:
                 self._idle.append(inbox)
+
+
+def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The number of cores that this process may use: its CPU affinity, limited by the quota of its
+    control group (version 2: `cpu.max`; version 1: `cpu/cpu.cfs_quota_us`)."""
+    affine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _quota(root))))
+
+
+def _quota(root: Path) -> float:
+    """The CPU quota of the control group, in cores; infinity without a quota."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = [word for file in files for word in (root / file).read_text().split()]
+            quota, period = map(float, words)
+        except (OSError, ValueError):
+            continue  # No such control group, or no limit ("max").
+        if quota > 0:
+            return quota / period
+    return math.inf

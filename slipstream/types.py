@@ -594,15 +594,15 @@ class Features:
     """Hidden states that a trainer's forward pass hands to a `FeatureSink`.
 
     `hidden` (T, D) is the final hidden state (the input of the LM head) of the T tokens `tokens`;
-    `taps` (T, n * D) are the inputs of the n layers that were asked for, side by side; None where
-    none was. `optimizer_step` produced the weights.
+    `aux_layers` (T, n * D) are the inputs of the n layers that were asked for, side by side; None
+    where none was. `optimizer_step` produced the weights.
     """
 
     uid: str
     tokens: list[int]
     loss_mask: list[float]
     hidden: Tensor
-    taps: Tensor | None
+    aux_layers: Tensor | None
     optimizer_step: int
     key: NoiseKey | None = None
 

@@ -1,6 +1,6 @@
-"""Classes and functions of a user's own, by the file or module and the name that an option gives.
+"""Imports users' functions and classes, named in options by file or module.
 
-Knows nothing of what they are for. Called where such an option is read.
+It does not know what they are used for.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_m
 T = TypeVar("T")
 
 _PACKAGE = "pkg://"
-"""VERL's mark of a module's dotted name where a file's path could stand."""
+"""verl's prefix for a dotted module name, in options that also take a file path."""
 
 
 _PREFIX = "slipstream_user_"
-"""Of the names of modules that files become."""
+"""Prefix of the module names under which files are imported."""
 
 
 def load_named(
@@ -35,10 +35,10 @@ def load_named(
     what: str,
     prefix: str = _PREFIX,
 ) -> Any:
-    """The callable `name` of the file `path`, or of the module `pkg://dotted.name`.
+    """Return the callable `name` from the file `path` or from the module `pkg://dotted.name`.
 
-    `path_key` and `name_key` are the options, for messages, and `what` says in the plural what is
-    looked for. Raises ConfigError for a missing file or name, and for what does not import.
+    Messages use the option names `path_key` and `name_key`, and `what`, a plural such as
+    "functions". Raises ConfigError if the file or name is missing or the import fails.
     """
     module = import_module(path, key=path_key, prefix=prefix)
     found = getattr(module, name, None)
@@ -53,9 +53,10 @@ def load_named(
 
 
 def called(function: Callable[..., T], name: str, /, *args: Any, **kwargs: Any) -> T:
-    """What a user's function returns; whatever it raises becomes a `DataError` that names it.
+    """Call a user's function and return its result.
 
-    Errors of Slipstream's own pass.
+    Its exceptions become a `DataError` that names the function. Slipstream's own errors pass
+    unchanged.
     """
     try:
         return function(*args, **kwargs)
@@ -69,9 +70,9 @@ def called(function: Callable[..., T], name: str, /, *args: Any, **kwargs: Any) 
 
 
 def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> ModuleType:
-    """The module of a file, which `pickle` finds again in this process, or of `pkg://dotted.name`.
+    """Import a file or `pkg://dotted.name` and return the module. `pickle` can find it again.
 
-    Raises ConfigError, which names the option `key`, where it does not import.
+    Raises ConfigError, which names the option `key`, if the import fails.
     """
     text = str(path)
     if text.startswith(_PACKAGE):
@@ -79,7 +80,7 @@ def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> Modul
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{key} {text!r} is not a file: give the path of a Python file")
-    # The name depends on the full path, so that two files of one name do not replace each other.
+    # The module name depends on the full path: two files with the same name stay separate.
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
     name = f"{prefix}{file.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -98,7 +99,7 @@ def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> Modul
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """The public functions and classes that are the module's own, sorted."""
+    """The public functions and classes that the module itself defines, sorted."""
     return sorted(
         key
         for key, value in vars(module).items()
@@ -110,7 +111,7 @@ def _defined(module: ModuleType) -> list[str]:
 
 def _import_package(name: str, key: str) -> ModuleType:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: modules in the present folder
+        sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -35,18 +35,18 @@ class Calls(list[tuple[Any, ...]]):
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made = Calls()
-    run: Any = ModuleType("slipstream.loops.run")
+    run: Any = ModuleType("slipstream.run.train")
     run.train = lambda *arguments: made.answer("train", *arguments)
     run.evaluate = lambda *arguments: made.answer("evaluate", *arguments)
     run.export = lambda *arguments: made.answer("export", *arguments)
-    quickstart: Any = ModuleType("slipstream.loops.quickstart")
+    quickstart: Any = ModuleType("slipstream.run.quickstart")
     quickstart.main = lambda *arguments: made.answer("quickstart", *arguments)
-    draft: Any = ModuleType("slipstream.loops.draft_phase")
+    draft: Any = ModuleType("slipstream.run.draft_phase")
     draft.main = lambda *arguments: made.answer("draft", *arguments)
-    monkeypatch.setitem(sys.modules, "slipstream.loops", ModuleType("slipstream.loops"))
-    monkeypatch.setitem(sys.modules, "slipstream.loops.draft_phase", draft)
-    monkeypatch.setitem(sys.modules, "slipstream.loops.run", run)
-    monkeypatch.setitem(sys.modules, "slipstream.loops.quickstart", quickstart)
+    monkeypatch.setitem(sys.modules, "slipstream.run", ModuleType("slipstream.run"))
+    monkeypatch.setitem(sys.modules, "slipstream.run.draft_phase", draft)
+    monkeypatch.setitem(sys.modules, "slipstream.run.train", run)
+    monkeypatch.setitem(sys.modules, "slipstream.run.quickstart", quickstart)
     return made
 
 

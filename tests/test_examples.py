@@ -70,7 +70,7 @@ def test_the_walk_throughs_own_checks(example: Path) -> None:
         "from your_environment import YourEnvironment\n"
         "\n"
         "env = YourEnvironment()\n"
-        "from slipstream.environment.tokenizer import build_tokenizer\n"
+        "from slipstream.data.tokenizer import build_tokenizer\n"
         "dataset = CustomEnvDataset(env, tokenizer=build_tokenizer())\n"
         "print(f'Dataset size: {len(dataset)}')\n"
         "print(f'Sample: {dataset[0]}')\n"

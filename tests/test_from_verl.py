@@ -13,8 +13,8 @@ from slipstream import main_ppo
 from slipstream.compat import verl
 from slipstream.config.aliases import RENAMED
 from slipstream.config.tree import options
-from slipstream.environment.tokenizer import build_tokenizer, save_tokenizer
-from tests.loops.helpers import metrics_of, records_of
+from slipstream.data.tokenizer import build_tokenizer, save_tokenizer
+from tests.run.helpers import metrics_of, records_of
 
 ROOT = Path(__file__).parent.parent
 

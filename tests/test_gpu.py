@@ -22,14 +22,14 @@ from slipstream.inference.speculation.protocol import Proposer
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_head3 import Eagle3Head
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.model import DraftModel
 from slipstream.sampling.noise import gumbel_noise, hash_words
 from slipstream.training import policy_loss_fn
 from slipstream.types import GenerateRequest, Generation
 from tests.inference.helpers import make_decoder, make_engine, make_request, mixed_requests
-from tests.loops.helpers import rl_only, steps_of, write_reward
+from tests.run.helpers import rl_only, steps_of, write_reward
 from tests.training.helpers import (
     gradients,
     make_batch,

@@ -1,4 +1,4 @@
-"""Trains a policy in the environment, as VERL's guides do it.
+"""Train a policy in the environment, as VERL's guides do.
 
 python main.py --config-path=config --config-name=test_config
 """
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from your_environment import YourEnvironment
 
 from slipstream.compat.verl import RayPPOTrainer
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 
 
 @hydra.main(config_path="config", config_name="config", version_base=None)

@@ -1,6 +1,6 @@
-"""A walker on a line: it stands somewhere, wants to be elsewhere, and steps `+` or `-`.
+"""A walker on a line: it has a position and a goal, and steps `+` or `-`.
 
-Stands for an environment of your own: states, and what an action in a state is worth.
+Replace it with your own environment, which defines states and the reward of an action in a state.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ ACTIONS = ("+", "-")
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where the walker stands and where it wants to be, both from 0 to 99."""
+    """The walker's position and its goal, both from 0 to 99."""
 
     position: int
     goal: int
 
 
 class YourEnvironment:
-    """`size` states, the same for the same `seed`."""
+    """An environment with `size` states; equal seeds give equal states."""
 
     def __init__(self, size: int = 512, seed: int = 1) -> None:
         draws = random.Random(seed)
@@ -34,12 +34,12 @@ class YourEnvironment:
         return self._states[index]
 
     def get_action(self, index: int) -> str:
-        """The action that leads towards the goal."""
+        """Return the action that leads towards the goal."""
         state = self._states[index]
         return "+" if state.goal > state.position else "-"
 
     def compute_reward(self, state: State, action: str) -> float:
-        """1 for a step towards the goal, 0 for one away from it, -1 for what is no action."""
+        """Return 1 for a step towards the goal, 0 for a step away from it, -1 for other text."""
         if action not in ACTIONS:
             return -1.0
         return float((action == "+") == (state.goal > state.position))

@@ -77,7 +77,7 @@ from slipstream.algorithms.losses import (
     policy_gradient,
     ppo_loss,
     sapo,
-    token_lots,
+    token_hashes,
     value_loss,
     vanilla,
 )
@@ -187,8 +187,8 @@ __all__ = [
     "support_log_mass",
     "support_log_mass_from_logits",
     "tir_optimal_token_baseline",
+    "token_hashes",
     "token_log_probs",
-    "token_lots",
     "value_loss",
     "vanilla",
     "zero_masked",

@@ -25,15 +25,15 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from slipstream.bench.moved import nats_moved
-from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.interleaved_runs import SETTINGS, run_interleaved
+from slipstream.bench.policy_kl import policy_kl
+from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.rl_line import start_of
 from slipstream.bench.timing import ratio, step_ratio
-from slipstream.bench.turns import SETTINGS, run_in_turns
+from slipstream.build.policy import device_of
+from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.errors import CheckpointError, ConfigError, EngineError, check_at_least_one
-from slipstream.loops.build_policy import device_of
-from slipstream.loops.snapshot import head_folder, policy_folder
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
 PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in chains"
@@ -81,7 +81,7 @@ class AbBench:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What a run wrote: its steps' metrics, and hashes of all responses, with their log-probs and
     rewards, and of the last weights; and the first step's responses by sample, as token ids."""
 
@@ -99,7 +99,7 @@ class Outcome:
         return [step[name] for step in self.steps if name in step]
 
 
-def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
+def run(bench: AbBench, say: Callable[[str], None]) -> list[ResultRow]:
     """Measure; a row for each way to run. Raises EngineError where a run fails."""
     start, head = start_of(bench.policy), _head(bench.policy)
     config = load_config(
@@ -109,14 +109,14 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
     # A bandit has shapes of its own, which `spec_topk` does not narrow.
     trees = eagle.spec_topk > 1 and eagle.tune_algorithm in ("COST", "PREDEFINED")
     arms = arms_of(head, trees=trees)
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in arms}
+    outcomes: dict[str, list[RunOutcome]] = {name: [] for name in arms}
     moved, device = 0.0, device_of(config)
     for number in range(bench.rounds):
         with TemporaryDirectory() as folder:
             targets = {name: Path(folder) / name for name in arms}
             say(f"RL, {', '.join(arms)} in turns, {number + 1} of {bench.rounds}")
             lines = {name: command(bench, start, arms[name], targets[name]) for name in arms}
-            run_in_turns(lines, say, config.actor_rollout_ref.model.external_lib)
+            run_interleaved(lines, say, config.actor_rollout_ref.model.external_lib)
             for name in arms:
                 outcomes[name].append(read_outcome(targets[name]))
             # Once: all end with the same weights, or the comparison has failed. At the end, for
@@ -124,9 +124,9 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[Row]:
             if number == bench.rounds - 1:
                 last = targets[PLAIN]
                 ended = policy_folder(last), last_rollouts(last)
-                moved = nats_moved(start, *ended, device)
+                moved = policy_kl(start, *ended, device)
     rows = [_row(bench, name, outcomes, head, device.type) for name in arms]
-    return [replace(row, values={**row.values, "nats_moved": moved}) for row in rows]
+    return [replace(row, values={**row.values, "policy_kl": moved}) for row in rows]
 
 
 def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
@@ -163,7 +163,7 @@ def command(bench: AbBench, start: Path, arm: Sequence[str], target: Path) -> li
     ]
 
 
-def read_outcome(folder: Path) -> Outcome:
+def read_outcome(folder: Path) -> RunOutcome:
     """What lies in the folder of a finished run. Raises CheckpointError where it has no end."""
     files = _rollouts(folder)
     steps = [metrics for _, metrics in read_jsonl(folder / METRICS_FILE)]
@@ -172,7 +172,7 @@ def read_outcome(folder: Path) -> Outcome:
         raise CheckpointError(f"{folder}: {len(steps)} RL steps and {len(files)} files of rollouts")
     weights = sorted(policy_folder(folder).glob("*.safetensors"))
     rows = [json.loads(line) for line in files[0].read_text(encoding="utf-8").splitlines()]
-    return Outcome(
+    return RunOutcome(
         steps=steps,
         responses=_hash(files),
         weights=_hash(weights),
@@ -185,12 +185,12 @@ def last_rollouts(folder: Path) -> Path:
     return _rollouts(folder)[-1]
 
 
-def identical(outcomes: Sequence[Outcome]) -> bool:
+def identical(outcomes: Sequence[RunOutcome]) -> bool:
     """Whether all wrote the same responses and ended with the same weights."""
     return len({(outcome.responses, outcome.weights) for outcome in outcomes}) == 1
 
 
-def parted(mine: Outcome, plain: Outcome) -> float:
+def parted(mine: RunOutcome, plain: RunOutcome) -> float:
     """How many of the first step's responses part from the plain run's, as a share of the tokens at
     which they could have. Raises EngineError where the samples are others."""
     if mine.first.keys() != plain.first.keys():
@@ -208,7 +208,7 @@ def parted(mine: Outcome, plain: Outcome) -> float:
     return partings / max(tokens, 1)
 
 
-def summary(rows: Sequence[Row]) -> dict[str, object]:
+def summary(rows: Sequence[ResultRow]) -> dict[str, object]:
     """By name: `identical` for all runs, `PARTED` of the worst, how many times faster than plain
     rollouts and whole steps were, and where there are both heads, how far the one that learned
     ended above the one that did not, in tokens per verification (0.1: by a tenth); where trees were
@@ -253,13 +253,13 @@ def curve(values: Sequence[float], points: int = 10) -> list[float]:
 def _row(
     bench: AbBench,
     name: str,
-    outcomes: Mapping[str, Sequence[Outcome]],
+    outcomes: Mapping[str, Sequence[RunOutcome]],
     head: Path | None,
     device: str,
-) -> Row:
+) -> ResultRow:
     mine, plain = outcomes[name], outcomes[PLAIN]
 
-    def seconds(of: Sequence[Outcome], part: str) -> list[float]:
+    def seconds(of: Sequence[RunOutcome], part: str) -> list[float]:
         return [outcome.seconds(part) for outcome in of]
 
     last = mine[-1]
@@ -292,7 +292,7 @@ def _row(
             # Single steps differ by chance: means over the first tenth and the last one.
             few = max(1, len(found) // 10)
             values |= {f"{shown}_first": fmean(found[:few]), f"{shown}_last": fmean(found[-few:])}
-    return Row(
+    return ResultRow(
         benchmark="train",
         case="ab speculation",
         contender=name,

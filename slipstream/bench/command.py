@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.bench.record import Row, Spread, write_rows
+from slipstream.bench.record import ResultRow, Spread, write_rows
 from slipstream.config.launch import add_debug_flag, positive
 
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.bench.speculation import SpeculationBench
-    from slipstream.bench.targets import Target
-    from slipstream.bench.trl_runs import TrlBench
+    from bench.trl_runs import TrlBench
+    from slipstream.bench.lossless.targets import Target
+    from slipstream.bench.speculation.rollout import SpeculationBench
 
 _KINDS = (
     "{rollout,decode,trl,peers,speculation,lossless,selector,train,learning,logprob,scoring,"
@@ -522,9 +522,13 @@ def _is_ab(args: argparse.Namespace) -> bool:
     return args.benchmark == "train" and args.ab is not None
 
 
-def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, object]:
+def _summary(args: argparse.Namespace, rows: Sequence[ResultRow]) -> Mapping[str, object]:
     """What the rows come to, by name."""
-    from slipstream.bench import ab, decode, lossless, speculation, tree_bound, trl
+    from bench import trl_compare as trl
+    from slipstream.bench import ab, decode
+    from slipstream.bench.lossless import check as lossless
+    from slipstream.bench.speculation import rollout as speculation
+    from slipstream.bench.speculation import tree_bound
 
     if args.benchmark == "decode":
         return {"cases": decode.cases(rows)}
@@ -541,7 +545,7 @@ def _summary(args: argparse.Namespace, rows: Sequence[Row]) -> Mapping[str, obje
     return {}
 
 
-def _rollout(args: argparse.Namespace) -> list[Row]:
+def _rollout(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import rollout
     from slipstream.bench.contenders import PEERS
     from slipstream.errors import ConfigError
@@ -584,11 +588,11 @@ def _rollout(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _decode(args: argparse.Namespace) -> list[Row]:
+def _decode(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import decode
 
     dtype = _settle_torch(args)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for shape in args.shape:
         bench = decode.DecodeBench(
             shape=shape,
@@ -613,8 +617,8 @@ def _decode(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _trl(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import trl
+def _trl(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import trl_compare as trl
 
     rows = trl.run(_trl_bench(args), partial(print, file=sys.stderr, flush=True))
     _print("GRPO beside TRL", rows)
@@ -624,7 +628,7 @@ def _trl(args: argparse.Namespace) -> list[Row]:
 def _trl_bench(args: argparse.Namespace) -> TrlBench:
     import torch
 
-    from slipstream.bench.trl_runs import TrlBench
+    from bench.trl_runs import TrlBench
 
     return TrlBench(
         policy=args.policy,
@@ -638,9 +642,9 @@ def _trl_bench(args: argparse.Namespace) -> TrlBench:
     )
 
 
-def _say_trl(rows: Sequence[Row]) -> bool:
+def _say_trl(rows: Sequence[ResultRow]) -> bool:
     """Print whether speed and accuracy are as promised; whether they are."""
-    from slipstream.bench import trl
+    from bench import trl_compare as trl
 
     found = trl.summary(rows)
     speedups, not_below = trl.speedups(rows), found["not_below"]
@@ -652,8 +656,8 @@ def _say_trl(rows: Sequence[Row]) -> bool:
     return max(speedups.values()) >= trl.SPEED_GOAL and not_below is not False
 
 
-def _peers(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import peers
+def _peers(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import peers_table as peers
     from slipstream.bench.record import read_rows
 
     rows = [row for file in args.files for row in read_rows(file)] or _measured_peers(args)
@@ -661,11 +665,12 @@ def _peers(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _measured_peers(args: argparse.Namespace) -> list[Row]:
+def _measured_peers(args: argparse.Namespace) -> list[ResultRow]:
     """Decoding against transformers, and vLLM where it is installed, then GRPO against TRL."""
-    from slipstream.bench import decode, trl
+    from bench import trl_compare as trl
+    from bench.trl_runs import trl_command
+    from slipstream.bench import decode
     from slipstream.bench.contenders import vllm_command
-    from slipstream.bench.trl_runs import trl_command
     from slipstream.errors import ConfigError
 
     say = partial(print, file=sys.stderr, flush=True)
@@ -690,7 +695,7 @@ def _measured_peers(args: argparse.Namespace) -> list[Row]:
     return [*rows, *trl.run(trl_bench, say)]
 
 
-def _train(args: argparse.Namespace) -> list[Row]:
+def _train(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import train
     from slipstream.errors import ConfigError
 
@@ -719,7 +724,7 @@ def _train(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _train_ab(args: argparse.Namespace) -> list[Row]:
+def _train_ab(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import ab
     from slipstream.errors import ConfigError
 
@@ -740,10 +745,10 @@ def _train_ab(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _logprob(args: argparse.Namespace) -> list[Row]:
+def _logprob(args: argparse.Namespace) -> list[ResultRow]:
     import torch
 
-    from slipstream.bench import logprob
+    from bench import logprob
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -759,7 +764,7 @@ def _logprob(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _scoring(args: argparse.Namespace) -> list[Row]:
+def _scoring(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import scoring
 
     rows = scoring.run(
@@ -769,7 +774,7 @@ def _scoring(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_scoring(rows: Sequence[Row]) -> int:
+def _say_scoring(rows: Sequence[ResultRow]) -> int:
     """Print which floors were missed; how many."""
     from slipstream.bench import scoring
 
@@ -782,9 +787,9 @@ def _say_scoring(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _say_logprob(rows: Sequence[Row]) -> int:
+def _say_logprob(rows: Sequence[ResultRow]) -> int:
     """Print which floors were missed; how many."""
-    from slipstream.bench import logprob
+    from bench import logprob
 
     missed = logprob.missed(rows)
     print(
@@ -795,8 +800,8 @@ def _say_logprob(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _export(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import export
+def _export(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import export
 
     bench = export.ExportBench(
         policy=args.policy,
@@ -814,10 +819,10 @@ def _export(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_export(rows: Sequence[Row]) -> bool:
+def _say_export(rows: Sequence[ResultRow]) -> bool:
     """Print how far vLLM's acceptance is from ours, and whether drafts change what it writes;
     whether all of that is as promised."""
-    from slipstream.bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
+    from bench.export import TIES, TOLERANCE, good, ratio_of, widest_parting
     from slipstream.bench.record import median_of
 
     furthest = max(abs(ratio_of(row) - 1) for row in rows)
@@ -838,8 +843,8 @@ def _say_export(rows: Sequence[Row]) -> bool:
     return good(rows)
 
 
-def _startup(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import startup
+def _startup(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import startup
 
     rows = startup.run(rounds=args.rounds)
     _print("start of the command line", rows)
@@ -847,8 +852,8 @@ def _startup(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import speculation
+def _rollout_of_policy(args: argparse.Namespace) -> list[ResultRow]:
+    from slipstream.bench.speculation import rollout as speculation
     from slipstream.errors import ConfigError
 
     if args.case or args.new_tokens or args.shape != _BOTH or not args.memory:
@@ -889,8 +894,9 @@ def _rollout_of_policy(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _speculation(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import grid, speculation
+def _speculation(args: argparse.Namespace) -> list[ResultRow]:
+    from slipstream.bench.speculation import grid
+    from slipstream.bench.speculation import rollout as speculation
     from slipstream.inference.speculation.plan import DraftPlan
 
     bench = speculation.SpeculationBench(
@@ -913,14 +919,14 @@ def _speculation(args: argparse.Namespace) -> list[Row]:
     _print_heading("depth of drafts by batch size", rows)
     print(grid.grid_table(rows), flush=True)
     if args.plot is not None:
-        from slipstream.bench.heat_map import plot_grid
+        from slipstream.bench.speculation.heat_map import plot_grid
 
         print(f"  picture: {plot_grid(rows, args.plot)}")
     return rows
 
 
-def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
-    from slipstream.bench import heads
+def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[ResultRow]:
+    from slipstream.bench.speculation import heads
     from slipstream.errors import ConfigError
 
     if args.plot is not None or not args.selectors or args.bound:
@@ -934,8 +940,8 @@ def _heads(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     return rows
 
 
-def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
-    from slipstream.bench import tree_bound
+def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[ResultRow]:
+    from slipstream.bench.speculation import tree_bound
     from slipstream.errors import ConfigError
 
     if args.plot is not None:
@@ -946,10 +952,10 @@ def _bound(args: argparse.Namespace, bench: SpeculationBench) -> list[Row]:
     return rows
 
 
-def _lossless(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import lossless
-    from slipstream.bench.targets import random_target, trained_target
-    from slipstream.bench.waves import PROPOSERS, LosslessBench
+def _lossless(args: argparse.Namespace) -> list[ResultRow]:
+    from slipstream.bench.lossless import check as lossless
+    from slipstream.bench.lossless.targets import random_target, trained_target
+    from slipstream.bench.lossless.workloads import PROPOSERS, LosslessBench
     from slipstream.errors import ConfigError
 
     dtype = _settle_torch(args)
@@ -976,8 +982,8 @@ def _lossless(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _selector(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import regret
+def _selector(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import selector_regret as regret
 
     rows = regret.run(args.trace, seeds=args.seeds)
     print(
@@ -987,8 +993,8 @@ def _selector(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _learning(args: argparse.Namespace) -> list[Row]:
-    from slipstream.bench import learning
+def _learning(args: argparse.Namespace) -> list[ResultRow]:
+    from bench import learning
 
     bench = learning.LearningBench(
         policy=args.policy, steps=args.steps, only=tuple(args.only), settings=tuple(args.set)
@@ -1001,19 +1007,19 @@ def _learning(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _say_learning(rows: Sequence[Row]) -> int:
+def _say_learning(rows: Sequence[ResultRow]) -> int:
     """Print which algorithms have not raised the reward; how many."""
-    from slipstream.bench.learning import not_learned
+    from bench.learning import not_learned
 
     missed = not_learned(rows)
     print(f"  floor: a higher validation reward; missed by {', '.join(missed) or 'none'}")
     return len(missed)
 
 
-def _say_regret(rows: Sequence[Row]) -> int:
+def _say_regret(rows: Sequence[ResultRow]) -> int:
     """Print where the default selector is further from the best plans than it may be; in how many
     worlds."""
-    from slipstream.bench import regret
+    from bench import selector_regret as regret
 
     default = next(iter(regret.SELECTORS))
     missed = regret.missed(rows)
@@ -1022,9 +1028,9 @@ def _say_regret(rows: Sequence[Row]) -> int:
     return len(missed)
 
 
-def _report_differences(rows: Sequence[Row]) -> int:
+def _report_differences(rows: Sequence[ResultRow]) -> int:
     """Print the sum over all rows; how many tokens differ."""
-    from slipstream.bench.lossless import different, total
+    from slipstream.bench.lossless.check import different, total
 
     found = different(rows)
     print(
@@ -1035,7 +1041,7 @@ def _report_differences(rows: Sequence[Row]) -> int:
     return found
 
 
-def _say_ab(rows: Sequence[Row]) -> bool:
+def _say_ab(rows: Sequence[ResultRow]) -> bool:
     """Print whether all runs are the same to the last bit, what they ended with, and how drafts
     fared on the way. Returns whether they are, or on a GPU as good as."""
     from slipstream.bench import ab
@@ -1097,14 +1103,14 @@ def _device(args: argparse.Namespace) -> torch.device:
     return torch.device(getattr(args, "device", None) or "cpu")
 
 
-def _print(title: str, rows: Sequence[Row]) -> None:
+def _print(title: str, rows: Sequence[ResultRow]) -> None:
     _print_heading(title, rows)
     for row in rows:
         print(f"  {row.contender}")
         _print_values({"seconds": row.seconds, **row.values})
 
 
-def _print_heading(title: str, rows: Sequence[Row]) -> None:
+def _print_heading(title: str, rows: Sequence[ResultRow]) -> None:
     """What the rows have in common, and what peers run with."""
     first = rows[0]
     machine = first.machine

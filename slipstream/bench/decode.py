@@ -17,7 +17,7 @@ import torch
 
 from slipstream.bench.contenders import OURS, PEERS, Contender, Workload, contender, embedded
 from slipstream.bench.inexact import inexact
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.rollout import fastest_peer, recorded, same_tokens
 from slipstream.bench.shapes import make_decoder
 from slipstream.bench.step_share import step_shares
@@ -81,7 +81,9 @@ def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
     return Workload(name=f"batch {batch}", prompts=prompts, lengths=(new_tokens,) * batch)
 
 
-def run(bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None) -> Iterator[list[Row]]:
+def run(
+    bench: DecodeBench, *, say: Callable[[str], None] = lambda _: None
+) -> Iterator[list[ResultRow]]:
     """Measure; for each batch size one row per contender, ours first. `say` hears of progress."""
     peers = [name for peer in bench.peers for name in PEERS[peer]]
     names = (OURS, *(name for name in peers if name in bench.only or not bench.only))
@@ -123,7 +125,9 @@ def _inexactly(made: Contender) -> Callable[[Workload], list[list[int]]]:
     return generate
 
 
-def _measure(bench: DecodeBench, batch: int, contenders: Mapping[str, Contender]) -> list[Row]:
+def _measure(
+    bench: DecodeBench, batch: int, contenders: Mapping[str, Contender]
+) -> list[ResultRow]:
     outputs: dict[str, list[list[int]]] = {}
     works: dict[str, Callable[[], None]] = {}
     first, all_of_them = (make_workload(bench, batch, n) for n in (1, bench.new_tokens))
@@ -171,7 +175,7 @@ def _row(
     decoded: Mapping[str, Times],
     outputs: Mapping[str, list[list[int]]],
     prefill: Times,
-) -> Row:
+) -> ResultRow:
     steps, seconds = bench.new_tokens - 1, decoded[name].wall
     values: dict[str, float | Spread] = {
         "tokens_per_second": Spread.of([batch * steps / s for s in seconds]),
@@ -194,7 +198,7 @@ def _row(
             for key in ("idle_seconds", "idle_cpu_seconds")
         )
         values[_IDLE] = idle_cpu / idle
-    return Row(
+    return ResultRow(
         benchmark="decode",
         case=f"batch {batch}",
         contender=name,
@@ -238,13 +242,13 @@ def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
         compute.close()
 
 
-def best_of(rows: Sequence[Row], peer: str, dtype: str | None = None) -> Row | None:
+def best_of(rows: Sequence[ResultRow], peer: str, dtype: str | None = None) -> ResultRow | None:
     """The fastest contender of `peer` in one case's rows, in `dtype` or in any; None: none ran."""
     ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
     return fastest_peer(ran) if ran else None
 
 
-def cases(rows: Sequence[Row]) -> list[dict[str, object]]:
+def cases(rows: Sequence[ResultRow]) -> list[dict[str, object]]:
     """By shape, batch size and peer: tokens/s, those of its fastest contender, and the ratio."""
     found: list[dict[str, object]] = []
     for shape, case in dict.fromkeys((row.settings["shape"], row.case) for row in rows):
@@ -266,7 +270,7 @@ def cases(rows: Sequence[Row]) -> list[dict[str, object]]:
     return found
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ResultRow]) -> str:
     """The rows of one case, one line each: the last column is our speed over theirs.
 
     Of the busy cores, those of one process are shown, too, where there may be several: a process
@@ -290,7 +294,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def summary(bench: DecodeBench, rows: Sequence[Row]) -> str:
+def summary(bench: DecodeBench, rows: Sequence[ResultRow]) -> str:
     """What one case comes to: ours over the best of each peer, and the cost of exact mode."""
     ours = next(row for row in rows if row.contender == OURS)
     lines = []
@@ -313,7 +317,7 @@ def summary(bench: DecodeBench, rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _spread(row: Row, name: str) -> Spread:
+def _spread(row: ResultRow, name: str) -> Spread:
     value = row.values[name]
     assert isinstance(value, Spread)
     return value

@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.errors import DataError
 from slipstream.metrics.machine import Machine, this_machine
 
-__all__ = ["Machine", "Row", "Spread", "median_of", "read_rows", "this_machine", "write_rows"]
+__all__ = ["Machine", "ResultRow", "Spread", "median_of", "read_rows", "this_machine", "write_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def median_of(value: float | Spread) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """One contender in one case.
 
     `seconds` is the wall time of one run. `values` are derived numbers, named with their unit;
@@ -63,14 +63,14 @@ class Row:
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
 
-def write_rows(path: Path, rows: Sequence[Row], summary: Mapping[str, object] = {}) -> None:
+def write_rows(path: Path, rows: Sequence[ResultRow], summary: Mapping[str, object] = {}) -> None:
     """Write `{**summary, "rows": [...]}` as JSON, making the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**summary, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[ResultRow]:
     """What `write_rows` wrote. Raises DataError where the file has no rows of that form."""
     try:
         return [_row(entry) for entry in json.loads(path.read_text())["rows"]]
@@ -81,11 +81,11 @@ def read_rows(path: Path) -> list[Row]:
         ) from error
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
+def _row(entry: Mapping[str, Any]) -> ResultRow:
     machine = {**entry["machine"], "cpu_flags": tuple(entry["machine"]["cpu_flags"])}
     values = {
         name: Spread(**value) if isinstance(value, dict) else value
         for name, value in entry["values"].items()
     }
     given = {"seconds": Spread(**entry["seconds"]), "machine": Machine(**machine), "values": values}
-    return Row(**{**entry, **given})
+    return ResultRow(**{**entry, **given})

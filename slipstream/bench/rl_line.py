@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from slipstream.checkpoint.layout import policy_folder
 from slipstream.errors import EngineError
-from slipstream.loops.snapshot import policy_folder
 
 
 def start_of(policy: Path) -> Path:

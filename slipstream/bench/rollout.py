@@ -21,7 +21,7 @@ import torch
 
 from slipstream.bench.contenders import OURS, PEERS, VLLM, Contender, Workload, contender
 from slipstream.bench.memory import peak_megabytes
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.shapes import SHAPES
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
@@ -86,7 +86,7 @@ def make_workload(bench: RolloutBench) -> Workload:
     return Workload(name=bench.case, prompts=tuple(prompts), lengths=tuple(lengths))
 
 
-def run(bench: RolloutBench) -> list[Row]:
+def run(bench: RolloutBench) -> list[ResultRow]:
     """Measure; one row per contender, ours first."""
     workload = make_workload(bench)
     names = (OURS, *PEERS[bench.peer])
@@ -152,7 +152,7 @@ def _row(
     measured: Contender,
     times: dict[str, Times],
     outputs: dict[str, list[list[int]]],
-) -> Row:
+) -> ResultRow:
     steps, seconds = max(workload.lengths), times[name].wall
     values: dict[str, float | Spread] = {
         "cpu_seconds": Spread.of(times[name].cpu),
@@ -165,7 +165,7 @@ def _row(
         values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
     if bench.memory and name not in VLLM:
         values["peak_rss_mb"] = measure_memory(bench, name)
-    return Row(
+    return ResultRow(
         benchmark="rollout",
         case=bench.case,
         contender=name,
@@ -189,12 +189,12 @@ def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-def fastest_peer(rows: Sequence[Row]) -> Row:
+def fastest_peer(rows: Sequence[ResultRow]) -> ResultRow:
     """The fastest other contender of `rows`, by its median."""
     return min((r for r in rows if r.contender != OURS), key=lambda r: r.seconds.median)
 
 
-def best_speedup(rows: Sequence[Row]) -> Spread:
+def best_speedup(rows: Sequence[ResultRow]) -> Spread:
     """Ours against the fastest other contender of `rows`."""
     speedup = fastest_peer(rows).values["slipstream_speedup"]
     assert isinstance(speedup, Spread)

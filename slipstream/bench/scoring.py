@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from slipstream.bench.record import Row, Spread, median_of, this_machine
+from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.timing import Times, alternate
 from slipstream.errors import check_at_least_one
 from slipstream.rewards.functions import default_compute_score
@@ -75,7 +75,7 @@ def sticks(data_source: str, solution_str: str, ground_truth: Any, extra_info: A
     return 1.0
 
 
-def run(bench: ScoringBench) -> list[Row]:
+def run(bench: ScoringBench) -> list[ResultRow]:
     """Measure; a row for each kind of answer, and for the slow and the stuck function."""
     rows = []
     for source, (response, truth) in _ANSWERS.items():
@@ -104,7 +104,7 @@ def run(bench: ScoringBench) -> list[Row]:
     return [*rows, *(_row(bench, name, {name: times}) for name, times in once.items())]
 
 
-def missed(rows: Sequence[Row]) -> list[str]:
+def missed(rows: Sequence[ResultRow]) -> list[str]:
     """What is not as promised, in words."""
     wrong = []
     for row in rows:
@@ -120,7 +120,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
     return wrong
 
 
-def _row(bench: ScoringBench, name: str, times: Mapping[str, Times]) -> Row:
+def _row(bench: ScoringBench, name: str, times: Mapping[str, Times]) -> ResultRow:
     values: dict[str, Any] = {"cpu_seconds": Spread.of(times[name].cpu)}
     if ALONE in times:
         rates = {key: [bench.answers / s for s in of.wall] for key, of in times.items()}
@@ -128,7 +128,7 @@ def _row(bench: ScoringBench, name: str, times: Mapping[str, Times]) -> Row:
             "answers_per_second": Spread.of(rates[name]),
             "alone_per_second": Spread.of(rates[ALONE]),
         }
-    return Row(
+    return ResultRow(
         benchmark="scoring",
         case=f"{bench.answers} answers, {bench.responses} responses",
         contender=name,

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.shapes import SHAPES, make_decoder, matmul_parameters
 from slipstream.bench.timing import alternate, ratio
 from slipstream.errors import ConfigError, check_at_least_one
@@ -85,7 +85,7 @@ def make_batch(bench: TrainBench) -> TrainBatch:
     )
 
 
-class _Step:
+class _TrainStep:
     """One optimizer step, forward pass to update; keeps the time of its two parts."""
 
     def __init__(self, bench: TrainBench, compute: ComputeThread) -> None:
@@ -119,13 +119,13 @@ def _on(compute: ComputeThread, work: Callable[[], object]) -> Callable[[], obje
     return lambda: compute.run(work)
 
 
-def run(bench: TrainBench) -> Row:
+def run(bench: TrainBench) -> ResultRow:
     """Measure a training step against matrix products of its dtype, and of bf16 where the CPU has
     units for it: emulated, one large product takes minutes."""
     compute = ComputeThread()
     try:
         # All on one thread: products of another thread's OpenMP team would slow the step down.
-        step = compute.run(lambda: _Step(bench, compute))
+        step = compute.run(lambda: _TrainStep(bench, compute))
         products = {"matmul": _on(compute, _matmul(bench.matmul_size, bench.dtype))}
         if bench.dtype is not torch.bfloat16 and cpu_has_bf16_units():
             bf16 = _matmul(bench.matmul_size, torch.bfloat16)
@@ -154,7 +154,7 @@ def run(bench: TrainBench) -> Row:
         ):
             share = ratio(product_times, step_times)
             values[f"share_of_{name}{suffix}"] = share.scaled(flops / product)
-    return Row(
+    return ResultRow(
         benchmark="train",
         case="step",
         contender="slipstream",
@@ -176,7 +176,7 @@ class _Inline(ComputeThread):
 
 def profile(bench: TrainBench, *, rows: int = 25) -> str:
     """One step, after one that warms up, as a table of the ops that take the most time."""
-    step = _Step(bench, _Inline())
+    step = _TrainStep(bench, _Inline())
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step()

@@ -47,7 +47,7 @@ def critic_optimizer_file(checkpoint: Path) -> Path:
 
 
 def draft_folder(checkpoint: Path) -> Path:
-    """A draft head, as `models.draft_io` writes it."""
+    """A draft head, as `models.draft.files` writes it."""
     return checkpoint / "draft"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from slipstream.build.dataset import data_section, data_seed, make_dataset
 from slipstream.compat.rewards import config_of
-from slipstream.environment.samplers import load_sampler
-from slipstream.loops.build_dataset import data_section, data_seed, make_dataset
+from slipstream.data.samplers import load_sampler
 
 
 def create_rl_dataset(

@@ -15,11 +15,11 @@ from typing import Any, cast
 import anyio
 import torch
 
+from slipstream.build.data import decode_with, make_reward_manager
 from slipstream.config.load import load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.errors import ConfigError, DataError
-from slipstream.loops.build_data import decode_with, make_reward_manager
 from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward_fn
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
 from slipstream.rewards.functions import default_compute_score as score_by_source

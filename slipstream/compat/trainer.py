@@ -1,6 +1,6 @@
 """VERL's `RayPPOTrainer` over a run of Slipstream: data sets and reward functions as objects.
 
-Knows how VERL calls things; training is `loops.run.train`.
+Knows how VERL calls things; training is `run.train.train`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slipstream.build.data import GivenParts
 from slipstream.compat.rewards import VerlRewardManager, config_of
 from slipstream.config.mode import resolve_mode
-from slipstream.environment.rlhf_dataset import collate_fn as stack_items
+from slipstream.data.rlhf_dataset import collate_fn as stack_items
 from slipstream.errors import ConfigError
-from slipstream.loops.build_data import GivenParts
-from slipstream.loops.run import train
+from slipstream.run.train import train
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class RayPPOTrainer:
 
     `config` is VERL's configuration, as OmegaConf or Hydra give it, or any mapping of options
     (`compat.rewards.config_of`). `train_dataset` is a map-style data set whose items hold prompts
-    (`environment.items`), None: `data.train_files`. `reward_fn` takes a `DataProto` and returns a
+    (`data.items`), None: `data.train_files`. `reward_fn` takes a `DataProto` and returns a
     tensor (B,) or (B, R), or has another signature of `rewards.signatures`, None: what the
     configuration names. `tokenizer`: None is that of the model or, without one, of the data set.
     `collate_fn` gets items one by one. Where processes run is said by `trainer.nnodes` and

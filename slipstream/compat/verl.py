@@ -35,14 +35,14 @@ from slipstream.compat.rewards import (
     load_reward_manager,
 )
 from slipstream.compat.trainer import RayPPOTrainer
-from slipstream.environment.rlhf_dataset import (
+from slipstream.data.rlhf_dataset import (
     AbstractDataGenerator,
     DynamicGenDataset,
     RLHFDataset,
     collate_fn,
 )
-from slipstream.environment.samplers import AbstractCurriculumSampler, AbstractSampler
-from slipstream.environment.sft_dataset import MultiTurnSFTDataset
+from slipstream.data.samplers import AbstractCurriculumSampler, AbstractSampler
+from slipstream.data.sft_dataset import MultiTurnSFTDataset
 
 __all__ = [
     "AbstractCurriculumSampler",

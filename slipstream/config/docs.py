@@ -1,8 +1,8 @@
-"""Documentation from the schema: `describe` one key, or render docs/config.md.
+"""Documentation from the schema: describe one key, or render docs/config.md.
 
-Reads the string under each field from the schema's source, so that a description has one home.
-Called by `slipstream config` and, as `python -m slipstream.config.docs docs/config.md`, by whoever
-changes an option; a test compares the file with what this module renders.
+The module reads the string under each field from the schema's source, so each description exists
+only once. `slipstream config` calls it. After you change an option, run `python -m
+slipstream.config.docs docs/config.md`; a test compares that file with the rendered page.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from slipstream.errors import ConfigError
 _INTRODUCTION = """\
 # Options
 
-Every option, with its type and default. Set one on the command line (`slipstream train key=value`)
-or in a YAML file (`--config FILE`). Where several are set, the command line wins over the file or
-recipe, and that wins over the default. `slipstream config KEY` prints one entry of this page.
+On this page you can look up every option, with its type, default and meaning. `slipstream config
+KEY` prints one entry. The [glossary](glossary.md) explains terms.
 
-Lists are written `[a,b]`, an absent value `null`. Free-form mappings take new keys:
-`+reward_model.reward_kwargs.key=value`, and lose them: `~reward_model.reward_kwargs.key`.
+Set an option on the command line (`slipstream train key=value`) or in a YAML file (`--config
+FILE`). The command line overrides the file or recipe, which overrides the default.
+
+Write a list as `[a,b]` and an absent value as `null`. You can add keys to free-form mappings
+(`+reward_model.reward_kwargs.key=value`) and remove them (`~reward_model.reward_kwargs.key`).
 
 This page is generated: `python -m slipstream.config.docs docs/config.md`.
 """
@@ -34,7 +36,7 @@ This page is generated: `python -m slipstream.config.docs docs/config.md`.
 
 @functools.cache
 def _field_docs(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal that follows the field, from a module's source."""
+    """Map (class, field) to the string literal under the field in a module's source."""
     found: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if not isinstance(node, ast.ClassDef):
@@ -51,15 +53,15 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 
 
 def field_doc(option: Option) -> str:
-    """The documentation of one key; empty where the schema has none (a test forbids that)."""
+    """Return the documentation of one key, or "" if it has none (a test forbids that)."""
     return _field_docs(option.owner.__module__).get((option.owner.__name__, option.name), "")
 
 
 def describe(path: str) -> str:
-    """Type, default, meaning and an example of the key `path`, or the keys of a section.
+    """Return type, default, meaning and an example of the key `path`, or the keys of a section.
 
     Raises:
-        ConfigError: there is no such key; the message names the nearest ones.
+        ConfigError: the key does not exist; the message names the most similar keys.
     """
     option = options().get(path)
     if option is None:
@@ -77,7 +79,7 @@ def describe(path: str) -> str:
 
 
 def render_markdown() -> str:
-    """The whole of docs/config.md: one table per section."""
+    """Return the text of docs/config.md: one table per section."""
     tables: dict[str, list[str]] = {"": []}
     for key, option in options().items():
         section = key.rpartition(".")[0]
@@ -98,6 +100,6 @@ def render_markdown() -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the page of all options.")
+    parser = argparse.ArgumentParser(description="Write the page that lists all options.")
     parser.add_argument("file", type=Path)
     parser.parse_args().file.write_text(render_markdown(), encoding="utf-8")

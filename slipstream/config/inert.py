@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slipstream.config.schema_speculative import EagleConfig, SpeculativeConfig
+from slipstream.config.schema_speculative import EagleSection, SpeculativeSection
 
 
-def options_without_effect(speculative: SpeculativeConfig) -> Iterator[str]:
+def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
     """Each as `what has no effect; remedy`."""
     yield from _selector(speculative)
     yield from _training(speculative)
-    usual = SpeculativeConfig()
+    usual = SpeculativeSection()
     for name in ("train", "draft"):
         key = f"speculative.{name}.optim"
         optim, default = getattr(speculative, name).optim, getattr(usual, name).optim
@@ -44,8 +44,8 @@ _OPTIONS_OF = {
 """Options of `speculative.eagle`, and the values of `tune_algorithm` that know them."""
 
 
-def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
-    eagle, usual, key = speculative.eagle, EagleConfig(), "speculative.eagle"
+def _selector(speculative: SpeculativeSection) -> Iterator[str]:
+    eagle, usual, key = speculative.eagle, EagleSection(), "speculative.eagle"
     if not speculative.enable:
         return
     for name, algorithms in _OPTIONS_OF.items():
@@ -59,7 +59,7 @@ def _selector(speculative: SpeculativeConfig) -> Iterator[str]:
             )
 
 
-def _training(speculative: SpeculativeConfig) -> Iterator[str]:
+def _training(speculative: SpeculativeSection) -> Iterator[str]:
     train, eagle, key = speculative.train, speculative.eagle, "speculative.train"
     new = eagle.spec_model_path is None
     # Of a head that is read from files it is not known here what it is.

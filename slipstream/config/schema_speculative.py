@@ -1,6 +1,6 @@
-"""Options of `speculative`: FastRL's tree for speculative decoding and draft-model co-training.
+"""Options of `speculative`: FastRL's tree for speculative decoding and draft-head co-training.
 
-Knows names, types and defaults only. Part of the tree in `schema`.
+This module has names, types and defaults only. Other modules import the tree from `schema`.
 """
 
 from __future__ import annotations
@@ -19,211 +19,220 @@ from slipstream.config.fields import (
 )
 
 MOST_BRANCHES = 8
-"""Most tokens of a level that a draft tree follows."""
+"""Largest number of tokens per level that a draft tree follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
-    """Shape of the draft and its tuning."""
+class EagleSection:
+    """The draft head, the shape of drafts, and how the shape is chosen."""
 
     spec_model_path: str | None = None
-    """Folder of the draft model, or of a run of `slipstream draft`; training goes on from it, as
-    what it is: EAGLE or EAGLE3."""
+    """Folder of the draft head, or of a run of `slipstream draft`. Training continues from it and
+    keeps its type, EAGLE or EAGLE3."""
     spec_algorithm: Literal["EAGLE", "EAGLE3"] = "EAGLE"
-    """What a new draft model is: `EAGLE` (1 and 2) goes on from the policy's final hidden states
-    and uses its LM head; `EAGLE3` from those of three layers, with an LM head of its own."""
+    """Type of a new draft head. `EAGLE` (1 and 2) takes the policy's final hidden states and uses
+    the policy's LM head. `EAGLE3` takes the hidden states of three layers and has its own LM
+    head."""
     draft_vocab_size: PositiveInt | None = None
-    """Tokens that a new draft model of EAGLE3 can draft: the most frequent ones of the responses
-    that `slipstream draft` begins with; null: all."""
+    """Number of tokens that a new EAGLE3 draft head can draft: the most frequent tokens in the
+    first responses of `slipstream draft`; null: all tokens."""
     aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = None
-    """Three layers of the policy, counted from 0, whose inputs a new draft model of EAGLE3 goes on
-    from; null: 2, half the number of layers, and the last but two."""
+    """Auxiliary layers of a new EAGLE3 draft head: three layers of the policy, counted from 0,
+    whose inputs the draft head takes; null: layer 2, the middle layer (number of layers divided by
+    2), and the third layer from the end."""
     spec_steps: PositiveInt = 7
-    """Tokens drafted one after another, at most; how many is chosen by `tune_algorithm`."""
+    """Maximum draft depth: number of tokens drafted one after another. `tune_algorithm` chooses the
+    depth of each step."""
     spec_topk: PositiveInt = 1
-    """1: chains; 2 to 8: trees, of which so many tokens of each level are followed, and each gives
-    as many of the next."""
+    """1: drafts are chains. 2 to 8: drafts are trees. A tree follows this number of tokens per
+    level; each of them proposes the same number of candidates for the next level."""
     spec_verify_tokens: PositiveInt | None = None
-    """Tokens of a request that the policy checks in one pass, the last known one included: of trees
-    the most promising of the whole batch, so many on average. null: all of a chain,
-    `spec_steps` + 1."""
+    """Tokens per request that the policy verifies in one pass, including the last known token. For
+    trees, this is the average over the batch, and the draft tokens with the highest estimated
+    acceptance probability are verified. null: all tokens of a chain, `spec_steps` + 1."""
     tune_algorithm: Literal["COST", "PREDEFINED", "EG", "UCB1", "BEG"] = "COST"
-    """How the number of drafts is chosen, step by step: `COST` from measured step times and
-    acceptance, among chains and trees up to the options above, and plain decoding; `PREDEFINED`
-    always takes the shape that they give; FastRL's bandits take what has earned most tokens a
-    second: of `mab_configs` and that shape, `EG` (epsilon-greedy) and `UCB1` any, `BEG` one of
-    those for the batch size."""
+    """How the draft plan of each step is chosen. `COST`: from measured step times and acceptance,
+    among chains and trees up to the options above, and plain decoding. `PREDEFINED`: always the
+    shape of the options above. FastRL's bandits choose the plan with the most tokens per second
+    from `mab_configs` and that shape: `EG` (epsilon-greedy) and `UCB1` from all of them, `BEG` from
+    those for the current batch size."""
     exploration: Fraction = 0.005
-    """Share of the time that looking at other numbers of drafts may lose, beyond the first looks,
-    where `tune_algorithm` is COST; what epsilon is to a bandit."""
+    """`COST`: share of the time that trying other draft plans may cost, in addition to the first
+    trials. It corresponds to a bandit's epsilon."""
     hysteresis: NonNegativeFloat = 0.02
-    """Share by which another number of drafts must be faster to be switched to, likewise."""
+    """`COST`: share by which another draft plan must be faster before decoding switches to it."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")
-    """Shapes that a bandit picks from, as `steps_topk_tokens`; `0_0_1`: no drafts."""
+    """Draft plans that a bandit chooses from, written `steps_topk_tokens`; `0_0_1`: no drafts."""
     mab_bs_threshold: tuple[PositiveInt, ...] = (1, 2, 5, 21)
-    """Batch sizes from which on `BEG` takes shapes of fewer tokens to verify: one for each of these
-    numbers, the one of `spec_verify_tokens` among them."""
+    """`BEG`: batch sizes from which on it uses plans with fewer tokens to verify. One entry per
+    number of tokens to verify, including `spec_verify_tokens`."""
     mab_epsilon: Fraction = 0.1
-    """How often `EG` and `BEG` take any of their shapes."""
+    """Probability that `EG` and `BEG` choose a random plan."""
     mab_window_size: PositiveInt = 300
-    """Steps of a shape, at one batch size, from which a bandit learns: the last ones."""
+    """Number of recent steps, per plan and batch size, that a bandit learns from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryConfig:
-    """Drafts from what was written before, without a draft model."""
+class HistorySection:
+    """Drafts from earlier text, without a draft head."""
 
     match_tokens: PositiveInt = 3
-    """Last tokens of a context that must agree with an earlier text."""
+    """Number of last tokens of a context that must match an earlier text."""
     max_tokens: PositiveInt = 1048576
-    """Tokens of finished responses to remember, some 300 bytes each; the oldest go first."""
+    """Tokens of finished responses to remember, about 300 bytes each; the oldest are removed
+    first."""
     stagger_samples: bool = False
-    """While more requests wait than can run, let the samples of a prompt run one after the other,
-    so that the later ones can be drafted for from the earlier ones; each then pays for its own
-    prefill."""
+    """While more requests wait than can run, run the samples of a prompt one after another. Later
+    samples can then use drafts from earlier ones, but each needs its own prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterOptimConfig:
-    """An optimizer of the draft model.
+class DrafterOptimSection:
+    """An optimizer of the draft head.
 
-    Names are FastRL's, the defaults are not: its rate of 1e-6 with 1000 steps of warm-up suits a
-    head that has been trained on millions of tokens before. These train a new head in half a
-    minute (docs/log.md).
+    Names are FastRL's, but the defaults differ. FastRL's learning rate of 1e-6 with 1000 warm-up
+    steps suits a head that was already trained on millions of tokens. These defaults train a new
+    head in half a minute (docs/log/index.md).
     """
 
     optimizer: Literal["AdamW", "Muon"] = "Muon"
-    """`Muon` for the layer's matrices and AdamW for its norms, or AdamW for all."""
+    """`Muon` for the layer's matrices and AdamW for its norms, or `AdamW` for all."""
     lr: NonNegativeFloat = 1e-3
-    """Peak learning rate of AdamW's parameters."""
+    """Peak learning rate of the parameters that use AdamW."""
     muon_lr: NonNegativeFloat | None = 0.05
-    """Peak learning rate of the matrices where `optimizer` is Muon; null: `lr`."""
+    """Peak learning rate of the matrices, if `optimizer` is Muon; null: `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment; FastRL's and EAGLE's."""
+    """AdamW's decay rates of the first and second moment; the defaults are FastRL's and EAGLE's."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices."""
     lr_warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
     min_lr_ratio: NonNegativeFloat | None = None
-    """Share of the peak rate at which the schedule ends; null: 0."""
+    """Share of the peak learning rate at which the schedule ends; null: 0."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "linear"
-    """Course of the learning rate after warm-up."""
+    """Schedule of the learning rate after warm-up."""
 
 
-def _following() -> DrafterOptimConfig:
-    """For a head that is trained and follows the policy, for as long as RL goes on."""
-    return DrafterOptimConfig(lr=1e-4, muon_lr=0.003, lr_scheduler_type="constant")
+def _following() -> DrafterOptimSection:
+    """Return the optimizer for RL, where a trained head follows the policy until RL ends."""
+    return DrafterOptimSection(lr=1e-4, muon_lr=0.003, lr_scheduler_type="constant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterTrainConfig:
-    """How a draft model is trained, by itself or while the policy learns."""
+class DrafterTrainSection:
+    """How a draft head is trained, during RL or separately. Its features are hidden states of the
+    policy."""
 
     enable_drafter_training: bool = False
-    """Train the draft model during RL."""
+    """Train the draft head during RL."""
     mode: Literal["interval", "opportunistic"] = "interval"
-    """When the draft model learns: `interval`, between two RL steps, in their time and to the same
-    bits in every run; or `opportunistic`, in a process of its own, whenever a core is idle, or lent
-    by decoding (`actor_rollout_ref.rollout.one_thread_below`)."""
+    """When the draft head trains. `interval`: between two RL steps. The run waits for it, and equal
+    runs give equal heads, bit for bit. `opportunistic`: in a separate process, whenever a core is
+    idle, or freed by decoding (`actor_rollout_ref.rollout.one_thread_below`)."""
     training_interval_steps: PositiveInt = 10
-    """RL steps between two trainings where `mode` is interval."""
+    """RL steps between two trainings, if `mode` is interval."""
     updates_per_training: PositiveInt = 8
-    """Training steps of one training, fewer where the collected responses have been used up."""
+    """Optimizer steps per training; fewer if the collected responses are used up."""
     ema_decay: BelowOne = 0.95
-    """What is published is the moving average of the weights, of which each training step keeps
-    this share (at first less: their mean); 0: the newest weights."""
+    """Decay of the moving average of the weights; the published head is this average. Each training
+    step keeps this share of the average. In the first steps the share is smaller, so that the
+    average is the plain mean. 0: publish the newest weights."""
     buffer_bytes: PositiveInt = 268435456
-    """What features of collected responses may take."""
+    """Maximum size in bytes of the features of collected responses."""
     lookback_steps: PositiveInt = 2
-    """Responses of so many RL steps are trained on, the newest first."""
+    """Number of recent RL steps whose responses are trained on, the newest first."""
     long_share: NonNegativeFloat = 0.25
-    """Share of `buffer_bytes` in which the longest responses stay until they are too old."""
+    """Share of `buffer_bytes` in which the longest responses are kept until they are too old."""
     held_out_samples: PositiveInt = 32
-    """Responses that a new version is measured on before it is published, never trained on."""
+    """Number of held-out responses, never trained on, that a new version is measured on before it
+    is published."""
     held_out_every: PositiveInt = 8
-    """The responses to one prompt in so many are held out."""
+    """One prompt in this many is held out, with all of its responses."""
     accept_depth: PositiveInt = 5
-    """Drafts in a row up to which acceptance is measured."""
+    """Chain depth up to which acceptance is measured."""
     batch_size_per_gpu: PositiveInt = 32
-    """Sequences per training step. FastRL's 2 are of thousands of tokens."""
+    """Sequences per training step. FastRL uses 2, for sequences of thousands of tokens."""
     max_seq_len: PositiveInt = 8192
-    """Longest training sequence in tokens; what follows in a longer one is not trained on."""
+    """Longest training sequence in tokens; the rest of a longer one is not trained on."""
     max_epochs: PositiveInt = 10
-    """How often a collected response is trained on at most."""
+    """Maximum number of times that a collected response is trained on."""
     checkpoint_path: str | None = None
-    """Folder of draft checkpoints; only null in this version: they are part of the run's."""
+    """Folder of draft checkpoints; must be null in this version, because the run's checkpoints
+    contain the draft head."""
     min_workers_for_training: PositiveInt = 1
-    """Idle workers needed before training starts."""
+    """Number of idle workers needed before training starts."""
     collect_hidden_states_from_engine: bool = False
-    """Take features from the engine's decoding; of responses that it has none of, or of more than
-    one policy version, from the trainer's forward pass."""
+    """Take features from the engine's decoding. If the engine has none for a response, or features
+    of more than one policy version, they come from the trainer's forward pass."""
     value_weight: NonNegativeFloat | None = None
-    """Weight of the distance between predicted and true features (smooth L1); null: 1 of an EAGLE
-    head. EAGLE3 predicts none."""
+    """Weight of the distance between predicted and true features (smooth L1); null: 1 for an EAGLE
+    head. EAGLE3 does not predict features."""
     soft_weight: NonNegativeFloat = 0.5
-    """Weight of the cross-entropy to the policy's distribution; FastRL's and EAGLE's is 0.1."""
+    """Weight of the cross-entropy to the policy's distribution; FastRL and EAGLE use 0.1."""
     acceptance_weight: NonNegativeFloat = 0.0
-    """Weight of -log sum min(p, q), the probability that a draft sampled from the head's q is
-    accepted under the policy's p (LK loss, Samarin et al. 2026)."""
+    """Weight of -log sum min(p, q). The sum is the probability that a draft sampled from the head's
+    distribution q is accepted under the policy's distribution p (LK loss, Samarin et al. 2026)."""
     topk_mass_weight: NonNegativeFloat = 0.0
-    """Weight of -log of the policy's mass on the head's `speculative.eagle.spec_topk` best tokens,
-    which a tree's level has for candidates."""
+    """Weight of -log of the policy's probability mass on the head's `speculative.eagle.spec_topk`
+    best tokens, which are the candidates of one tree level."""
     depth: PositiveInt | None = None
-    """Drafts in a row that a step trains: from the second on the head is given its own
-    predictions; null: 1 of an EAGLE head, 5 of EAGLE3, which needs more than one."""
+    """Draft depth that a training step covers. From the second draft on, the head gets its own
+    predictions as input. null: 1 for an EAGLE head, 5 for EAGLE3, which needs more than one."""
     depth_decay: NonNegativeFloat | None = None
-    """What each deeper draft counts, relative to the one before; null: 1 of an EAGLE head, 0.8 of
+    """Weight of each deeper draft relative to the one before; null: 1 for an EAGLE head, 0.8 for
     EAGLE3."""
     feature_noise: NonNegativeFloat = 0.0
-    """Width of the uniform noise on the features that the head is given."""
+    """Width of the uniform noise that is added to the head's input features."""
     grad_clip: PositiveFloat | None = 1.0
-    """Largest norm of the gradient; null: no limit."""
-    optim: DrafterOptimConfig = field(default_factory=_following)
-    """Optimizer of the draft model during RL."""
+    """Largest gradient norm; null: no limit."""
+    optim: DrafterOptimSection = field(default_factory=_following)
+    """Optimizer of the draft head during RL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
-    """`slipstream draft`: training of a draft model for a policy that stands still, in rounds of
-    fresh responses."""
+class DraftSection:
+    """`slipstream draft`: training of a draft head for a fixed policy, in rounds of new
+    responses."""
 
     total_training_steps: PositiveInt = 480
-    """Training steps in all."""
+    """Training steps in total."""
     steps_per_round: PositiveInt = 80
     """Training steps on the responses of one round."""
     samples_per_round: PositiveInt = 256
-    """Responses that a round trains on, one to each prompt."""
+    """Responses that a round trains on, one per prompt."""
     rollout_files: tuple[str, ...] | None = None
     """Recorded rollouts (`rollouts/N.jsonl` of a run) to train on; null: generate responses."""
     held_out_samples: PositiveInt = 128
-    """Responses that acceptance is measured on, never trained on."""
+    """Number of held-out responses, never trained on, that acceptance is measured on."""
     accept_depth: PositiveInt = 5
-    """Drafts in a row up to which acceptance is measured."""
+    """Chain depth up to which acceptance is measured."""
     save_freq: CountOrOff = 3
-    """Rounds between checkpoints, each with a measurement; -1: only the last one."""
-    optim: DrafterOptimConfig = field(default_factory=DrafterOptimConfig)
-    """Optimizer of the draft model while the policy stands still."""
+    """Rounds between checkpoints, each with a measurement; -1: only after the last round."""
+    optim: DrafterOptimSection = field(default_factory=DrafterOptimSection)
+    """Optimizer of the draft head for a fixed policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """Speculative decoding, and the draft model that it needs."""
+class SpeculativeSection:
+    """Speculative decoding and its draft head."""
 
     enable: bool = False
-    """Decode with a draft model."""
+    """Decode with drafts."""
     spec_strategy: Literal["eagle", "history", "union"] = "eagle"
-    """Who drafts: a draft model, earlier text (the request's own and finished responses to its
-    prompt), or for each request the one whose drafts have been accepted more often."""
+    """Source of drafts: `eagle`, a draft head; `history`, earlier text (the request's own, and
+    finished responses to its prompt); `union`, for each request the source whose drafts were
+    accepted more often."""
     bs_threshold: PositiveInt | None = None
-    """Speculate only while at most this many requests run; null: at any batch size where drafts
-    pay, as the selector measures."""
+    """Draft only while at most this many requests run; null: at every batch size where drafts are
+    faster, as measured by the selector."""
     trace: bool = False
-    """Record every decision in `speculation.jsonl` of the run folder."""
-    history: HistoryConfig = field(default_factory=HistoryConfig)
-    """Drafts from what was written before."""
-    eagle: EagleConfig = field(default_factory=EagleConfig)
-    """Shape of the draft and its tuning."""
-    train: DrafterTrainConfig = field(default_factory=DrafterTrainConfig)
-    """How a draft model is trained, by itself or while the policy learns."""
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    """Training of a draft model for a policy that stands still: `slipstream draft`."""
+    """Record every choice of a draft plan in `speculation.jsonl` of the run folder."""
+    history: HistorySection = field(default_factory=HistorySection)
+    """Drafts from earlier text, without a draft head."""
+    eagle: EagleSection = field(default_factory=EagleSection)
+    """The draft head, the shape of drafts, and how the shape is chosen."""
+    train: DrafterTrainSection = field(default_factory=DrafterTrainSection)
+    """How a draft head is trained, during RL or separately. Its features are hidden states of the
+    policy."""
+    draft: DraftSection = field(default_factory=DraftSection)
+    """Training of a draft head for a fixed policy: `slipstream draft`."""

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ValKwargsConfig
+from slipstream.config.schema_actor import ValKwargsSection
 from slipstream.config.tree import from_dict, show, to_dict
 from slipstream.errors import did_you_mean
 
 KEY = "actor_rollout_ref.rollout.val_kwargs"
 
-_OWN = tuple(f.name for f in fields(ValKwargsConfig) if f.name != "by_source")
+_OWN = tuple(f.name for f in fields(ValKwargsSection) if f.name != "by_source")
 
 
-def val_settings(config: Config, source: str) -> ValKwargsConfig:
+def val_settings(config: Config, source: str) -> ValKwargsSection:
     """The settings of one data source; `config` is a valid one."""
     settings, problems = _of_source(config, source)
     assert not problems, "checked by the configuration"
@@ -36,7 +36,7 @@ def check_val_settings(config: Config) -> Iterator[str]:
             yield from _rules(settings, f"{KEY}.by_source.{source}")
 
 
-def _of_source(config: Config, source: str) -> tuple[ValKwargsConfig, list[str]]:
+def _of_source(config: Config, source: str) -> tuple[ValKwargsSection, list[str]]:
     val = config.actor_rollout_ref.rollout.val_kwargs
     given = val.by_source.get(source)
     if given is None:
@@ -59,7 +59,7 @@ def _of_source(config: Config, source: str) -> tuple[ValKwargsConfig, list[str]]
     return settings, [message.replace(KEY, key, 1) for message in mismatches]
 
 
-def _rules(val: ValKwargsConfig, key: str) -> Iterator[str]:
+def _rules(val: ValKwargsSection, key: str) -> Iterator[str]:
     if val.do_sample and val.temperature == 0:
         yield (
             f"{key}.do_sample=true needs a temperature above 0; set {key}.temperature=1 or "

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
-from slipstream.config.schema import Config, DataConfig
-from slipstream.config.schema_actor import ModelConfig, OptimConfig
-from slipstream.config.schema_speculative import MOST_BRANCHES, EagleConfig
+from slipstream.config.schema import Config, DataSection
+from slipstream.config.schema_actor import ModelSection, OptimSection
+from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
@@ -55,7 +55,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
 
 
 BUILT_IN_TASKS = ("countdown", "reasoning_gym")
-"""What `environment.registry` knows by itself, to be asked without importing it."""
+"""What `data.registry` knows by itself, to be asked without importing it."""
 
 BUILT_IN_LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
 """The same of `metrics.loggers`."""
@@ -159,7 +159,7 @@ def _data(config: Config) -> Iterator[str]:
     yield from _data_classes(data)
 
 
-def _data_classes(data: DataConfig) -> Iterator[str]:
+def _data_classes(data: DataSection) -> Iterator[str]:
     named = {
         "custom_cls": (data.custom_cls.path, data.custom_cls.name, "path", "name"),
         "datagen": (data.datagen.path, data.datagen.name, "path", "name"),
@@ -238,7 +238,7 @@ def _sft_data(config: Config) -> Iterator[str]:
             )
 
 
-def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[str]:
+def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator[str]:
     """Rules of one optimizer; `run_steps` are its steps in the run, where they are known."""
     steps = run_steps if optim.total_training_steps == -1 else optim.total_training_steps
     if steps is not None:
@@ -266,7 +266,7 @@ def _optim(section: str, optim: OptimConfig, run_steps: int | None) -> Iterator[
         )
 
 
-def no_decay(section: str, optim: OptimConfig, steps: int, warmup: int) -> Iterator[str]:
+def no_decay(section: str, optim: OptimSection, steps: int, warmup: int) -> Iterator[str]:
     """Whether `steps` optimizer steps with a warm-up of `warmup` leave nothing to decay over."""
     if optim.lr_scheduler_type != "constant" and steps <= warmup:
         yield (
@@ -456,8 +456,8 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
         )
 
 
-def _lora(model: ModelConfig) -> Iterator[str]:
-    usual = ModelConfig()
+def _lora(model: ModelSection) -> Iterator[str]:
+    usual = ModelSection()
     if model.lora_rank and not model.target_modules:
         yield f"{_MODEL}.target_modules is empty; set {_MODEL}.target_modules=all-linear"
     names: tuple[str, ...] = ("target_modules", "exclude_modules")
@@ -558,7 +558,7 @@ def _speculation(config: Config) -> Iterator[str]:
         yield from _tree(eagle)
 
 
-def _tree(eagle: EagleConfig) -> Iterator[str]:
+def _tree(eagle: EagleSection) -> Iterator[str]:
     key, topk = "speculative.eagle", eagle.spec_topk
     candidates = topk + (eagle.spec_steps - 1) * topk**2
     rows = eagle.spec_verify_tokens

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ActorConfig, PolicyLossConfig
+from slipstream.config.schema_actor import ActorSection, PolicyLossSection
 from slipstream.config.schema_algorithm import (
-    AlgorithmConfig,
-    FilterGroupsConfig,
-    PFPPOConfig,
-    RolloutCorrectionConfig,
+    AlgorithmSection,
+    FilterGroupsSection,
+    PFPPOSection,
+    RolloutCorrectionSection,
 )
 from slipstream.config.tree import show
 
@@ -118,10 +118,10 @@ def _estimator(config: Config) -> Iterator[str]:
         )
 
 
-def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     name = canonical(algorithm.adv_estimator)
     for key, users in READ_BY.items():
-        value, default = getattr(algorithm, key), getattr(AlgorithmConfig(), key)
+        value, default = getattr(algorithm, key), getattr(AlgorithmSection(), key)
         if value != default and name in ESTIMATORS and name not in users:
             yield (
                 f"algorithm.{key}={show(value)} has no effect with algorithm.adv_estimator={name}; "
@@ -151,7 +151,7 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
                 )
 
 
-def _sampling_of_groups(algorithm: AlgorithmConfig, n: int) -> Iterator[str]:
+def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
     if algorithm.filter_groups.enable and n < 2:
         yield (
             f"algorithm.filter_groups.enable=true compares the responses to a prompt and keeps "
@@ -159,11 +159,11 @@ def _sampling_of_groups(algorithm: AlgorithmConfig, n: int) -> Iterator[str]:
             "algorithm.filter_groups.enable=false"
         )
     for section, given, usual, switch in (
-        ("pf_ppo", algorithm.pf_ppo, PFPPOConfig(), "use_pf_ppo"),
+        ("pf_ppo", algorithm.pf_ppo, PFPPOSection(), "use_pf_ppo"),
         (
             "filter_groups",
             algorithm.filter_groups,
-            FilterGroupsConfig(enable=algorithm.filter_groups.enable),
+            FilterGroupsSection(enable=algorithm.filter_groups.enable),
             "filter_groups.enable",
         ),
     ):
@@ -179,15 +179,15 @@ def _sampling_of_groups(algorithm: AlgorithmConfig, n: int) -> Iterator[str]:
             )
 
 
-def _loss(actor: ActorConfig) -> Iterator[str]:
-    usual, mode = ActorConfig(), actor.policy_loss.loss_mode
+def _loss(actor: ActorSection) -> Iterator[str]:
+    usual, mode = ActorSection(), actor.policy_loss.loss_mode
     if mode == "dro" and actor.policy_loss.dro_beta is None:
         yield (
             f"{_ACTOR}.policy_loss.loss_mode=dro needs the weight of its penalty on the squared "
             f"log-ratio; set {_ACTOR}.policy_loss.dro_beta=0.1"
         )
     for name, of in OF_ONE_LOSS.items():
-        value, default = getattr(actor.policy_loss, name), getattr(PolicyLossConfig(), name)
+        value, default = getattr(actor.policy_loss, name), getattr(PolicyLossSection(), name)
         if value != default and mode != of:
             yield _of_other_loss(f"{_ACTOR}.policy_loss.{name}", value, default, mode, of)
     for name in ("tau_pos", "tau_neg"):
@@ -207,7 +207,7 @@ def _correction(config: Config) -> Iterator[str]:
     key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.preset is not None:
-        usual = RolloutCorrectionConfig(
+        usual = RolloutCorrectionSection(
             preset=correction.preset, support_replay=correction.support_replay
         )
         for f in fields(correction):

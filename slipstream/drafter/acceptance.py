@@ -17,7 +17,7 @@ import torch
 
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.models.decoder import takes_sequences_in_a_row
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words

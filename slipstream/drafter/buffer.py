@@ -18,7 +18,7 @@ from slipstream.types import NoiseKey, PolicyVersion
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class BufferedSequence:
     """A response of RL step `step`, whose newest policy was `version`, sampled with the noise of
     `key`; `uses` is how often it has been trained on."""
 
@@ -80,12 +80,12 @@ class DraftBuffer:
         self.nbytes = 0
         self.newest_used: PolicyVersion | None = None
         """Newest policy version of what has been trained on; None before anything was."""
-        self._kept: list[Kept] = []
+        self._kept: list[BufferedSequence] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: BufferedSequence) -> None:
         """Take in a response, and give up what is then too much.
 
         Raises ConfigError for a response larger than the whole buffer.
@@ -149,13 +149,13 @@ class DraftBuffer:
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
-    def _replace(self, kept: list[Kept]) -> None:
+    def _replace(self, kept: list[BufferedSequence]) -> None:
         self._kept = kept
         self.nbytes = sum(one.nbytes for one in kept)
 
     def _evict(self) -> None:
         protected = self._longest(self.settings.long_share * self.settings.max_bytes)
-        left, over = list[Kept](), self.nbytes - self.settings.max_bytes
+        left, over = list[BufferedSequence](), self.nbytes - self.settings.max_bytes
         for kept in self._kept:
             if over > 0 and id(kept) not in protected:
                 over -= kept.nbytes
@@ -175,7 +175,7 @@ class DraftBuffer:
         return found
 
 
-def to_tree(kept: Kept) -> dict[str, Any]:
+def to_tree(kept: BufferedSequence) -> dict[str, Any]:
     """As `checkpoint.tree` takes it."""
     sequence = kept.sequence
     return {
@@ -189,9 +189,9 @@ def to_tree(kept: Kept) -> dict[str, Any]:
     }
 
 
-def from_tree(tree: Mapping[str, Any]) -> Kept:
+def from_tree(tree: Mapping[str, Any]) -> BufferedSequence:
     """What `to_tree` made."""
-    return Kept(
+    return BufferedSequence(
         sequence=DraftSequence(
             tokens=tree["tokens"], features_TF=tree["features"], loss_mask=tree["loss_mask"]
         ),

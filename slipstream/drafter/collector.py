@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from slipstream.drafter.acceptance import HeldOut
-from slipstream.drafter.buffer import DraftBuffer, Kept, from_tree, to_tree
+from slipstream.drafter.buffer import BufferedSequence, DraftBuffer, from_tree, to_tree
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import ConfigError
+from slipstream.training.columns import rows_of_column
 from slipstream.types import Features, NoiseKey, PolicyVersion, SamplingParams, TrainBatch
 
 
@@ -32,15 +33,15 @@ class CollectorSettings:
 
     `held_out` is how many responses are kept to measure acceptance on: one in `held_out_every`,
     never trained on, the newest ones. `params` is how responses are sampled. What follows after
-    `max_length` tokens is left out. `taps` are the head's (`DraftModel`). Raises ConfigError for
-    counts below 1.
+    `max_length` tokens is left out. `aux_layers` are the head's (`DraftModel`). Raises ConfigError
+    for counts below 1.
     """
 
     params: SamplingParams
     max_length: int
     held_out: int
     held_out_every: int
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("max_length", 2), ("held_out", 1), ("held_out_every", 2)):
@@ -52,7 +53,8 @@ class CollectorSettings:
 
 
 class RowCollector:
-    """`FeatureSink` that makes `Kept` of the rows of a step, whoever computed their features.
+    """`FeatureSink` that makes `BufferedSequence` of the rows of a step, whoever computed their
+    features.
 
     Features are those of all tokens but the last, which nothing is predicted from: an engine that
     stops there does not compute them.
@@ -61,11 +63,11 @@ class RowCollector:
     def __init__(
         self,
         settings: CollectorSettings,
-        keep: Callable[[Kept], None],
+        keep: Callable[[BufferedSequence], None],
         decoded: DecodedFeatures | None = None,
     ) -> None:
         """Every row goes to `keep`; `decoded` has what came from an engine."""
-        self.tap_layers = settings.taps
+        self.tap_layers = settings.aux_layers
         self._settings = settings
         self._keep = keep
         self._decoded = decoded
@@ -84,7 +86,7 @@ class RowCollector:
         wanted = {
             index
             for index, (key, mask) in enumerate(
-                zip(batch.keys, batch.loss_mask.split(batch.lengths), strict=True)
+                zip(batch.keys, rows_of_column(batch.loss_mask, batch.starts), strict=True)
             )
             if key is not None and bool(mask[2 : self._settings.max_length].any())
         }
@@ -102,8 +104,8 @@ class RowCollector:
     def receive(self, features: Features) -> None:
         """See `FeatureSink`."""
         hidden = features.hidden
-        if features.taps is not None:
-            hidden = torch.cat([features.taps, hidden], -1)
+        if features.aux_layers is not None:
+            hidden = torch.cat([features.aux_layers, hidden], -1)
         self._add(features.tokens, features.loss_mask, hidden, features.key)
 
     def _add(
@@ -116,7 +118,7 @@ class RowCollector:
             # A part of them would keep the memory of the whole.
             hidden = hidden[:rows].clone()
         self._keep(
-            Kept(
+            BufferedSequence(
                 sequence=DraftSequence(
                     tokens=tokens[:length], features_TF=hidden, loss_mask=loss_mask[:length]
                 ),
@@ -131,10 +133,10 @@ class FeatureForwarder(RowCollector):
     """For who trains elsewhere: the rows of a step, to be taken away."""
 
     def __init__(self, settings: CollectorSettings, decoded: DecodedFeatures | None = None) -> None:
-        self._kept: list[Kept] = []
+        self._kept: list[BufferedSequence] = []
         super().__init__(settings, lambda kept: self._kept.append(kept), decoded)
 
-    def take(self) -> list[Kept]:
+    def take(self) -> list[BufferedSequence]:
         """What has come since the last call."""
         taken, self._kept = self._kept, []
         return taken
@@ -152,7 +154,7 @@ class FeatureCollector(RowCollector):
         super().__init__(settings, self.keep, decoded)
         self.buffer = buffer
         self.settings = settings
-        self._held_out: list[Kept] = []
+        self._held_out: list[BufferedSequence] = []
 
     @property
     def held_out(self) -> list[HeldOut]:
@@ -165,7 +167,7 @@ class FeatureCollector(RowCollector):
         super().begin_step(step, version, wanted=wanted)
         self.buffer.forget_before(step)
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: BufferedSequence) -> None:
         """Take a response in: to train on, or to measure on."""
         if not self._is_held_out(kept.key):
             self.buffer.add(kept)

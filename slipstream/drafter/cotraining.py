@@ -23,7 +23,7 @@ from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.types import PolicyVersion
 
 

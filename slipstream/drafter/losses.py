@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import DataError
 from slipstream.models.decoder import HiddenStates
-from slipstream.models.draft_model import PackedDraft
+from slipstream.models.draft.model import PackedDraft
 from slipstream.models.linear import PackedLinear
 
 
@@ -24,8 +24,9 @@ from slipstream.models.linear import PackedLinear
 class DraftSamples:
     """Sequences to learn from: padded on the right, or with `lengths` one after another, B = 1.
 
-    `features_BTF` are the policy's hidden states: those that a head taps, if it does
-    (`DraftModel.taps`), and then the final ones, side by side; `loss_mask_BT` is 1 on tokens that
+    `features_BTF` are the policy's hidden states: those that a head reads, if it does
+    (`DraftModel.aux_layers`), and then the final ones, side by side; `loss_mask_BT` is 1 on tokens
+    that
     the policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
     """
 
@@ -38,7 +39,7 @@ class DraftSamples:
 
     @property
     def given(self) -> Tensor:
-        """What a head is given: taps, else the final hidden states."""
+        """What a head is given: auxiliary layers, else the final hidden states."""
         return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).features
 
     @property

@@ -29,9 +29,9 @@ from slipstream.types import TrainRow
 class DraftSequence:
     """Tokens, what the policy's hidden states were over them, and which ones it wrote.
 
-    `features_TF` are what a head taps, if it does, and then the final ones, side by side; they may
-    lack the last token's row, as an engine that stops there does not compute it. Raises DataError
-    where lengths disagree.
+    `features_TF` are the inputs of the auxiliary layers, if the head reads any, and then the final
+    hidden states, side by side. The last token's row may be missing: an engine that stops there
+    does not compute it. Raises DataError if lengths disagree.
     """
 
     tokens: Sequence[int]
@@ -143,7 +143,7 @@ def policy_features(
     policy: PackedDecoder,
     texts: Sequence[Sequence[int]],
     *,
-    taps: Sequence[int] = (),
+    aux_layers: Sequence[int] = (),
     max_tokens: int = 8192,
 ) -> list[Tensor]:
     """The policy's hidden states over each text as in `DraftSequence`, (T, F), by its forward pass.
@@ -169,7 +169,9 @@ def policy_features(
         micro = build_micro_batch(
             batch, indices, pad_id=0, max_positions=limit.tokens, device=device, padded=padded
         )
-        states = policy.forward(micro.ids, micro.positions, lengths=micro.lengths, taps=taps)
+        states = policy.forward(
+            micro.ids, micro.positions, lengths=micro.lengths, aux_layers=aux_layers
+        )
         rows = states.side_by_side().flatten(0, 1)
         for start, index in zip(micro.starts, indices, strict=True):
             found[index] = rows[start : start + lengths[index]].clone()

@@ -21,7 +21,7 @@ from slipstream.drafter.losses import DraftLoss, DraftSamples, draft_loss
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.decoder import takes_sequences_in_a_row
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
 Metrics = dict[str, float]

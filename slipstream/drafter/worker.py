@@ -33,14 +33,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.sequences import PolicyEnds
 from slipstream.drafter.trainer import Metrics
 from slipstream.drafter.worker_process import AWARE
 from slipstream.errors import TrainingError
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.types import PolicyVersion
 
 _SETUP = "setup.pickle"
@@ -134,7 +134,7 @@ class DraftWorker:
             time.sleep(0.01)
         return True
 
-    def learn(self, kept: Sequence[Kept], ends: PolicyEnds, step: int) -> None:
+    def learn(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
         """Train on these rows of RL step `step` and on those of the steps before, between the ends
         of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
         the process has ended."""
@@ -312,7 +312,7 @@ def _work(folder: Path, lines: _Lines, answer: int) -> None:
             for number in range(order["first"], order["last"] + 1):
                 taken = _take(_rows_file(folder, number))
                 if taken is not None:
-                    kept, ends = cast(tuple[list[Kept], PolicyEnds], taken)
+                    kept, ends = cast(tuple[list[BufferedSequence], PolicyEnds], taken)
                     for one in kept:
                         training.collector.keep(one)
         if order is None or ends is None:

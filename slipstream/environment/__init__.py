@@ -1,1 +1,1 @@
-"""What the policy acts on: tasks, datasets, the data buffer and SFT samples."""
+"""Old import paths of `slipstream.data`. Each module here warns and re-exports."""

@@ -4,7 +4,7 @@ Every argument is an address, a size or an offset in elements; fp32. M rows (tok
 H key-value heads, K head width. Keys of a head lie one after another in slots of K numbers; a row's
 keys begin `first[m]` elements from the start of the keys, its own key goes to `own[m]` (-1: it is
 not kept), other heads follow `head_stride` elements apart; values likewise. Row m sees `seen[m]`
-slots, the first ones, or those on its path (`kernels.paths`).
+slots, the first ones, or those on its path (`kernels.tree_paths`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import LINE, ask_for, floats_at, hold, ints_at
 from slipstream.kernels.numeric import ONE, ZERO, F, exp, largest, squares, total, triple
-from slipstream.kernels.paths import bends, path_of, stem_of
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1, tile_1x2, tile_2x2, tiles
+from slipstream.kernels.tree_paths import bends, path_of, stem_of
 
 
 @kernel
@@ -361,7 +361,7 @@ def attend(
 ) -> None:
     """softmax(q k^T) v to `out` (M, Q * K), and to `logs` (M, Q), unless 0, the logarithms of the
     denominators. No row sees a slot beyond the first `longest` ones. `paths`, `path_step`: see
-    `kernels.paths`; 0: row m sees slots 0 to `seen[m]` - 1."""
+    `kernels.tree_paths`; 0: row m sees slots 0 to `seen[m]` - 1."""
     arguments = (
         q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K
     )  # fmt: skip

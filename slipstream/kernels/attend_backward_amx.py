@@ -15,6 +15,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
+from slipstream.kernels.avx512 import exp, keep_narrow, load
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import (
@@ -27,7 +28,6 @@ from slipstream.kernels.memory import (
     words_at,
 )
 from slipstream.kernels.numeric import ZERO
-from slipstream.kernels.sixteen import exp, keep_narrow, load
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,

@@ -23,12 +23,11 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.attend import by_heads, heads_of, rows_of, turn
+from slipstream.kernels.avx512 import softmax_row, turn_row
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
-from slipstream.kernels.paths import bends, path_of, reach_of, stem_of
 from slipstream.kernels.product_amx import BY_MATRIX_UNIT
-from slipstream.kernels.sixteen import softmax_row, turn_row
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
@@ -42,6 +41,7 @@ from slipstream.kernels.tile_amx import (
     two_panels_amx,
 )
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
+from slipstream.kernels.tree_paths import bends, path_of, reach_of, stem_of
 
 BLOCK = 2 * PANEL
 """Slots come in so many: two panels of keys."""

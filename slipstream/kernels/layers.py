@@ -66,12 +66,12 @@ def _copy(x, out, count):
 
 
 @kernel
-def _tap_part(x, taps, stride, M, D, part, parts):
+def _tap_part(x, aux_layers, stride, M, D, part, parts):
     """Rows of `x` to places `stride` bytes apart. Nobody waits: `x` is written over only after the
     layer's products."""
     for m in range(M * part // parts, M * (part + 1) // parts):
         row = carray(floats_at(x + m * D * 4), (D,))
-        kept = carray(floats_at(taps + m * stride), (D,))
+        kept = carray(floats_at(aux_layers + m * stride), (D,))
         for i in range(D):
             kept[i] = row[i]
 
@@ -96,10 +96,11 @@ def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, taps, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part, parts,
+    layer_step, aux_layers, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part,
+    parts,
 ):  # fmt: skip
     table = carray(ints_at(weights), (layers * WEIGHTS,))
-    places = carray(ints_at(columns), (layers if taps else 0,))
+    places = carray(ints_at(columns), (layers if aux_layers else 0,))
     now, other, added = x, spare, 0
     # Few rows are added up and normed by every thread for itself.
     alone = parts == 1 or M * D <= _NORMED_ALONE
@@ -119,8 +120,8 @@ def layers_part(
             if added:
                 now, other = other, now
             wait(1 if alone else parts)
-        if taps and places[layer] >= 0:
-            _tap_part(now, taps + places[layer] * D * 4, tapped * D * 4, M, D, part, parts)
+        if aux_layers and places[layer] >= 0:
+            _tap_part(now, aux_layers + places[layer] * D * 4, tapped * D * 4, M, D, part, parts)
         _project(
             rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, part, parts
         )  # fmt: skip
@@ -201,7 +202,8 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, taps, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part, parts,
+    layer_step, aux_layers, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part,
+    parts,
 ):  # fmt: skip
     m, rows = 0, M
     if _by_sequences(first, M, D, size, parts):
@@ -211,15 +213,15 @@ def _layers(
     spare, delta, qkv, q, mixed, gates, gated = room_from(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
     )
-    if taps:
-        taps += 4 * tapped * D * m
+    if aux_layers:
+        aux_layers += 4 * tapped * D * m
     if given:
         given += 4 * E * m
     layers_part(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
-        keys, values, layer_step, taps, columns, tapped, given, E, own_rows,
+        keys, values, layer_step, aux_layers, columns, tapped, given, E, own_rows,
         rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
@@ -244,7 +246,7 @@ def layers(*arguments: int, work: int) -> None:
     normed sum, or the sum where `final_norm` is 0.
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest: as in `attend`;
     keys, values: those of layer 0, `layer_step` bytes from layer to layer;
-    taps (M, tapped, D), written: what goes into some of the layers, before any norm (0: none);
+    aux_layers (M, tapped, D), written: the inputs of some layers, before any norm (0: none);
     columns: int64, for each layer its place among these, or -1; tapped;
     given (M, E): what the products of the first layer take in place of its input and norm, as
     packed for E inputs (0: none); E;

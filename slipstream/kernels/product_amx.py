@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from slipstream.kernels.avx512 import gate_panel
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, hold
 from slipstream.kernels.numeric import round_to_bf16
 from slipstream.kernels.processor import has_matrix_unit
-from slipstream.kernels.sixteen import gate_panel
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,

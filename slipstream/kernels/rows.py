@@ -9,11 +9,11 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from slipstream.kernels.avx512 import gate_row
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at
 from slipstream.kernels.numeric import ONE, ZERO, F, exp, squares, triple
 from slipstream.kernels.processor import has_matrix_unit
-from slipstream.kernels.sixteen import gate_row
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 

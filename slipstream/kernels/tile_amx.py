@@ -20,9 +20,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from slipstream.kernels.avx512 import keep, keep_narrow, load
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import ask_for
-from slipstream.kernels.sixteen import keep, keep_narrow, load
 
 ROWS = 16
 """Rows of a tile."""

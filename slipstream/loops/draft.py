@@ -1,7 +1,7 @@
 """The training loop of a draft head: rounds of responses, and training steps on each.
 
 A pure loop over what it is given; it does not know where responses come from or what is done with
-the head (`loops.draft_phase` does).
+the head (`run.draft_phase` does).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.deadlines import REMEDY, Deadlines
 from slipstream.drafter.sequences import PolicyEnds, passes
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import check_at_least_one
 from slipstream.loops.draft_data import SequenceSource
-from slipstream.loops.stages import REMEDY, Stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def train_draft_head(
     ends: PolicyEnds,
     settings: DraftLoopSettings,
     *,
-    stages: Stages | None = None,
+    deadlines: Deadlines | None = None,
     stop: Callable[[], bool] = lambda: False,
     after_step: Callable[[int, Metrics], None] | None = None,
     after_round: Callable[[Mapping[str, Any], bool], None] | None = None,
@@ -51,11 +51,11 @@ def train_draft_head(
     round again and passes over the steps that are done. Blocks; works on the caller's
     thread. Either half of a round that never ends is `stages`' matter.
     """
-    stages = stages or Stages()
+    deadlines = deadlines or Deadlines()
     while trainer.step < settings.total_steps:
         number, done = divmod(trainer.step, settings.steps_per_round)
         position = source.state_dict()
-        with stages.last_resort(_late("responses to train on"), stages.timeout_s):
+        with deadlines.last_resort(_late("responses to train on"), deadlines.timeout_s):
             sequences = source.next_round(stop)
         if sequences is None:
             if after_round is not None:
@@ -63,7 +63,7 @@ def train_draft_head(
             return False
         batches = passes(sequences, settings.batch_size, f"draft/{settings.seed}/{number}")
         end = min((number + 1) * settings.steps_per_round, settings.total_steps)
-        with stages.last_resort(_late("training on them"), stages.timeout_s):
+        with deadlines.last_resort(_late("training on them"), deadlines.timeout_s):
             trainer.train(
                 itertools.islice(batches, done, None),
                 ends,

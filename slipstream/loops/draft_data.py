@@ -49,7 +49,7 @@ class SequenceSource(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class PromptSource(Protocol):
+class PromptFeed(Protocol):
     """Where prompts come from (`environment.DataBuffer`)."""
 
     def get_prompts(self, n: int) -> list[Prompt]: ...
@@ -124,7 +124,7 @@ class FreshResponses:
     """`SequenceSource` that lets the policy answer the next prompts in every round."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptSource, *, samples: int, max_length: int
+        self, responder: Responder, prompts: PromptFeed, *, samples: int, max_length: int
     ) -> None:
         self._responder = responder
         self._prompts = prompts
@@ -157,10 +157,10 @@ class RecordedResponses:
         samples: int,
         max_length: int,
         seed: int,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """`records` are prompts and responses, as ids; `taps` those of the head."""
-        self._policy, self._taps = policy, taps
+        """`records` are prompts and responses, as ids; `aux_layers` those of the head."""
+        self._policy, self._aux_layers = policy, aux_layers
         self._records = records
         self._samples = samples
         self._max_length = max_length
@@ -177,7 +177,9 @@ class RecordedResponses:
             return None
         texts = [[*prompt, *response][: self._max_length] for prompt, response in chosen]
         limit = max(8192, self._max_length + 16)
-        features = policy_features(self._policy, texts, taps=self._taps, max_tokens=limit)
+        features = policy_features(
+            self._policy, texts, aux_layers=self._aux_layers, max_tokens=limit
+        )
         return usable(
             [
                 DraftSequence(

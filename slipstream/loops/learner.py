@@ -22,10 +22,11 @@ from slipstream.algorithms import (
     adv_needs,
     pf_ppo_indices,
     rollout_correction,
-    token_lots,
+    token_hashes,
 )
 from slipstream.algorithms.advantages.whiten import WHITENING
 from slipstream.algorithms.registry import registered_name
+from slipstream.deadlines import Deadlines
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops.rl_batch import (
     KLInReward,
@@ -36,7 +37,6 @@ from slipstream.loops.rl_batch import (
     usable_samples,
 )
 from slipstream.loops.rl_config import RLTrainingConfig
-from slipstream.loops.stages import Stages
 from slipstream.metrics.timers import Timers
 from slipstream.rewards.protocol import REWARD_FAILURE
 from slipstream.rollout.train_rows import (
@@ -46,7 +46,7 @@ from slipstream.rollout.train_rows import (
     placed_rewards,
     rows_of,
 )
-from slipstream.training.columns import padded, select_rows, unpadded
+from slipstream.training.columns import padded, rows_of_column, select_rows, unpadded
 from slipstream.training.critic import explained_variance
 from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
 from slipstream.types import FeatureSink, Group, Sample, TrainBatch
@@ -56,7 +56,7 @@ Notify = Callable[[str], None]
 _ALL_REJECTED = "rollout correction rejected every token, or all but one"
 
 
-class Critic(Protocol):
+class CriticUpdates(Protocol):
     """Values of states, and their update (`training.critic.Critic`)."""
 
     def values(self, batch: TrainBatch) -> TrainFuture[Tensor]: ...
@@ -71,16 +71,16 @@ class Learner:
         self,
         backend: TrainingBackend,
         config: RLTrainingConfig,
-        stages: Stages,
+        deadlines: Deadlines,
         *,
         reference: ReferencePolicy | None = None,
-        critic: Critic | None = None,
+        critic: CriticUpdates | None = None,
         kl_in_reward: KLInReward | None = None,
         sink: FeatureSink | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
-        self._stages = stages
+        self._deadlines = deadlines
         self._reference = reference
         self._critic = critic
         self._kl = kl_in_reward
@@ -131,7 +131,7 @@ class Learner:
             return metrics
         if self._critic is not None:
             with timers.span("values"):
-                async with self._stages.stage("values", "the critic's forward pass"):
+                async with self._deadlines.stage("values", "the critic's forward pass"):
                     batch.values = await self._critic.values(batch)
         with timers.span("adv"):
             metrics |= await self._fill_advantages(batch, rewards, usable)
@@ -178,7 +178,7 @@ class Learner:
         if cuts is None:
             return {}
         with timers.span("old_log_prob"):
-            async with self._stages.stage("log-probs", "the policy's forward pass"):
+            async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 kept = await self._backend.compute_kept_ids(batch, cuts)
         for index, ids in enumerate(kept):
             tokens = batch.tokens[batch.slice_of(index)].tolist()
@@ -202,11 +202,11 @@ class Learner:
         bypass = correction is not None and correction.bypass_mode
         if (several and not bypass) or needed or compared:
             with timers.span("old_log_prob"):
-                async with self._stages.stage("log-probs", "the policy's forward pass"):
+                async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                     batch.old_log_probs = await self._backend.compute_log_probs(batch)
         if self._reference is not None:
             with timers.span("ref"):
-                async with self._stages.stage("log-probs", "the reference's forward pass"):
+                async with self._deadlines.stage("log-probs", "the reference's forward pass"):
                     batch.ref_log_probs = await self._reference.compute_log_probs(batch)
 
     async def _full_kl(self, batch: TrainBatch, timers: Timers) -> Tensor | None:
@@ -214,7 +214,7 @@ class Learner:
         if self._kl is None or self._kl.direction is None:
             return None
         with timers.span("ref"):
-            async with self._stages.stage("log-probs", "the reference's forward pass"):
+            async with self._deadlines.stage("log-probs", "the reference's forward pass"):
                 return await self._backend.compute_full_kl(batch, self._kl.direction)
 
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
@@ -240,7 +240,7 @@ class Learner:
         self, batch: TrainBatch, rewards: Tensor, usable: Usable
     ) -> dict[str, float]:
         config, samples = self._config, usable.samples
-        sums = [float(sum(row.tolist())) for row in rewards.split(batch.lengths)]
+        sums = [float(sum(row.tolist())) for row in rows_of_column(rewards, batch.starts)]
         if config.baseline is not None:
             fill_from_baseline(batch, sums, config.baseline)
         else:
@@ -278,7 +278,7 @@ class Learner:
                 for name in names
             }
         if AdvantageNeed.SUM_PI_SQUARED in self._needs:
-            async with self._stages.stage("log-probs", "the policy's forward pass"):
+            async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 sums = await self._backend.compute_sum_pi_squared(batch)
             extra["sum_pi_squared"] = padded(sums, batch.starts)
         return extra
@@ -302,7 +302,7 @@ class Learner:
         config, totals = self._config, dict[str, list[float]]()
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
-            async with self._stages.stage("update", "the trainer's optimizer step"):
+            async with self._deadlines.stage("update", "the trainer's optimizer step"):
                 metrics = await self._present(step, epoch, mini)
                 if mini.num_target_tokens:
                     sink = None if epoch else self._sink
@@ -332,7 +332,7 @@ class Learner:
                 padded(now, starts),
                 padded(mini.advantages, starts),
                 padded(mini.targets, starts),
-                lots=token_lots(
+                hashes=token_hashes(
                     padded(mini.tokens, starts, dtype=torch.int64),
                     (config.seed * 1_000_003 + step) * 1009 + epoch,
                     _row_keys(mini),
@@ -350,7 +350,7 @@ class Learner:
         for _, mini in _minis(batch, sizes, c.critic_epochs, c.critic_mini_batch_size, order):
             if not mini.num_target_tokens:
                 continue
-            async with self._stages.stage("update", "the critic's optimizer step"):
+            async with self._deadlines.stage("update", "the critic's optimizer step"):
                 metrics = await self._critic.update(mini)
             for name, value in metrics.items():
                 totals.setdefault(name, []).append(value)

@@ -5,12 +5,12 @@
     metrics  = backend.forward_backward(batch)   policy gradient; then optim_step
     engines <- backend.publish()                 version + 1
 
-A pure loop over what it is given (`loops.build` wires it for the command line). By hand:
+A pure loop over what it is given (`build.parts` wires it for the command line). By hand:
 
     decoder = load_hf_model("model")
     backend = create_pytorch_backend(decoder, lr=1e-6)
     engine = EmbeddedEngine(load_hf_model("model"), EngineSettings(max_model_len=512, dtype=...))
-    buffer = DataBuffer(load_prompts("train.jsonl", tokenizer, max_prompt_length=256), seed=1)
+    buffer = EpochCounter(load_prompts("train.jsonl", tokenizer, max_prompt_length=256), seed=1)
     rewards = NaiveRewardManager(my_reward, decode=tokenizer.decode)
     settings = RolloutSettings(
         batch_size=8, n=4, params=SamplingParams(max_tokens=256), seed=1
@@ -27,24 +27,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
+from slipstream.deadlines import Deadlines
 from slipstream.errors import EngineError, TrainingError
-from slipstream.loops.learner import Critic, Learner
+from slipstream.loops.learner import CriticUpdates, Learner
 from slipstream.loops.rl_batch import KLInReward, failure_of
 from slipstream.loops.rl_config import RLTrainingConfig
-from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
-from slipstream.loops.threads_choice import usable_cores
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import IdleCores, Timers, gen_split, step_split, timing_per_token
 from slipstream.rollout.manager import RolloutCounts
+from slipstream.threads import usable_cores
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.types import FeatureSink, Group, PolicyVersion, WeightUpdate
 
 __all__ = [
     "AfterStep",
-    "DataBuffer",
     "DrafterTraining",
+    "EpochCounter",
     "FailureWatch",
     "FlatRewardWatch",
     "RLTrainingConfig",
@@ -67,7 +67,7 @@ checkpoint made here never lacks a line of the log."""
 STUCK_ROLLOUT = "rollout: a thread of the inference engine does not return"
 
 
-class DataBuffer(Protocol):
+class EpochCounter(Protocol):
     """What the loop needs of the prompt supply: where it stands."""
 
     @property
@@ -95,7 +95,7 @@ class WeightReceiver(Protocol):
 
 
 class DrafterTraining(Protocol):
-    """A draft head that learns beside the policy (`loops.cotrain`)."""
+    """A draft head that learns beside the policy (`drafter.interval`)."""
 
     @property
     def sink(self) -> FeatureSink:
@@ -123,20 +123,20 @@ class DrafterTraining(Protocol):
 
 async def run_rl_training(
     backend: TrainingBackend,
-    data_buffer: DataBuffer,
+    data_buffer: EpochCounter,
     rollout_manager: RolloutManager,
     inference_engines: Sequence[WeightReceiver],
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
     *,
     reference: ReferencePolicy | None = None,
-    critic: Critic | None = None,
+    critic: CriticUpdates | None = None,
     kl_in_reward: KLInReward | None = None,
     drafter: DrafterTraining | None = None,
     after_step: AfterStep | None = None,
     save: Save | None = None,
     notify: Callable[[str], None] = print,
-    stages: Stages | None = None,
+    deadlines: Deadlines | None = None,
 ) -> list[dict[str, float]]:
     """Train the policy by RL; the metrics of every step.
 
@@ -145,11 +145,11 @@ async def run_rl_training(
     StageTimeoutError past a deadline of `stages`, TrainingError where nothing can be trained on,
     and what the parts raise.
     """
-    stages = stages or Stages()
+    deadlines = deadlines or Deadlines()
     learner = Learner(
         backend,
         config,
-        stages,
+        deadlines,
         reference=reference,
         critic=critic,
         kl_in_reward=kl_in_reward,
@@ -167,7 +167,7 @@ async def run_rl_training(
                 with (
                     timers.span("gen"),
                     idle.watched(),
-                    stages.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
+                    deadlines.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
                 ):
                     groups = await rollout_manager.generate_batch()
             timers.move(rollout_manager.counts.scoring_seconds, "gen", "reward")
@@ -181,7 +181,7 @@ async def run_rl_training(
             metrics |= await learner.learn(step, groups, timers, notify)
             if step % config.sync_every == 0:
                 with timers.span("sync"):
-                    await _publish(backend, inference_engines, stages)
+                    await _publish(backend, inference_engines, deadlines)
             if drafter is not None:
                 with timers.span("drafter"):
                     metrics |= await drafter.after_step(step, backend.weight_version)
@@ -214,9 +214,9 @@ async def run_rl_training(
 
 
 async def _publish(
-    backend: TrainingBackend, engines: Sequence[WeightReceiver], stages: Stages
+    backend: TrainingBackend, engines: Sequence[WeightReceiver], deadlines: Deadlines
 ) -> None:
-    async with stages.stage("weight update", "an engine's update_weights"):
+    async with deadlines.stage("weight update", "an engine's update_weights"):
         try:
             await publish(backend, engines)
         except EngineError as error:

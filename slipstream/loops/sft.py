@@ -1,7 +1,7 @@
 """Supervised fine-tuning: batch, forward and backward, step, log.
 
 A pure loop over what it is given; it does not know where samples come from or what a backend is
-made of (`loops.build` does).
+made of (`build.parts` does).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, DataError, check_at_least_one
-from slipstream.loops.stages import Stages
 from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.rollout.train_rows import rows_of
@@ -165,7 +165,7 @@ async def run_sft_training(
     after_step: AfterStep | None = None,
     save: Save | None = None,
     seed: int = 0,
-    stages: Stages | None = None,
+    deadlines: Deadlines | None = None,
 ) -> list[dict[str, float]]:
     """Train on demonstrations; the metrics of every step.
 
@@ -173,13 +173,13 @@ async def run_sft_training(
     DataError where the samples have nothing to train on, and what the backend raises.
     """
     stream = ShuffledSamples(samples, seed=seed) if isinstance(samples, Sequence) else samples
-    stages = stages or Stages()
+    deadlines = deadlines or Deadlines()
     loss = sft_loss()
     history: list[dict[str, float]] = []
     for step in range(config.start_step + 1, config.num_steps + 1):
         started = time.perf_counter()
         batch = next_batch(stream, samples=config.batch_size, tokens=config.batch_tokens)
-        async with stages.stage("update", "the trainer's optimizer step"):
+        async with deadlines.stage("update", "the trainer's optimizer step"):
             metrics = dict(await backend.forward_backward(batch, loss))
             metrics |= await backend.optim_step()
         seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What PyTorch has allocated at moments of a computation. Called by `loops.footprint`."""
+"""What PyTorch has allocated at moments of a computation. Called by `preflight.trainer_memory`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from slipstream.metrics.names import check_names, find
 from slipstream.metrics.tracker import BackgroundLogger, require
 
 METRICS_FILE = "metrics.jsonl"
-Row = Mapping[str, str | float]
+MetricsRow = Mapping[str, str | float]
 """One row of a table: values by column, the same columns in every row."""
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class MetricsLogger(Protocol):
 class TableLogger(Protocol):
     """What a `MetricsLogger` has, too, where it can show tables."""
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         """Add the rows of `step` to the table `name`; called before `log` of that step."""
 
 
@@ -152,7 +152,7 @@ class TensorBoardLogger:
         self._add(step, summary=self._summary.Summary(value=values))
         self._writer.flush()
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         """A text summary of two dimensions, columns' names first, which is shown as a table."""
         if not rows:
             return
@@ -194,7 +194,7 @@ class TeeLogger:
         for logger in list(self.loggers):
             self._supervise(logger, partial(logger.log, step, metrics))
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         for logger in list(self.loggers):
             if isinstance(logger, TableLogger):
                 self._supervise(logger, partial(logger.log_table, step, name, rows))

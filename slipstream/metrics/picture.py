@@ -38,7 +38,7 @@ Points = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
-class _Run:
+class _PlottedRun:
     """The series of one picture: `(step, value)` in order of steps."""
 
     reward: Points = field(default_factory=list)
@@ -121,8 +121,8 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def _read(paths: Sequence[Path]) -> _Run:
-    run = _Run()
+def _read(paths: Sequence[Path]) -> _PlottedRun:
+    run = _PlottedRun()
     records = {path: read_jsonl(path) for path in paths}
     has_rl = any(_REWARD in data for lines in records.values() for _, data in lines)
     for lines in records.values():
@@ -142,7 +142,7 @@ def _read(paths: Sequence[Path]) -> _Run:
     return run
 
 
-def _read_accuracy(run: _Run, step: int, data: Mapping[str, float]) -> None:
+def _read_accuracy(run: _PlottedRun, step: int, data: Mapping[str, float]) -> None:
     for name, value in data.items():
         if match := _ACCURACY.fullmatch(name):
             bounds = f"val-aux/{match['source']}/acc/mean@{match['n']}"
@@ -184,17 +184,17 @@ def _trend(axes: Any, points: Points, color: str, label: str) -> None:
     axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="best")
 
 
-def _draw_reward(axes: Any, run: _Run) -> None:
+def _draw_reward(axes: Any, run: _PlottedRun) -> None:
     _label(axes, "Reward", "mean score of the step's samples", "RL step")
     _trend(axes, run.reward, _BLUE, "each step")
 
 
-def _draw_sft(axes: Any, run: _Run) -> None:
+def _draw_sft(axes: Any, run: _PlottedRun) -> None:
     _label(axes, "Supervised fine-tuning", "loss, nats per target token", "SFT step")
     _trend(axes, run.sft_loss, _GREEN, "each step")
 
 
-def _draw_accuracy(axes: Any, run: _Run) -> None:
+def _draw_accuracy(axes: Any, run: _PlottedRun) -> None:
     steps = "RL step" if run.reward else "step"
     several = len(run.accuracy) > 1
     bars = any(low < high for points in run.accuracy.values() for _, _, low, high in points)
@@ -221,7 +221,7 @@ def _draw_accuracy(axes: Any, run: _Run) -> None:
         axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="best")
 
 
-def _draw_lengths(axes: Any, run: _Run) -> None:
+def _draw_lengths(axes: Any, run: _PlottedRun) -> None:
     _label(axes, "Response length", "tokens", "RL step")
     _draw_lines(axes, run.lengths, _LENGTHS)
     axes.set_ylim(bottom=0)
@@ -231,7 +231,7 @@ def _draw_lengths(axes: Any, run: _Run) -> None:
     )  # fmt: skip
 
 
-def _draw_drafts(axes: Any, run: _Run) -> None:
+def _draw_drafts(axes: Any, run: _PlottedRun) -> None:
     _label(axes, "Drafts", "tokens per verification", "RL step")
     _draw_lines(axes, run.drafts, _DRAFTS)
     axes.set_ylim(bottom=1)

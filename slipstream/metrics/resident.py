@@ -1,4 +1,4 @@
-"""Resident memory of this process. Called by benchmarks and by `loops.dry_run`."""
+"""Resident memory of this process. Called by benchmarks and by `preflight.dry_run`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tables that read well anywhere: on a narrow terminal, in a pipe, without colours, in ASCII.
 
 Plain text in columns; where the last column would become too narrow, its text goes under the row.
-Knows nothing of what is in them. Called by `loops.doctor`.
+Knows nothing of what is in them. Called by `preflight.doctor`.
 """
 
 from __future__ import annotations

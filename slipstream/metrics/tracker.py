@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slipstream.metrics.loggers import LoggerContext, Row
+    from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 CLOSE_SECONDS = 30.0
 """How long the end of a phase waits for what is still on its way to a tracker."""
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None: ...
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None: ...
 
     def finish(self, *, failed: bool) -> None:
         """End the run, as a failed one or a finished one."""
@@ -113,7 +113,7 @@ class BackgroundLogger:
         values = dict(metrics)
         self._put(_Call(step, lambda tracker: tracker.log(step, values), completes=True))
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         copied = [dict(row) for row in rows]
         self._put(_Call(step, lambda tracker: tracker.log_table(step, name, copied)))
 

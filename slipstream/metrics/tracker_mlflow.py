@@ -20,7 +20,7 @@ from slipstream.config.tree import leaves
 from slipstream.metrics.tracker import TrackedRun, require
 
 if TYPE_CHECKING:
-    from slipstream.metrics.loggers import LoggerContext, Row
+    from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 NAME = "mlflow"
 PARAM_CHARACTERS = 6000
@@ -93,7 +93,7 @@ class MLflowTracker:
         for first in range(0, len(entries), _BATCH):
             self._client.log_batch(self._id, metrics=entries[first : first + _BATCH])
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         """Append `rows` to the artifact `name`.json."""
         # Of dtype object: MLflow warns of pandas' own type for text.
         table = self._pandas.DataFrame(list(rows), dtype=object)

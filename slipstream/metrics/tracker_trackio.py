@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.metrics.tracker import TrackedRun, require
 
 if TYPE_CHECKING:
-    from slipstream.metrics.loggers import LoggerContext, Row
+    from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 NAME = "trackio"
 _DIR = "TRACKIO_DIR"
@@ -75,7 +75,7 @@ class TrackioTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         self._run.log({name: self._trackio.Table(data=[dict(row) for row in rows])}, step=step)
 
     def finish(self, *, failed: bool) -> None:

@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.metrics.tracker import CLOSE_SECONDS, TrackedRun, require
 
 if TYPE_CHECKING:
-    from slipstream.metrics.loggers import LoggerContext, Row
+    from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 NAME = "wandb"
 
@@ -81,7 +81,7 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step, commit=True)
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         """Append `rows` to the table `name` and send it whole, with the rows of this process.
 
         Not in increments (`log_mode="INCREMENTAL"`): each would wait until the server has the one

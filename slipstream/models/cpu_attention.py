@@ -51,7 +51,7 @@ class KeyPlaces:
     data: Tensor
     """What the addresses are of: it lives as long as they do."""
     paths: Tensor | None = None
-    """(..., 1 + P): where rows stand on paths through draft trees, as `kernels.paths` has it."""
+    """(..., 1 + P): rows' positions on paths through a draft tree; see `kernels.tree_paths`."""
 
     @property
     def path_arguments(self) -> tuple[int, int]:
@@ -177,7 +177,7 @@ class CpuAttention:
         """(M, (Q + 2H) * K) -> (M, Q * K) of sequences that stand alone, with their keys and values
         left in `kv`, the `own_room`."""
         if torch.is_grad_enabled():
-            attended: Tensor = _Attention.apply(qkv, norms, kv, self)  # type: ignore[no-untyped-call]
+            attended: Tensor = _AttentionFunction.apply(qkv, norms, kv, self)  # type: ignore[no-untyped-call]
             return attended
         return self.over(qkv, norms, kv, logs=0)[0]
 
@@ -388,7 +388,7 @@ class CpuAttention:
         return None if dnorms is None else dnorms.sum(0)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     """Attention over a pass's own keys."""
 
     @staticmethod

@@ -88,11 +88,11 @@ class CpuLayers:
         places: KeyPlaces | None,
         lengths: Sequence[int] | None = None,
         *,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         given_ME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Rows (M, D), which are written over, through all layers and the norm; and, side by side
-        (M, n * D), what went into the layers `taps`, if there are any. Without `places` the
+        (M, n * D), what went into the layers `aux_layers`, if there are any. Without `places` the
         sequences stand alone (`CpuAttention`). With `given_ME` the first layer's products take
         these rows instead of its input."""
         c = self._config
@@ -104,8 +104,8 @@ class CpuLayers:
             own = OwnKeys([T] * B if lengths is None else lengths, self.dtype)
             places = KeyPlaces.alone(own.room(c), own)
         normed = x_MD.new_empty(M, D)
-        tapped = x_MD.new_empty(M, len(taps) * D) if taps else None
-        columns = self._columns(tuple(taps)) if taps else None
+        tapped = x_MD.new_empty(M, len(aux_layers) * D) if aux_layers else None
+        columns = self._columns(tuple(aux_layers)) if aux_layers else None
         memory, (spare, delta, *others, own_rows) = self.room(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
@@ -132,7 +132,7 @@ class CpuLayers:
             places.layer_step,
             0 if tapped is None else tapped.data_ptr(),
             0 if columns is None else columns.data_ptr(),
-            len(taps),
+            len(aux_layers),
             0 if given_ME is None else given_ME.data_ptr(),
             0 if given_ME is None else given_ME.shape[1],
             own_rows,
@@ -148,12 +148,14 @@ class CpuLayers:
         del memory  # until here
         return normed, tapped
 
-    def _columns(self, taps: tuple[int, ...]) -> Tensor:
-        """For each layer its place in `taps`, or -1."""
-        if taps not in self._tapped:
-            places = [taps.index(i) if i in taps else -1 for i in range(len(self._layers))]
-            self._tapped[taps] = torch.tensor(places)
-        return self._tapped[taps]
+    def _columns(self, aux_layers: tuple[int, ...]) -> Tensor:
+        """For each layer its place in `aux_layers`, or -1."""
+        if aux_layers not in self._tapped:
+            places = [
+                aux_layers.index(i) if i in aux_layers else -1 for i in range(len(self._layers))
+            ]
+            self._tapped[aux_layers] = torch.tensor(places)
+        return self._tapped[aux_layers]
 
 
 def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:

@@ -55,27 +55,32 @@ class Attention(Protocol):
 class HiddenStates:
     """What a forward pass yields.
 
-    `final` (B, T, D) has gone through the last norm: the input of every head. `taps` (B, T, n * D)
+    `final` (B, T, D) has gone through the last norm: the input of every head. `aux_layers` (B, T,
+    n * D)
     are, side by side, the inputs of the n layers that were asked for, before any norm (EAGLE-3's
     features), without gradients; None where none was.
     """
 
     final: Tensor
-    taps: Tensor | None
+    aux_layers: Tensor | None
 
     def side_by_side(self) -> Tensor:
-        """The taps, if there are any, and then the final ones: (B, T, (n + 1) * D)."""
-        return self.final if self.taps is None else torch.cat([self.taps, self.final], -1)
+        """The auxiliary layers, if there are any, and then the final ones: (B, T, (n + 1) * D)."""
+        return (
+            self.final if self.aux_layers is None else torch.cat([self.aux_layers, self.final], -1)
+        )
 
     @property
     def features(self) -> Tensor:
-        """What a draft head is given: the taps where there are any, else the final ones."""
-        return self.final if self.taps is None else self.taps
+        """The input of a draft head: auxiliary layers if there are any, else final states."""
+        return self.final if self.aux_layers is None else self.aux_layers
 
     def at(self, row: int) -> Tensor:
         """A copy of one of `flat` rows, side by side (F,)."""
         final = self.final[row]
-        return final.clone() if self.taps is None else torch.cat([self.taps[row], final])
+        return (
+            final.clone() if self.aux_layers is None else torch.cat([self.aux_layers[row], final])
+        )
 
     @classmethod
     def split(cls, states: Tensor, width: int) -> HiddenStates:
@@ -86,15 +91,17 @@ class HiddenStates:
 
     def flat(self) -> HiddenStates:
         """Rows (B * T, ...) instead of sequences."""
-        taps = self.taps
-        return HiddenStates(self.final.flatten(0, 1), None if taps is None else taps.flatten(0, 1))
+        aux_layers = self.aux_layers
+        return HiddenStates(
+            self.final.flatten(0, 1), None if aux_layers is None else aux_layers.flatten(0, 1)
+        )
 
     def in_sequences(self, count: int) -> HiddenStates:
         """`count` sequences (B, T, ...) instead of rows."""
-        taps = self.taps
+        aux_layers = self.aux_layers
         return HiddenStates(
             self.final.view(count, -1, self.final.shape[-1]),
-            None if taps is None else taps.view(count, -1, taps.shape[-1]),
+            None if aux_layers is None else aux_layers.view(count, -1, aux_layers.shape[-1]),
         )
 
 
@@ -313,14 +320,15 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         *,
         lengths: Sequence[int] | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`HiddenStates.final` and `.taps` of whole sequences as rows (B * T, ...), computing in
+        """`HiddenStates.final` and `.aux_layers` of whole sequences as rows (B * T, ...),
+        computing in
         `dtype`; each layer's weights are packed when its turn comes (`Layer`). The numbers are
         those of `PackedDecoder.forward`, to the bit."""
         norm, eps = self._norm(dtype)
-        check_pass(self.config, dtype, ids_BT, positions_BT, lengths=lengths, taps=taps)
+        check_pass(self.config, dtype, ids_BT, positions_BT, lengths=lengths, aux_layers=aux_layers)
         states = run_layers(
             [partial(layer, self.config, dtype) for layer in self.layers],
             self.model.embed_tokens.weight.to(norm.dtype),
@@ -328,10 +336,10 @@ class Decoder(nn.Module):
             eps,
             ids_BT,
             start_pass(positions_BT, self.config, dtype, eps, None, lengths),
-            taps=taps,
+            aux_layers=aux_layers,
             recompute=recompute,
         )
-        return states.final, states.taps
+        return states.final, states.aux_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +383,7 @@ class PackedDecoder:
         *,
         kv_cache: PlacedKVCache | KeyPlaces | None = None,
         lengths: Sequence[int] | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
         """Hidden states of `ids_BT` (int64) at `positions_BT`.
@@ -386,13 +394,13 @@ class PackedDecoder:
         each sequence. With a cache, keys and values are stored in it and earlier ones are attended
         to; where it takes sequences in a row, places of keys will do for one. In exact mode B * T
         must be a multiple of `row_multiple`.
-        `taps` are layers, from the first to the last, whose inputs are wanted, too. `recompute`
-        trades time for memory in the backward pass (gradient checkpointing).
+        `aux_layers` are layers, from the first to the last, whose inputs are wanted, too.
+        `recompute` trades time for memory in the backward pass (gradient checkpointing).
 
         Raises:
             IndexError: without a cache, positions beyond `ModelConfig.context_limit`.
             ValueError: `lengths` that are not those of the rows, or of no use here; places where
-                no kernel goes to them; taps that are no layers, or out of order.
+                no kernel goes to them; auxiliary layers that are no layers, or out of order.
         """
         check_pass(
             self.config,
@@ -400,7 +408,7 @@ class PackedDecoder:
             ids_BT,
             positions_BT,
             lengths=lengths,
-            taps=taps,
+            aux_layers=aux_layers,
             cached=kv_cache is not None,
         )
         B = len(ids_BT)
@@ -409,7 +417,7 @@ class PackedDecoder:
             places = _places(kv_cache)
             x = F.embedding(ids_BT.flatten(), self.embedding)
             return HiddenStates(
-                *self.together(x, positions_BT, places, lengths, taps=taps)
+                *self.together(x, positions_BT, places, lengths, aux_layers=aux_layers)
             ).in_sequences(B)
         attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
@@ -421,7 +429,7 @@ class PackedDecoder:
             self.eps,
             ids_BT,
             attention,
-            taps=taps,
+            aux_layers=aux_layers,
             recompute=recompute,
         ).in_sequences(B)
 
@@ -433,7 +441,7 @@ def check_pass(
     positions_BT: Tensor,
     *,
     lengths: Sequence[int] | None,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     cached: bool = False,
 ) -> None:
     """Refuse what `PackedDecoder.forward` says that it refuses."""
@@ -449,8 +457,10 @@ def check_pass(
         if int(positions_BT.max()) >= limit.tokens:
             # Kernels read tables by address.
             raise IndexError(f"position {int(positions_BT.max())}: {limit.reason}")
-    if taps and not (0 <= taps[0] <= taps[-1] < config.num_layers and _increasing(taps)):
-        raise ValueError(f"taps {list(taps)} of {config.num_layers} layers")
+    if aux_layers and not (
+        0 <= aux_layers[0] <= aux_layers[-1] < config.num_layers and _increasing(aux_layers)
+    ):
+        raise ValueError(f"auxiliary layers {list(aux_layers)} of {config.num_layers} layers")
 
 
 class RunLayer(Protocol):
@@ -498,7 +508,7 @@ def run_layers(
     ids_BT: Tensor,
     attention: Attention,
     *,
-    taps: Sequence[int],
+    aux_layers: Sequence[int],
     recompute: bool,
 ) -> HiddenStates:
     """A forward pass layer by layer, as torch's operations, over rows (B * T, ...);
@@ -508,12 +518,12 @@ def run_layers(
     x = F.embedding(ids_BT.flatten(), embedding)
     delta: Tensor | None = None
     for index, layer in enumerate(layers):
-        if index in taps:
+        if index in aux_layers:
             with torch.no_grad():
                 kept.append(x.detach() if delta is None else x + delta)
         x, delta = layer(index, x, delta, attention, eps, recompute)
     _, final = add_norm(x, delta, norm, eps)
-    return HiddenStates(final, torch.cat(kept, -1) if taps else None)
+    return HiddenStates(final, torch.cat(kept, -1) if aux_layers else None)
 
 
 def _increasing(numbers: Sequence[int]) -> bool:

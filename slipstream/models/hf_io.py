@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.model import DraftModel
 from slipstream.models.lora import named_weights, value_of
 from slipstream.models.sharded import assign, full
 

@@ -14,13 +14,6 @@ from torch import Tensor
 
 from slipstream.models.config import Family, ModelConfig
 from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
-from slipstream.models.foreign import (
-    ForeignConfig,
-    ForeignModel,
-    PackedForeign,
-    foreign_config,
-    load_foreign,
-)
 from slipstream.models.hf_io import (
     load_checkpoint,
     load_config,
@@ -30,6 +23,13 @@ from slipstream.models.hf_io import (
     read_tensors,
     save_checkpoint,
 )
+from slipstream.models.hf_policy import (
+    HFPolicy,
+    HFPolicyConfig,
+    PackedHFPolicy,
+    hf_policy_config,
+    load_hf_policy,
+)
 from slipstream.models.lora import LoraLinear, lora_layers, named_weights
 from slipstream.models.sharded import ShardedDecoder, is_sharded, shard
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Implementation: TypeAlias = Literal["auto", "slipstream", "transformers"]
-Policy: TypeAlias = Decoder | ForeignModel
-PolicyConfig: TypeAlias = ModelConfig | ForeignConfig
-PackedPolicy: TypeAlias = PackedDecoder | PackedForeign | ShardedDecoder
+Policy: TypeAlias = Decoder | HFPolicy
+PolicyConfig: TypeAlias = ModelConfig | HFPolicyConfig
+PackedPolicy: TypeAlias = PackedDecoder | PackedHFPolicy | ShardedDecoder
 
 
 def policy_config(folder: Path, implementation: Implementation = "auto") -> PolicyConfig:
@@ -47,7 +47,11 @@ def policy_config(folder: Path, implementation: Implementation = "auto") -> Poli
 
     Raises CheckpointError, naming the file, for one that cannot be read.
     """
-    return foreign_config(folder) if _is_foreign(folder, implementation) else load_config(folder)
+    return (
+        hf_policy_config(folder)
+        if _needs_transformers(folder, implementation)
+        else load_config(folder)
+    )
 
 
 def load_policy(
@@ -57,8 +61,8 @@ def load_policy(
     device: torch.device | None = None,
 ) -> Policy:
     """A policy with fp32 parameters; see `policy_config`."""
-    if _is_foreign(folder, implementation):
-        return load_foreign(folder, device=device)
+    if _needs_transformers(folder, implementation):
+        return load_hf_policy(folder, device=device)
     return load_checkpoint(folder, device=device)
 
 
@@ -84,7 +88,7 @@ def save_policy(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; `generation` as in
     `hf_io.save_checkpoint`. A policy that transformers computes keeps its own."""
-    if isinstance(policy, ForeignModel):
+    if isinstance(policy, HFPolicy):
         policy.save(folder, dtype=dtype, save_tokenizer=save_tokenizer)
     else:
         save_checkpoint(
@@ -95,7 +99,7 @@ def save_policy(
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Copy `tensors`, named as `policy_weights` names them, into `policy`; all are checked before
     any is changed. Raises CheckpointError."""
-    if isinstance(policy, ForeignModel):
+    if isinstance(policy, HFPolicy):
         policy.load_tensors(tensors, source=source)
     else:
         load_tensors(policy, tensors, source=source)
@@ -103,7 +107,7 @@ def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) 
 
 def load_weights_from(policy: Policy, folder: Path) -> None:
     """Copy the weights of a checkpoint into `policy`. Raises CheckpointError."""
-    if isinstance(policy, ForeignModel):
+    if isinstance(policy, HFPolicy):
         policy.load_folder(folder)
     elif is_sharded(policy):
         load_spread(policy, folder)
@@ -113,7 +117,7 @@ def load_weights_from(policy: Policy, folder: Path) -> None:
 
 def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor | LoraLinear]]:
     """All weights under their Hugging Face names; see `lora.named_weights`."""
-    return policy.weights() if isinstance(policy, ForeignModel) else named_weights(policy)
+    return policy.weights() if isinstance(policy, HFPolicy) else named_weights(policy)
 
 
 def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
@@ -126,12 +130,12 @@ def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
 
 def needs_padding(policy: Policy, dtype: torch.dtype) -> bool:
     """Whether sequences go through the forward pass as padded rows, not one after the other."""
-    if isinstance(policy, ForeignModel):
+    if isinstance(policy, HFPolicy):
         return True
     return not takes_sequences_in_a_row(policy.config, dtype, policy.device)
 
 
-def _is_foreign(folder: Path, implementation: Implementation) -> bool:
+def _needs_transformers(folder: Path, implementation: Implementation) -> bool:
     if implementation != "auto" or not (folder / "config.json").is_file():
         return implementation == "transformers"
     return read_json(folder / "config.json").get("model_type") not in get_args(Family)

@@ -110,7 +110,7 @@ class ShardedDecoder:
         positions_BT: Tensor,
         *,
         lengths: Sequence[int] | None = None,
-        taps: Sequence[int] = (),
+        aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
         """As `PackedDecoder.forward`, to the bit; collective."""
@@ -122,7 +122,7 @@ class ShardedDecoder:
                 ids_BT,
                 positions_BT,
                 lengths=lengths,
-                taps=tuple(taps),
+                aux_layers=tuple(aux_layers),
                 recompute=recompute,
             )
         # Not viewed as sequences in there: FSDP2 hangs its hooks on what comes out.

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig
-from slipstream.models.foreign import ForeignConfig
+from slipstream.models.hf_policy import HFPolicyConfig
 
 
 def check_vocabulary(
-    other: ModelConfig | ForeignConfig,
-    policy: ModelConfig | ForeignConfig,
+    other: ModelConfig | HFPolicyConfig,
+    policy: ModelConfig | HFPolicyConfig,
     *,
     role: str,
     source: str,

@@ -1,7 +1,7 @@
 """Checks answers of the countdown task: reach a target from given numbers with + and -.
 
 Knows the answer syntax and nothing about how problems are drawn, who wrote the response, or
-tokens. Called by the reward functions and by `environment.countdown`.
+tokens. Called by the reward functions and by `data.countdown`.
 """
 
 from __future__ import annotations

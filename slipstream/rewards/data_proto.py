@@ -16,7 +16,7 @@ import torch
 from slipstream.types import Sample
 
 
-class Batch(dict[str, Any]):
+class TensorColumns(dict[str, Any]):
     """Named tensors of one length, which is the length of the batch.
 
     What is no tensor is found here, too: code that was written before VERL split them looks for the
@@ -31,7 +31,7 @@ class Batch(dict[str, Any]):
         return self._size
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Batch, (dict(self), self._others, self._size)
+        return TensorColumns, (dict(self), self._others, self._size)
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or key in self._others
@@ -77,7 +77,7 @@ class DataProto:
         lengths |= {k: len(v) for k, v in self.non_tensor_batch.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the fields of a batch differ in length: {lengths}")
-        self.batch = Batch(tensors, self.non_tensor_batch, next(iter(lengths.values()), 0))
+        self.batch = TensorColumns(tensors, self.non_tensor_batch, next(iter(lengths.values()), 0))
         self.meta_info = dict(meta_info or {})
 
     @classmethod
@@ -282,7 +282,7 @@ class DataProtoItem:
         meta_info: Mapping[str, Any],
     ) -> None:
         self.non_tensor_batch = dict(non_tensor_batch)
-        self.batch = Batch(batch, self.non_tensor_batch, 1)
+        self.batch = TensorColumns(batch, self.non_tensor_batch, 1)
         self.meta_info = dict(meta_info)
 
 

@@ -21,7 +21,7 @@ import anyio
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.functions import default_compute_score, is_program, sandbox_of
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
-from slipstream.rewards.runner import DeadlineRunner, Outcome, is_async
+from slipstream.rewards.runner import CallOutcome, DeadlineRunner, is_async
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.rewards.slots import Slots
 from slipstream.types import Sample
@@ -98,7 +98,7 @@ class NaiveRewardManager:
             return self._programs.one()
         return nullcontext()
 
-    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+    async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
         return await self._runner.run(call, name=self._name, asynchronous=self._asynchronous)
 
     def _read(self, returned: Any) -> Score | str:

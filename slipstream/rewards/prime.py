@@ -22,7 +22,7 @@ from slipstream.rewards.custom import call_custom, is_custom
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
-from slipstream.rewards.runner import Outcome, failure_of, is_async
+from slipstream.rewards.runner import CallOutcome, failure_of, is_async
 
 _PROCESSES = 4
 
@@ -63,20 +63,20 @@ class PrimeRewardManager(NaiveRewardManager):
     def timeouts(self) -> int:
         return self._killed
 
-    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+    async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
         there = functools.partial(_there, self._portable, *call.args, **call.keywords)
         async with self._runner.slot():
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
-                    return Outcome(value=await to_process.run_sync(there, cancellable=True))
+                    return CallOutcome(value=await to_process.run_sync(there, cancellable=True))
                 except RewardError:
                     raise
                 except BrokenWorkerProcess:
-                    return Outcome(failure="the scoring process ended")
+                    return CallOutcome(failure="the scoring process ended")
                 except Exception as error:  # supervisor: keeps the reason
-                    return Outcome(failure=failure_of(error))
+                    return CallOutcome(failure=failure_of(error))
         self._killed += 1
-        return Outcome(failure=f"no answer within {self._runner.timeout_s:g} s")
+        return CallOutcome(failure=f"no answer within {self._runner.timeout_s:g} s")
 
 
 def _there(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

@@ -21,7 +21,7 @@ from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
 from slipstream.rewards.manager import Decode
 from slipstream.rewards.protocol import OnFailure
-from slipstream.rewards.runner import Outcome, failure_of
+from slipstream.rewards.runner import CallOutcome, failure_of
 
 _WORTH_ANOTHER_TRY = frozenset({408, 425, 429})
 
@@ -92,7 +92,7 @@ class RemoteRewardManager(LimitedRewardManager):
     def timeouts(self) -> int:
         return self._late
 
-    async def _outcome(self, call: functools.partial[Any]) -> Outcome:
+    async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
         # Limits are those of attempts.
         body = json.dumps(call.keywords, default=str).encode()
         for attempt in range(1, self._attempts + 1):
@@ -101,40 +101,40 @@ class RemoteRewardManager(LimitedRewardManager):
                 return outcome
             if attempt == self._attempts:
                 tries = f" after {attempt} attempts" if attempt > 1 else ""
-                return Outcome(failure=f"{outcome.failure}{tries}")
+                return CallOutcome(failure=f"{outcome.failure}{tries}")
             self.retries += 1
             doubled = min(self._pause * 2 ** (attempt - 1), self._longest_pause)
             await self._sleep(max(pause, doubled))
         raise AssertionError("an attempt at least")
 
-    async def _attempt(self, body: bytes) -> tuple[Outcome, float | None]:
+    async def _attempt(self, body: bytes) -> tuple[CallOutcome, float | None]:
         """What came of it, and, where it is worth another try, seconds to wait at least."""
         async with self.limits.request(self._tokens), self._runner.slot(waits=True):
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
                     response = await self._post(body)
                 except httpx2.HTTPError as error:
-                    return Outcome(failure=failure_of(error)), 0.0
+                    return CallOutcome(failure=failure_of(error)), 0.0
                 return self._answer(response)
         self._late += 1
-        return Outcome(failure=f"no answer within {self._runner.timeout_s:g} s"), 0.0
+        return CallOutcome(failure=f"no answer within {self._runner.timeout_s:g} s"), 0.0
 
     async def _post(self, body: bytes) -> httpx2.Response:
         headers = {"Content-Type": "application/json", **self._headers}
         async with httpx2.AsyncClient(verify=self._ssl, timeout=None) as client:
             return await client.post(self._url, content=body, headers=headers)
 
-    def _answer(self, response: httpx2.Response) -> tuple[Outcome, float | None]:
+    def _answer(self, response: httpx2.Response) -> tuple[CallOutcome, float | None]:
         status = response.status_code
         said = response.text[:200].strip()
         if status in _WORTH_ANOTHER_TRY or status >= 500:
-            return Outcome(failure=f"HTTP {status}: {said}"), _asked_to_wait(response)
+            return CallOutcome(failure=f"HTTP {status}: {said}"), _asked_to_wait(response)
         if status != 200:
-            return Outcome(failure=f"HTTP {status}: {said}"), None
+            return CallOutcome(failure=f"HTTP {status}: {said}"), None
         try:
-            return Outcome(value=response.json()), None
+            return CallOutcome(value=response.json()), None
         except ValueError:
-            return Outcome(failure=f"answered with what is no JSON: {said!r}"), None
+            return CallOutcome(failure=f"answered with what is no JSON: {said!r}"), None
 
 
 def _asked_to_wait(response: httpx2.Response) -> float:

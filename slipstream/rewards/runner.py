@@ -17,12 +17,12 @@ from typing import Any
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.slots import Clock, Slots
+from slipstream.rewards.slots import Slots, ThreadClock
 from slipstream.threads import DaemonThreads, arrival
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What a call came to: a value, or the reason why there is none."""
 
     value: Any = None
@@ -53,7 +53,7 @@ class DeadlineRunner:
         self.max_abandoned = max_abandoned
         self.timeouts = 0
         self._slots = Slots(num_workers, self._computed)
-        self._clocks: dict[int, Clock] = {}
+        self._clocks: dict[int, ThreadClock] = {}
         self._threads = DaemonThreads("reward")
         self._abandoned: list[Future[Any]] = []
 
@@ -63,7 +63,9 @@ class DeadlineRunner:
         self._abandoned = [call for call in self._abandoned if not call.done()]
         return len(self._abandoned)
 
-    async def run(self, function: Callable[[], Any], *, name: str, asynchronous: bool) -> Outcome:
+    async def run(
+        self, function: Callable[[], Any], *, name: str, asynchronous: bool
+    ) -> CallOutcome:
         """Call `function()`. Never raises what it raises, except `RewardError`.
 
         Raises `RewardError` naming the function when too many of its calls hang.
@@ -80,28 +82,28 @@ class DeadlineRunner:
     def _computed(self) -> dict[int, float | None]:
         return {name: clock.seconds() for name, clock in self._clocks.items()}
 
-    def _timed_out(self) -> Outcome:
+    def _timed_out(self) -> CallOutcome:
         self.timeouts += 1
-        return Outcome(failure=f"no answer within {self.timeout_s:g} s")
+        return CallOutcome(failure=f"no answer within {self.timeout_s:g} s")
 
-    async def _run_async(self, function: Callable[[], Any]) -> Outcome:
+    async def _run_async(self, function: Callable[[], Any]) -> CallOutcome:
         with anyio.move_on_after(self.timeout_s):
             try:
-                return Outcome(value=await function())
+                return CallOutcome(value=await function())
             except RewardError:
                 raise
             except (Exception, SystemExit) as error:  # supervisor: keeps the reason
-                return Outcome(failure=failure_of(error))
+                return CallOutcome(failure=failure_of(error))
         return self._timed_out()
 
-    async def _run_in_thread(self, function: Callable[[], Any], name: str) -> Outcome:
+    async def _run_in_thread(self, function: Callable[[], Any], name: str) -> CallOutcome:
         if self.abandoned > self.max_abandoned:
             raise RewardError(
                 f"{self.abandoned} calls of the reward function {name} hang past their deadline of "
                 f"{self.timeout_s:g} s and cannot be stopped: give it a time limit of its own, or "
                 "raise reward_model.timeout_s"
             )
-        clock = Clock()
+        clock = ThreadClock()
 
         def timed() -> Any:
             clock.begin()
@@ -122,8 +124,8 @@ class DeadlineRunner:
         if isinstance(error, RewardError):
             raise error
         if error is not None:  # supervisor: SystemExit, too, keeps the reason
-            return Outcome(failure=failure_of(error))
-        return Outcome(value=call.result())
+            return CallOutcome(failure=failure_of(error))
+        return CallOutcome(value=call.result())
 
 
 def failure_of(error: BaseException) -> str:

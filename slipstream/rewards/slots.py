@@ -94,7 +94,7 @@ def _waits(before: Mapping[int, float | None], after: Mapping[int, float | None]
     return taken < _BUSY * _LOOK_S
 
 
-class Clock:
+class ThreadClock:
     """Processor time of the thread that runs a call."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.kernels.pick import pick_nodes
+from slipstream.kernels.draft.select_nodes import select_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Candidates:
         scores = np.empty(size)
         given = [np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)]
         out = (array.ctypes.data for array in (tokens, parents, scores, counts))
-        count = pick_nodes(*(array.ctypes.data for array in given), N, C, drafts, least, *out)
+        count = select_nodes(*(array.ctypes.data for array in given), N, C, drafts, least, *out)
         del given  # until here
         lists = tokens[:count].tolist(), parents[:count].tolist(), scores[:count].tolist()
         begin = 0

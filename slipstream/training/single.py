@@ -22,7 +22,7 @@ from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder
-from slipstream.models.foreign import ForeignModel
+from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import (
     base_digest,
     base_weights_only,
@@ -432,7 +432,7 @@ class SingleProcessBackend:
     def _forward(
         self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
     ) -> Iterator[ForwardResult]:
-        if sink is not None and isinstance(self.decoder, ForeignModel):
+        if sink is not None and isinstance(self.decoder, HFPolicy):
             raise TrainingError(
                 f"transformers, which computes this {self.decoder.config.family}, hands over no "
                 "hidden states to learn from; train without a sink"
@@ -451,7 +451,7 @@ class SingleProcessBackend:
                 micro,
                 temperature=batch.temperature,
                 settings=self._settings,
-                taps=tap_layers if selected.intersection(micro.indices) else (),
+                aux_layers=tap_layers if selected.intersection(micro.indices) else (),
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )

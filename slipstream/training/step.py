@@ -32,7 +32,7 @@ from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
-from slipstream.training.columns import any_of_rows
+from slipstream.training.columns import any_of_rows, rows_of_column
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
@@ -141,7 +141,7 @@ def forward(
     *,
     temperature: float,
     settings: ForwardSettings,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     full_kl: FullKL | None = None,
     kept: KeptIds | None = None,
 ) -> ForwardResult:
@@ -152,7 +152,7 @@ def forward(
         micro.ids,
         micro.positions,
         lengths=micro.lengths,
-        taps=taps,
+        aux_layers=aux_layers,
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
     )
     rows = _head_rows(hidden, micro)
@@ -295,7 +295,7 @@ def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
     """Counts of the whole mini-batch; the horizon is its longest row."""
-    weights = [row[1:] for row in batch.loss_mask.split(batch.lengths)]
+    weights = [row[1:] for row in rows_of_column(batch.loss_mask, batch.starts)]
     return Normalizers(
         # In order and in float64: another order would change the last bits of weighted sums.
         num_tokens=float(sum(sum(row.tolist()) for row in weights)),
@@ -346,7 +346,7 @@ def hand_over(
     optimizer_step: int,
 ) -> None:
     """Give `sink` the features of the selected rows: detached, unpadded copies."""
-    final, taps = result.hidden.final.detach().flatten(0, 1), result.hidden.taps
+    final, aux_layers = result.hidden.final.detach().flatten(0, 1), result.hidden.aux_layers
     for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
@@ -359,7 +359,7 @@ def hand_over(
                 tokens=batch.tokens[place].tolist(),
                 loss_mask=batch.loss_mask[place].tolist(),
                 hidden=final[own].clone(),
-                taps=None if taps is None else taps.flatten(0, 1)[own].clone(),
+                aux_layers=None if aux_layers is None else aux_layers.flatten(0, 1)[own].clone(),
                 optimizer_step=optimizer_step,
                 key=batch.keys[index],
             )

@@ -264,7 +264,7 @@ def _select_over_ranks(name: str, batch: Batch, rank: int) -> Tensor | None:
     row = Batch(
         **{f.name: torch.cat([getattr(g, f.name) for g in gathered])[None] for f in fields(Batch)}
     )
-    chosen = select(row.old, row.new, row.advantages, row.mask, CONFIG, lots=row.lots)[0]
+    chosen = select(row.old, row.new, row.advantages, row.mask, CONFIG, hashes=row.hashes)[0]
     selected = torch.zeros_like(targets)
     start = sum(len(g.new) for g in gathered[:rank])
     selected[targets] = chosen[start : start + len(mine.new)]

@@ -19,7 +19,7 @@ from slipstream.bench.ab import (
     PARTED,
     PLAIN,
     AbBench,
-    Outcome,
+    RunOutcome,
     arms_of,
     command,
     curve,
@@ -29,12 +29,12 @@ from slipstream.bench.ab import (
     summary,
 )
 from slipstream.bench.command import _say_ab
-from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.turns import SETTINGS
+from slipstream.bench.interleaved_runs import SETTINGS
+from slipstream.bench.record import ResultRow, Spread, this_machine
+from slipstream.checkpoint.layout import policy_folder
 from slipstream.cli import main
 from slipstream.errors import CheckpointError, ConfigError, EngineError
-from slipstream.loops.snapshot import policy_folder
-from tests.loops.helpers import write_reward
+from tests.run.helpers import write_reward
 
 
 def a_run(folder: Path) -> Path:
@@ -60,8 +60,8 @@ def test_without_a_head_there_is_none_to_leave_as_it_is() -> None:
     assert "speculative.eagle.spec_topk=1" in wide[CHAINS]
 
 
-def outcome_of(first: dict[str, list[int]]) -> Outcome:
-    return Outcome(steps=[], responses="", weights="", first=first)
+def outcome_of(first: dict[str, list[int]]) -> RunOutcome:
+    return RunOutcome(steps=[], responses="", weights="", first=first)
 
 
 def test_how_often_responses_part() -> None:
@@ -93,7 +93,7 @@ def test_what_is_good_enough(
         "rollout_speedup": 1.0,
         "step_speedup": 1.0,
     }
-    row = Row(
+    row = ResultRow(
         benchmark="train",
         case="ab speculation",
         contender=FROZEN,
@@ -120,9 +120,9 @@ def test_where_trees_are_allowed_chains_run_beside_them(
     (policy / "draft").mkdir()
     seconds = {PLAIN: 4.0, FROZEN: 2.0, COTRAINED: 1.0, CHAINS: 1.5}
 
-    def outcome(folder: Path) -> Outcome:
+    def outcome(folder: Path) -> RunOutcome:
         step = {"timing_s/step": 9.0, "timing_s/gen": seconds[folder.name]}
-        return Outcome(steps=[step], responses="same", weights="same")
+        return RunOutcome(steps=[step], responses="same", weights="same")
 
     monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)
@@ -204,14 +204,14 @@ def test_rows_hold_one_run_against_the_other(
     seconds = {PLAIN: 4.0, FROZEN: 2.0, COTRAINED: 1.0}
     ran: list[str] = []
 
-    def outcome(folder: Path) -> Outcome:
+    def outcome(folder: Path) -> RunOutcome:
         name = folder.name
         ran.append(name)
         weights = "other" if len(ran) > 3 and name == COTRAINED else "same"
         step = {"timing_s/step": 8 + seconds[name], "timing_s/gen": seconds[name]}
         if name != PLAIN:
             step["spec/accept_length"] = {FROZEN: 2.0, COTRAINED: 2.5}[name]
-        return Outcome(steps=[step], responses="same", weights=weights)
+        return RunOutcome(steps=[step], responses="same", weights=weights)
 
     monkeypatch.setattr(ab, "run_in_turns", lambda lines, say, lib: None)
     monkeypatch.setattr(ab, "read_outcome", outcome)

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from bench.learning import RUNS
 from slipstream import cli
-from slipstream.bench.learning import RUNS
+from slipstream.build.policy import make_decoder
 from slipstream.config import CONFIG_FILE, load_config, to_yaml
-from slipstream.environment.tokenizer import build_tokenizer, save_tokenizer
+from slipstream.data.tokenizer import build_tokenizer, save_tokenizer
 from slipstream.errors import DataError
-from slipstream.loops.build_policy import make_decoder
 from slipstream.models.hf_io import save_checkpoint
 
 ROOT = Path(__file__).parents[2]

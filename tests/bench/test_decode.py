@@ -27,7 +27,7 @@ from slipstream.bench.decode import (
     summary,
 )
 from slipstream.bench.inexact import inexact, sdpa
-from slipstream.bench.record import Row, Spread
+from slipstream.bench.record import ResultRow, Spread
 from slipstream.bench.shapes import SHAPES, make_decoder
 from slipstream.bench.timing import Times
 from slipstream.errors import ConfigError, EngineError
@@ -65,7 +65,7 @@ def fixed_times(
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ResultRow]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "alternate", fixed_times)
         return [row for case in decode.run(TOY) for row in case]
@@ -78,7 +78,7 @@ def test_decoding_is_a_response_less_its_first_token() -> None:
         decode_times(Times([3.0, 1.0], [4.0, 4.0]), Times([1.0, 1.0], [3.0, 1.0]))
 
 
-def test_one_row_per_batch_size_and_contender(rows: list[Row]) -> None:
+def test_one_row_per_batch_size_and_contender(rows: list[ResultRow]) -> None:
     names = [OURS, INEXACT, *PEERS["hf"]]
     cases = [(row.case, row.contender) for row in rows]
     assert cases == [(f"batch {n}", name) for n in (1, 3) for name in names]
@@ -101,7 +101,7 @@ def test_one_row_per_batch_size_and_contender(rows: list[Row]) -> None:
         assert values["slipstream_speedup"] == Spread.of([1.0])
 
 
-def test_greedy_contenders_write_the_same_tokens(rows: list[Row]) -> None:
+def test_greedy_contenders_write_the_same_tokens(rows: list[ResultRow]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0] * len(rows)
 
 
@@ -136,8 +136,8 @@ def test_cores_of_processes_leave_out_the_warm_up_and_first_tokens() -> None:
     assert "while they waited: at most 0.25 cores" in text
 
 
-def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[Row]) -> None:
-    def row(name: str, dtype: str, seconds: float) -> Row:
+def test_the_best_of_a_peer_in_our_dtype_and_in_any(rows: list[ResultRow]) -> None:
+    def row(name: str, dtype: str, seconds: float) -> ResultRow:
         speedup = Spread.of([seconds])
         return replace(
             rows[0],

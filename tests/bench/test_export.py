@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench import export
+from bench import export
+from bench.export import Accepted, ExportBench, parted, ratio_of
 from slipstream.bench.contenders import Contender, VllmSettings, Workload
-from slipstream.bench.export import Accepted, ExportBench, parted, ratio_of
-from slipstream.bench.record import Row, Spread, this_machine
-from slipstream.bench.trained import Trained
+from slipstream.bench.record import ResultRow, Spread, this_machine
+from slipstream.bench.speculation.trained import Trained
 from slipstream.errors import ConfigError
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.models.helpers import make_decoder
 
 
@@ -114,7 +114,7 @@ def test_responses_part_at_the_first_token_that_differs() -> None:
 def test_as_much_has_to_be_accepted_and_responses_part_at_ties_only(
     dtype: str, over: float, ours: float, theirs: float, good: bool
 ) -> None:
-    row = Row(
+    row = ResultRow(
         benchmark="export",
         case="chains of 1",
         contender="vllm",

@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.learning import RUNS, LearningBench, command, not_learned, plot, row, table
 from slipstream.algorithms import adv_estimator_names, policy_loss_names
-from slipstream.bench.learning import (
-    RUNS,
-    LearningBench,
-    command,
-    not_learned,
-    plot,
-    row,
-    table,
-)
 from slipstream.config.load import CONFIG_FILE
 from slipstream.errors import ConfigError
 

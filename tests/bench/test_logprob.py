@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import logprob
 from slipstream import cli
-from slipstream.bench import logprob
-from slipstream.bench.record import Row, Spread, this_machine
+from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 
 
@@ -37,9 +37,9 @@ def test_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert status == int("missed" in text)
 
 
-def row(contender: str, times_plain: float, share: float, apart: float) -> Row:
+def row(contender: str, times_plain: float, share: float, apart: float) -> ResultRow:
     one = Spread.of([times_plain])
-    return Row(
+    return ResultRow(
         benchmark="logprob",
         case="",
         contender=contender,

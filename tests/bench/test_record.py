@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bench.record import Row, Spread, this_machine, write_rows
+from slipstream.bench.record import ResultRow, Spread, this_machine, write_rows
 from slipstream.bench.timing import Times, alternate, ratio
 
 
@@ -54,7 +54,7 @@ def test_a_contender_in_another_process_has_its_own_cpu_clock() -> None:
 
 
 def test_rows_are_written_with_their_circumstances(tmp_path: Path) -> None:
-    row = Row(
+    row = ResultRow(
         benchmark="train",
         case="step",
         contender="slipstream",

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.bench import rollout
 from slipstream.bench.contenders import OURS, Workload, contender
-from slipstream.bench.record import Row, Spread
+from slipstream.bench.record import ResultRow, Spread
 from slipstream.errors import ConfigError, EngineError
 from slipstream.metrics.resident import peak_rss
 from slipstream.training.compute_thread import ComputeThread
@@ -21,11 +21,11 @@ TOY = rollout.RolloutBench(
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ResultRow]:
     return rollout.run(replace(TOY, memory=False))
 
 
-def test_one_row_per_contender_with_all_fields(rows: list[Row]) -> None:
+def test_one_row_per_contender_with_all_fields(rows: list[ResultRow]) -> None:
     names = [row.contender for row in rows]
     assert names == [OURS, "transformers-dynamic", "transformers-static"]
     lengths = rollout.make_workload(TOY).lengths
@@ -43,12 +43,12 @@ def test_one_row_per_contender_with_all_fields(rows: list[Row]) -> None:
         assert step.min == pytest.approx(1000 * row.seconds.min / max(lengths))
 
 
-def test_greedy_peers_write_the_same_tokens(rows: list[Row]) -> None:
+def test_greedy_peers_write_the_same_tokens(rows: list[ResultRow]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0, 1.0, 1.0]
 
 
-def test_the_speedup_is_against_the_fastest_peer(rows: list[Row]) -> None:
-    def with_time(row: Row, seconds: float, speedup: float) -> Row:
+def test_the_speedup_is_against_the_fastest_peer(rows: list[ResultRow]) -> None:
+    def with_time(row: ResultRow, seconds: float, speedup: float) -> ResultRow:
         return replace(
             row,
             seconds=Spread.of([seconds]),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench import trl_parity
-from slipstream.bench.trl_parity import (
+from bench import trl_parity
+from bench.trl_parity import (
     CASES,
     TOLERANCE,
     Case,
-    Outcome,
+    ParityOutcome,
     differences,
     make_batch,
     old_log_probs,
@@ -21,11 +21,11 @@ from slipstream.bench.trl_parity import (
     ours,
     update_differences,
 )
-from slipstream.environment.countdown import CountdownTask
+from slipstream.data.countdown import CountdownTask
 from tests.bench.trl_record import FOLDER, UPDATE_SETTINGS, answered, recorded, updated
 
 
-def outcome(case: Case, *, told: Case | None = None) -> Outcome:
+def outcome(case: Case, *, told: Case | None = None) -> ParityOutcome:
     """Ours of `case`, or of what we are told instead."""
     batch, old, _ = recorded()
     return ours(FOLDER, batch, told or case, old if case.off_policy else None)
@@ -114,7 +114,7 @@ def test_a_batch_has_groups_with_right_and_wrong_answers() -> None:
 
 
 def test_other_weights_are_refused() -> None:
-    one = Outcome(loss=0.0, advantages=[1.0], gradients={"a": torch.ones(1)})
+    one = ParityOutcome(loss=0.0, advantages=[1.0], gradients={"a": torch.ones(1)})
     other = replace(one, gradients={"b": torch.ones(1)})
     with pytest.raises(ValueError, match="only one side has a, b"):
         differences(one, other)

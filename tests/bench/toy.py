@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from slipstream.bench.trained import Trained
-from slipstream.models.draft_head import DraftHead
+from slipstream.bench.speculation.trained import Trained
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import shared_decoder
 
 

@@ -19,20 +19,20 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from slipstream.bench.peer_process import PeerProcess
-from slipstream.bench.trl_parity import (
+from bench.trl_parity import (
     CASES,
     Case,
     FixedBatch,
-    Outcome,
+    ParityOutcome,
     Updated,
     make_batch,
     old_log_probs,
     their_updates,
     theirs,
 )
-from slipstream.bench.trl_runs import trl_command
-from slipstream.environment.countdown import CountdownTask
+from bench.trl_runs import trl_command
+from slipstream.bench.peer_process import PeerProcess
+from slipstream.data.countdown import CountdownTask
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
@@ -61,12 +61,12 @@ def recorded() -> tuple[FixedBatch, list[list[float]], dict[str, Any]]:
     return FixedBatch(**content["batch"]), content["old_log_probs"], content["cases"]
 
 
-def answered(case: Case) -> Outcome:
+def answered(case: Case) -> ParityOutcome:
     """What TRL answered."""
     _, _, cases = recorded()
     prefix = f"{case.name}/"
     gradients = load_file(FOLDER / "gradients.safetensors")
-    return Outcome(
+    return ParityOutcome(
         loss=cases[case.name]["loss"],
         advantages=cases[case.name]["advantages"],
         gradients={
@@ -94,7 +94,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     save_checkpoint(_model(task), FOLDER, save_tokenizer=task.tokenizer.save_pretrained)
     old = old_log_probs(FOLDER, batch)
-    found: dict[str, Outcome] = {}
+    found: dict[str, ParityOutcome] = {}
     with PeerProcess("trl", trl_command()) as process:
         for case in CASES:
             given = old if case.off_policy else None

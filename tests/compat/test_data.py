@@ -13,8 +13,8 @@ from slipstream.compat.verl import (
     create_rl_dataset,
     create_rl_sampler,
 )
-from slipstream.environment.samplers import PassRateSampler
-from tests.environment.helpers import char_tokenizer
+from slipstream.data.samplers import PassRateSampler
+from tests.data.helpers import char_tokenizer
 
 
 def test_data_sets_by_configuration(tmp_path: Path) -> None:

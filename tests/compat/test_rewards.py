@@ -16,7 +16,7 @@ from slipstream.compat.rewards import config_of, samples_of
 from slipstream.compat.verl import DataProto
 from slipstream.errors import ConfigError, DataError
 from slipstream.rewards.data_proto import proto_of
-from tests.environment.helpers import char_tokenizer, ids
+from tests.data.helpers import char_tokenizer, ids
 from tests.rewards.helpers import sample
 
 

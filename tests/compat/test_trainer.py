@@ -11,9 +11,9 @@ import torch
 from slipstream.compat import verl
 from slipstream.compat.verl import DataProto, RayPPOTrainer, RLHFDataset
 from slipstream.config.load import load_config, to_yaml
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import ConfigError
-from tests.loops.helpers import metrics_of, records_of, rl_only
+from tests.run.helpers import metrics_of, records_of, rl_only
 
 
 class Sums(RLHFDataset):

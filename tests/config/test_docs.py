@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config.docs import describe, render_markdown
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ModelInitConfig
+from slipstream.config.schema_actor import ModelInitSection
 from slipstream.config.sources import override_assignments, parse_overrides
 from slipstream.config.tree import example, from_dict, options, to_dict
 from slipstream.errors import ConfigError
@@ -58,7 +58,7 @@ def test_examples_have_the_type_they_are_examples_of() -> None:
     arguments = [argument for text in examples.values() for argument in shlex.split(text)]
     assert len(arguments) == len(examples)
     tree = to_dict(Config())
-    tree["actor_rollout_ref"]["model"]["init"] = to_dict(ModelInitConfig())
+    tree["actor_rollout_ref"]["model"]["init"] = to_dict(ModelInitSection())
     for assignment in override_assignments(parse_overrides(arguments)):
         if "$" not in str(assignment.value):
             node: Any = tree

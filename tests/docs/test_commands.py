@@ -49,7 +49,7 @@ PARSED = {
     "quickstart": "trains for minutes",
     "watch": "serves until Ctrl-C",
     "bench": "measures for minutes",
-    "doctor": "looks at all of this machine: tests/loops/test_doctor.py has it do so",
+    "doctor": "looks at all of this machine: tests/preflight/test_doctor.py has it do so",
 }
 """Commands that are only parsed, and why; `ON_TINY` says which of them run nevertheless."""
 
@@ -165,15 +165,15 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
         return 0
 
     for name in (
-        "slipstream.loops.run.train",
-        "slipstream.loops.dry_run.dry_run",
-        "slipstream.loops.run.evaluate",
-        "slipstream.loops.run.export",
-        "slipstream.loops.quickstart.main",
-        "slipstream.loops.draft_phase.main",
+        "slipstream.run.train.train",
+        "slipstream.preflight.dry_run.dry_run",
+        "slipstream.run.train.evaluate",
+        "slipstream.run.train.export",
+        "slipstream.run.quickstart.main",
+        "slipstream.run.draft_phase.main",
         "slipstream.report.watch.serve",
         "slipstream.bench.command.run",
-        "slipstream.loops.doctor.doctor",
+        "slipstream.preflight.doctor.doctor",
     ):
         monkeypatch.setattr(name, keep)
     return calls
@@ -286,7 +286,7 @@ def test_targets_of_make_exist_and_run_commands_that_parse(
         assert call(line.split()) == 0, line
 
 
-# These start another program; tests/loops/test_gsm8k.py has them try a step.
+# These start another program; tests/run/test_gsm8k.py has them try a step.
 TRIED = {"grpo_7B.sh", "grpo_32B_multi_nodes.sh"}
 
 

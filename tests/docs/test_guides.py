@@ -8,8 +8,8 @@ import pytest
 
 from slipstream.config.aliases import ONLY_NEUTRAL, REFUSED_VALUES, RENAMED
 from slipstream.config.tree import options, show
+from tests.build.test_fastrl_keys import KEYS, REFUSED
 from tests.docs.pages import DOCS
-from tests.loops.test_fastrl_keys import KEYS, REFUSED
 
 
 def read(name: str) -> str:

@@ -16,8 +16,8 @@ from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_features
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.models import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings
 from slipstream.types import GenerateRequest
 from tests.inference.helpers import make_engine, make_request, random_prompt
@@ -44,12 +44,12 @@ def requests(count: int, *, seed: int = 0, **settings: Any) -> list[GenerateRequ
 
 
 def responses(
-    decoder: Decoder, asked: Sequence[GenerateRequest], *, taps: tuple[int, ...] = ()
+    decoder: Decoder, asked: Sequence[GenerateRequest], *, aux_layers: tuple[int, ...] = ()
 ) -> list[HeldOut]:
-    done = make_engine(decoder, taps=taps).run(asked)
+    done = make_engine(decoder, aux_layers=aux_layers).run(asked)
     with torch.no_grad():
         policy = decoder.pack(torch.float32)
-    before = policy_features(policy, [r.prompt_ids for r in asked], taps=taps)
+    before = policy_features(policy, [r.prompt_ids for r in asked], aux_layers=aux_layers)
     found = []
     for request, answer, features in zip(asked, done, before, strict=True):
         assert answer.hidden_states is not None
@@ -63,9 +63,11 @@ def responses(
 
 
 def sequences(
-    decoder: Decoder, count: int, *, seed: int = 0, taps: tuple[int, ...] = ()
+    decoder: Decoder, count: int, *, seed: int = 0, aux_layers: tuple[int, ...] = ()
 ) -> list[DraftSequence]:
-    found = [r.sequence for r in responses(decoder, requests(count, seed=seed), taps=taps)]
+    found = [
+        r.sequence for r in responses(decoder, requests(count, seed=seed), aux_layers=aux_layers)
+    ]
     return [s for s in found if s.slots]
 
 

@@ -7,7 +7,13 @@ import itertools
 import pytest
 import torch
 
-from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept, from_tree, to_tree
+from slipstream.drafter.buffer import (
+    BufferedSequence,
+    BufferSettings,
+    DraftBuffer,
+    from_tree,
+    to_tree,
+)
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import ConfigError
 from slipstream.types import NoiseKey
@@ -15,9 +21,9 @@ from slipstream.types import NoiseKey
 WIDTH = 4
 
 
-def kept(name: str, tokens: int, step: int = 1) -> Kept:
+def kept(name: str, tokens: int, step: int = 1) -> BufferedSequence:
     """`tokens` of 16 bytes each."""
-    return Kept(
+    return BufferedSequence(
         sequence=DraftSequence(
             tokens=list(range(tokens)),
             features_TF=torch.full((tokens, WIDTH), float(step)),

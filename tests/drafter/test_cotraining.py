@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafter.acceptance import Acceptance, Loss
-from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.sequences import PolicyEnds
@@ -45,7 +45,7 @@ def cotraining(
     for number, one in enumerate(
         r for r in responses(decoder, requests(count)) if r.sequence.slots
     ):
-        kept = Kept(sequence=one.sequence, key=one.key, step=1, version=6)
+        kept = BufferedSequence(sequence=one.sequence, key=one.key, step=1, version=6)
         if number < held_out:
             collector._held_out.append(kept)
         else:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.drafter.buffer import Kept
+from slipstream.drafter.buffer import BufferedSequence
 from slipstream.drafter.collector import CollectorSettings, FeatureForwarder
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.training.columns import train_batch
@@ -116,7 +116,7 @@ def test_the_trainer_is_asked_for_the_others_alone(
     sink = FeatureForwarder(settings, decoded)
     sink.begin_step(3, 2)
     assert sink.select(batch) == {missing}
-    kept: list[Kept] = sink.take()
+    kept: list[BufferedSequence] = sink.take()
     assert len(kept) == len(wanted) - 1
     for one in kept:
         features = one.sequence.features_TF

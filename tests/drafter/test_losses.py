@@ -17,8 +17,8 @@ from slipstream.drafter.losses import (
     topk_mass_loss,
 )
 from slipstream.errors import DataError
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.linear import PackedLinear
 from tests.models.helpers import config
 

@@ -18,9 +18,9 @@ from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.decoder import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_head3 import Eagle3Head
-from slipstream.models.draft_model import DraftModel
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings
 from tests.drafter.helpers import ends_of, new_head, requests, responses, sequences, trainer
 from tests.inference.helpers import VOCAB, make_decoder, shared_decoder
@@ -52,7 +52,7 @@ def test_responses_are_learned_by_an_eagle3_head(tokens: list[int] | None) -> No
     decoder = make_decoder(num_layers=4)
     head, ends = Eagle3Head(decoder.config, (0, 1, 3), tokens), ends_of(decoder)
     head.init_weights(1)
-    known = responses(decoder, requests(32, seed=8), taps=head.taps)
+    known = responses(decoder, requests(32, seed=8), aux_layers=head.aux_layers)
     before = measure_acceptance(head, known, ends, depth=3)
     made = trainer(head, lr=1e-2, value_weight=0.0, soft_weight=1.0, depth=3, depth_decay=0.8)
     data = [one.sequence for one in known if one.sequence.slots]

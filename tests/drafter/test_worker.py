@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.drafter.buffer import BufferSettings, DraftBuffer, Kept
+from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.trainer import DraftTrainSettings
@@ -67,9 +67,11 @@ def worker(setup: WorkerSetup) -> Iterator[DraftWorker]:
     made.close()
 
 
-def rows(count: int = 64) -> list[Kept]:
+def rows(count: int = 64) -> list[BufferedSequence]:
     found = responses(shared_decoder(), requests(count))
-    return [Kept(sequence=r.sequence, key=r.key, step=1) for r in found if r.sequence.slots]
+    return [
+        BufferedSequence(sequence=r.sequence, key=r.key, step=1) for r in found if r.sequence.slots
+    ]
 
 
 def until(worker: DraftWorker, done: Callable[[list[Learned]], bool]) -> list[Learned]:

@@ -63,7 +63,7 @@ def make_engine(
     proposer: Proposer | None = None,
     plan: DraftPlan = OFF,
     selector: StrategySelector | None = None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     **settings: Any,
 ) -> Engine:
     settings.setdefault("max_model_len", 2304)
@@ -74,7 +74,7 @@ def make_engine(
         proposer=proposer,
         plan=plan,
         selector=selector,
-        taps=taps,
+        aux_layers=aux_layers,
     )
 
 

@@ -13,11 +13,11 @@ import anyio
 import pytest
 import torch
 
-from slipstream.environment.data_buffer import DataBuffer
+from slipstream.data.data_buffer import DataBuffer
+from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, RewardError, StageTimeoutError, TrainingError
 from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
-from slipstream.loops.stages import Stages
 from slipstream.metrics.names import check_names
 from slipstream.metrics.timers import STEP_PARTS, Timers
 from slipstream.rewards.protocol import Score
@@ -270,7 +270,7 @@ def test_an_update_that_never_ends_is_a_timeout_that_names_it() -> None:
     backend = tiny_backend()
     backend.__class__ = Stuck
     with pytest.raises(StageTimeoutError, match=r"update: the trainer's optimizer step .* 0.1 s"):
-        train(backend, config(), stages=Stages(timeout_s=0.1))
+        train(backend, config(), deadlines=Deadlines(timeout_s=0.1))
 
 
 def test_a_stage_that_cannot_be_cancelled_is_reported_by_another_thread() -> None:
@@ -282,8 +282,8 @@ def test_a_stage_that_cannot_be_cancelled_is_reported_by_another_thread() -> Non
         reported.set()
 
     async def work() -> None:
-        stages = Stages(timeout_s=0.01, grace_s=0.02, on_stuck=on_stuck)
-        async with stages.stage("checkpoint", "the disk"):
+        deadlines = Deadlines(timeout_s=0.01, grace_s=0.02, on_stuck=on_stuck)
+        async with deadlines.stage("checkpoint", "the disk"):
             assert reported.wait(10), "nobody noticed"
 
     anyio.run(work)
@@ -297,8 +297,8 @@ def test_a_stage_in_time_leaves_nothing_behind() -> None:
     said: list[str] = []
 
     async def work() -> None:
-        stages = Stages(timeout_s=0.02, grace_s=0.01, on_stuck=said.append)
-        async with stages.stage("fast", "nothing"):
+        deadlines = Deadlines(timeout_s=0.02, grace_s=0.01, on_stuck=said.append)
+        async with deadlines.stage("fast", "nothing"):
             pass
         await anyio.sleep(0.06)
 

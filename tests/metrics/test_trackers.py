@@ -24,7 +24,7 @@ from slipstream.metrics import tracker_mlflow
 from slipstream.metrics.loggers import (
     LOGGERS,
     LoggerContext,
-    Row,
+    MetricsRow,
     TableLogger,
     TeeLogger,
     build_loggers,
@@ -429,7 +429,7 @@ class Notes:
             raise ConnectionError("gone")
         self.steps.append(step)
 
-    def log_table(self, step: int, name: str, rows: Sequence[Row]) -> None:
+    def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         self.tables.append(step)
 
     def finish(self, *, failed: bool) -> None:

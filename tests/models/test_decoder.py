@@ -1,4 +1,4 @@
-"""Forward pass, initialisation, taps and exact-mode rules of the decoder."""
+"""Forward pass, initialisation, auxiliary layers and exact-mode rules of the decoder."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ def test_places_of_keys_are_refused_where_torch_computes() -> None:
         packed.forward(random_ids(1, 4), slots[None], kv_cache=places)
 
 
-def test_taps_are_layer_inputs() -> None:
+def test_aux_layers_are_layer_inputs() -> None:
     packed = make_decoder("llama").pack(torch.float32)
     ids, positions = random_ids(1, 8), torch.arange(8)[None]
     with torch.no_grad():
-        taps = packed.forward(ids, positions, taps=(0, 2)).taps
+        aux_layers = packed.forward(ids, positions, aux_layers=(0, 2)).aux_layers
         # What the third layer is given is what a decoder of the first two ends with.
         shallow = replace(packed, layers=packed.layers[:2], together=None)
         final = shallow.forward(ids, positions).final
-    assert taps is not None
-    first, third = taps.chunk(2, -1)
+    assert aux_layers is not None
+    first, third = aux_layers.chunk(2, -1)
     assert torch.equal(first, packed.embedding[ids])
     assert torch.equal(add_norm(third[0], None, packed.norm, packed.eps)[1], final[0])
 

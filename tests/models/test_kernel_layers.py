@@ -46,10 +46,10 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("taps", [(0,), (1, 2), (0, 2, 3)])
+@pytest.mark.parametrize("aux_layers", [(0,), (1, 2), (0, 2, 3)])
 @pytest.mark.parametrize("lengths", [[3], [12, 9, 15, 12, 60, 1]])
-def test_taps_of_all_layers_in_one_call_are_those_one_by_one(
-    dtype: torch.dtype, taps: tuple[int, ...], lengths: list[int]
+def test_aux_layers_of_all_layers_in_one_call_are_those_one_by_one(
+    dtype: torch.dtype, aux_layers: tuple[int, ...], lengths: list[int]
 ) -> None:
     # Heads of 32, which the matrix unit takes where there is one.
     decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, head_dim=32)
@@ -58,19 +58,21 @@ def test_taps_of_all_layers_in_one_call_are_those_one_by_one(
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
         plain = packed.forward(ids, positions, lengths=lengths)
-        at_once = packed.forward(ids, positions, lengths=lengths, taps=taps)
+        at_once = packed.forward(ids, positions, lengths=lengths, aux_layers=aux_layers)
         one_by_one = replace(packed, together=None).forward(
-            ids, positions, lengths=lengths, taps=taps
+            ids, positions, lengths=lengths, aux_layers=aux_layers
         )
-    with_gradients = decoder.pack(dtype).forward(ids, positions, lengths=lengths, taps=taps)
-    assert plain.taps is None
+    with_gradients = decoder.pack(dtype).forward(
+        ids, positions, lengths=lengths, aux_layers=aux_layers
+    )
+    assert plain.aux_layers is None
     assert torch.equal(plain.final, at_once.final)
-    assert at_once.taps is not None
-    assert at_once.taps.shape == (1, sum(lengths), len(taps) * 64)
+    assert at_once.aux_layers is not None
+    assert at_once.aux_layers.shape == (1, sum(lengths), len(aux_layers) * 64)
     for other in (one_by_one, with_gradients):
-        assert other.taps is not None
-        assert not other.taps.requires_grad
-        assert torch.equal(at_once.taps, other.taps)
+        assert other.aux_layers is not None
+        assert not other.aux_layers.requires_grad
+        assert torch.equal(at_once.aux_layers, other.aux_layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,19 +94,19 @@ def test_threads_with_heads_and_rows_of_their_own_give_the_same_bits(
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with torch.no_grad():
-                states = packed.forward(ids, positions, taps=(0, 2))
-            assert states.taps is not None
-            found.append(torch.cat([states.final, states.taps], -1))
+                states = packed.forward(ids, positions, aux_layers=(0, 2))
+            assert states.aux_layers is not None
+            found.append(torch.cat([states.final, states.aux_layers], -1))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_taps_have_to_be_layers_in_order() -> None:
+def test_aux_layers_have_to_be_layers_in_order() -> None:
     packed = make_decoder("qwen3").pack(torch.float32)
-    for taps in ((3,), (-1, 0), (1, 1), (2, 1)):
+    for aux_layers in ((3,), (-1, 0), (1, 1), (2, 1)):
         with torch.no_grad(), pytest.raises(ValueError, match="of 3 layers"):
-            packed.forward(random_ids(1, 4), torch.arange(4)[None], taps=taps)
+            packed.forward(random_ids(1, 4), torch.arange(4)[None], aux_layers=aux_layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,8 +30,8 @@ def test_lines_have_the_numbers_of_the_records(tmp_path: Path) -> None:
         ("depth 1", 0.9),
         ("depth 2", 0.7),
     ]
-    stages = {line["label"]: line["y"][0] for line in charts["seconds"]["lines"]}
-    assert sum(stages.values()) == pytest.approx(4.0)
+    deadlines = {line["label"]: line["y"][0] for line in charts["seconds"]["lines"]}
+    assert sum(deadlines.values()) == pytest.approx(4.0)
     assert {line["run"] for line in charts["seconds"]["lines"]} == {0}
     # Nothing of what the runs have not logged.
     assert not {"kl", "sft_loss", "draft_loss", "values"} & charts.keys()

@@ -25,7 +25,7 @@ from slipstream.rewards.manager import (
     read_result,
 )
 from slipstream.rewards.protocol import OnFailure, Score, apply_score
-from slipstream.rewards.sandbox.protocol import Program, Ran
+from slipstream.rewards.sandbox.protocol import Program, ProgramResult
 from slipstream.types import Sample, Status
 from tests.rewards.helpers import decode, sample
 
@@ -309,7 +309,7 @@ def test_as_many_programs_at_once_as_their_sandbox_takes() -> None:
         def knows(self, language: str) -> bool:
             return True
 
-        def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+        def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
             nonlocal inside, most
             with lock:
                 inside += 1
@@ -317,7 +317,7 @@ def test_as_many_programs_at_once_as_their_sandbox_takes() -> None:
             self.together.wait(20)
             with lock:
                 inside -= 1
-            yield from (Ran("ok", "1") for _ in stdins)
+            yield from (ProgramResult("ok", "1") for _ in stdins)
 
     def together(sandbox: Counting) -> int:
         nonlocal most

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.rewards import slots
 from slipstream.rewards.runner import DeadlineRunner
-from slipstream.rewards.slots import COMPUTING, MOST, Clock, Slots
+from slipstream.rewards.slots import COMPUTING, MOST, Slots, ThreadClock
 
 
 async def most_at_once(several: Slots, calls: int, *, waits: bool = False, until: int = 0) -> int:
@@ -142,7 +142,7 @@ def test_calls_that_compute_take_turns() -> None:
 
 
 def test_a_threads_clock_is_read_by_others() -> None:
-    clock, begun, over = Clock(), threading.Event(), threading.Event()
+    clock, begun, over = ThreadClock(), threading.Event(), threading.Event()
     assert clock.seconds() is None
 
     def work() -> None:

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from slipstream.environment.data_buffer import DataBuffer
+from slipstream.data.data_buffer import DataBuffer
 from slipstream.errors import (
     ConfigError,
     DataError,

@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from slipstream.cli import main
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import CheckpointError
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.data_proto import proto_of
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.reward_model import RewardModel
 from slipstream.types import Sample
-from tests.environment.helpers import CHATML, char_tokenizer, ids
-from tests.loops.helpers import records_of, rl_only
+from tests.data.helpers import CHATML, char_tokenizer, ids
 from tests.rewards.helpers import sample
+from tests.run.helpers import records_of, rl_only
 
 
 def checkpoint(folder: Path, *, labels: int = 1, positions: int = 64, vocabulary: int = 224) -> Any:

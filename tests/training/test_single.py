@@ -434,9 +434,9 @@ def test_weights_round_trip_and_foreign_ones_are_refused() -> None:
 
 
 class RecordingSink:
-    def __init__(self, wanted: set[int], taps: tuple[int, ...] = ()) -> None:
+    def __init__(self, wanted: set[int], aux_layers: tuple[int, ...] = ()) -> None:
         self.wanted = wanted
-        self.tap_layers = taps
+        self.tap_layers = aux_layers
         self.received: list[Features] = []
 
     def select(self, batch: TrainBatch) -> set[int]:
@@ -456,7 +456,7 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
     batch = train_batch(rows)
     backend = tiny_backend(max_tokens_per_micro_batch=130)
     updates(backend, 0, 1)
-    sink = RecordingSink({1, 4, 6}, taps=(0, 1))
+    sink = RecordingSink({1, 4, 6}, aux_layers=(0, 1))
     if in_update:
         backend.forward_backward(batch, FULL_LOSS, sink=sink).wait()
     else:
@@ -469,15 +469,15 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
         row = rows[int(features.uid[3:])]
         ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 16))[None]
         with torch.no_grad():
-            alone = packed.forward(ids, torch.arange(ids.shape[1])[None], taps=(0, 1))
+            alone = packed.forward(ids, torch.arange(ids.shape[1])[None], aux_layers=(0, 1))
         length = len(row.tokens)
         assert features.tokens == row.tokens
         assert features.loss_mask == row.loss_mask
         assert torch.equal(features.hidden, alone.final[0, :length])
-        assert features.taps is not None
-        assert alone.taps is not None
-        assert torch.equal(features.taps, alone.taps[0, :length])
-        assert features.taps.untyped_storage().nbytes() == features.taps.nbytes
+        assert features.aux_layers is not None
+        assert alone.aux_layers is not None
+        assert torch.equal(features.aux_layers, alone.aux_layers[0, :length])
+        assert features.aux_layers.untyped_storage().nbytes() == features.aux_layers.nbytes
         assert not features.hidden.requires_grad
         assert features.hidden.untyped_storage().nbytes() == features.hidden.nbytes
         assert features.optimizer_step == 1

@@ -1,1 +1,1 @@
-"""What a user of VERL writes: a data set of an environment's states, and their rewards."""
+"""The classes that a user of VERL writes: a data set of states, and a reward manager."""

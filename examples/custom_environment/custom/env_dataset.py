@@ -1,4 +1,4 @@
-"""The environment's states as prompts."""
+"""A data set that turns the environment's states into prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.compat.verl import RLHFDataset
 
 
 class CustomEnvDataset(RLHFDataset):
-    """Item `idx` is state `idx`; its fields reach the reward manager by their names."""
+    """Item `idx` is state `idx`. Its fields reach the reward manager under their own names."""
 
     def __init__(self, your_env: YourEnvironment, **kwargs: Any) -> None:
         self.env = your_env

@@ -1,4 +1,4 @@
-"""What responses are worth in the environment."""
+"""A reward manager that asks the environment for the reward of each response."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from your_environment import YourEnvironment
 
 from slipstream.compat.verl import DataProto
-from slipstream.environment.tokenizer import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 
 
 class CustomRewardManager:
-    """Reads the action in each response and asks the environment."""
+    """Read the action in each response and ask the environment for its reward."""
 
     def __init__(self, environment: YourEnvironment, **kwargs: Any) -> None:
         self.env = environment

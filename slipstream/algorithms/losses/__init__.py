@@ -19,9 +19,9 @@ from slipstream.algorithms.losses.dro import dro
 from slipstream.algorithms.losses.geo_mean import geo_mean
 from slipstream.algorithms.losses.gpg import policy_gradient
 from slipstream.algorithms.losses.gspo import gspo
-from slipstream.algorithms.losses.lots import token_lots
 from slipstream.algorithms.losses.ppo import compute_policy_loss, grpo_loss, ppo_loss, vanilla
 from slipstream.algorithms.losses.sapo import sapo
+from slipstream.algorithms.losses.tie_break import token_hashes
 from slipstream.algorithms.losses.value import compute_value_loss, value_loss
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "sapo",
     "select_clip_cov",
     "select_kl_cov",
-    "token_lots",
+    "token_hashes",
     "value_loss",
     "vanilla",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.algorithms.aggregation import LossAggMode
 from slipstream.algorithms.losses.common import TokenTerms, clipped_objective, token_terms
-from slipstream.algorithms.losses.lots import ranked, value_lots
+from slipstream.algorithms.losses.tie_break import ranked, value_hashes
 from slipstream.algorithms.registry import (
     LossMetrics,
     PolicyLossSelection,
@@ -34,7 +34,7 @@ def select_clip_cov(
     response_mask: Tensor,
     config: PolicyLossConfig | None = None,
     *,
-    lots: Tensor | None = None,
+    hashes: Tensor | None = None,
 ) -> Tensor:
     """(B, T) bool: the tokens that `clip_cov` leaves out.
 
@@ -51,9 +51,9 @@ def select_clip_cov(
     candidates = mask & ~clipped
     candidates &= (covariance > limits.clip_cov_lb) & (covariance < limits.clip_cov_ub)
     number = max(int(limits.clip_cov_ratio * int(mask.sum())), 1)
-    if lots is None:
-        lots = value_lots(terms.advantages, terms.old_log_prob)
-    return _smallest(number, candidates, [lots, *_values(terms)])
+    if hashes is None:
+        hashes = value_hashes(terms.advantages, terms.old_log_prob)
+    return _smallest(number, candidates, [hashes, *_values(terms)])
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def select_kl_cov(
     response_mask: Tensor,
     config: PolicyLossConfig | None = None,
     *,
-    lots: Tensor | None = None,
+    hashes: Tensor | None = None,
 ) -> Tensor:
     """(B, T) bool: the tokens that `kl_cov` penalises.
 
@@ -74,9 +74,9 @@ def select_kl_cov(
     terms = token_terms(old_log_prob, log_prob, advantages, response_mask, config)
     mask = response_mask != 0
     number = max(int(terms.config.policy_loss.kl_cov_ratio * int(mask.sum())), 1)
-    if lots is None:
-        lots = value_lots(terms.advantages, terms.old_log_prob)
-    return _smallest(number, mask, [-_covariance(terms, mask), lots, *_values(terms)])
+    if hashes is None:
+        hashes = value_hashes(terms.advantages, terms.old_log_prob)
+    return _smallest(number, mask, [-_covariance(terms, mask), hashes, *_values(terms)])
 
 
 @register_policy_loss("clip_cov", select=select_clip_cov)
@@ -154,7 +154,7 @@ def _selected(terms: TokenTerms, name: str, select: PolicyLossSelection) -> Tens
             f"with policy_loss_selection({name!r}) and give each call its rows' part"
         )
     return select(
-        terms.old_log_prob, terms.log_prob, terms.advantages, terms.mask, terms.config, lots=None
+        terms.old_log_prob, terms.log_prob, terms.advantages, terms.mask, terms.config, hashes=None
     )
 
 

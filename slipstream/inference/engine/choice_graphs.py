@@ -25,7 +25,7 @@ the law."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _ChoiceShape:
     rows: int
     # `SamplingRows.kinds`.
     law: tuple[bool, bool, bool]
@@ -36,8 +36,8 @@ class ChoiceGraphs:
 
     def __init__(self, record: Recorder, vocab_size: int) -> None:
         self._record, self._most_rows = record, AT_ONCE // vocab_size
-        self._seen: Counter[_Shape] = Counter()
-        self._choices: dict[_Shape, tuple[Inputs, Recorded]] = {}
+        self._seen: Counter[_ChoiceShape] = Counter()
+        self._choices: dict[_ChoiceShape, tuple[Inputs, Recorded]] = {}
         self.memory = RecordedMemory("choice graph")
         self.replayed = 0
 
@@ -52,7 +52,7 @@ class ChoiceGraphs:
         """What `choosing` gives; from a recording it lies in the CPU's memory, where it is wanted
         next. `hidden_MD` may have more rows."""
         M = len(positions_M)
-        shape = _Shape(bucket(M), rows.kinds)
+        shape = _ChoiceShape(bucket(M), rows.kinds)
         if rows.cuts or shape.rows > self._most_rows:
             return choosing(hidden_MD, positions_M, rows)
         self._seen[shape] += 1
@@ -74,7 +74,7 @@ class ChoiceGraphs:
         return Choice(tokens.long(), full.float(), law.float())
 
     def _recorded(
-        self, choosing: Choosing, values: list[Tensor], rows: SamplingRows, shape: _Shape
+        self, choosing: Choosing, values: list[Tensor], rows: SamplingRows, shape: _ChoiceShape
     ) -> tuple[Inputs, Recorded]:
         inputs = Inputs([(shape.rows, *value.shape[1:]) for value in values], values)
         hidden, positions, keys, temperature = inputs.buffers

@@ -39,7 +39,7 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
     Proposer,
-    taps_of,
+    aux_layers_of,
 )
 from slipstream.inference.speculation.selector import (
     Choosing,
@@ -75,23 +75,24 @@ class Engine:
         proposer: Proposer | None = None,
         plan: DraftPlan = OFF,
         selector: StrategySelector | None = None,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
 
         `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
-        changed between steps. `taps` are layers whose inputs hidden states come with; those that
-        a proposer asks for need not be named.
+        changed between steps. Hidden states also hold the inputs of the layers `aux_layers`; layers
+        that a proposer asks for need not be named.
 
         Raises ConfigError for a model whose widths exact mode does not cover, for a plan or
-        selector without a proposer, and for other taps than the proposer's.
+        selector without a proposer, and for other auxiliary layers than the proposer's.
         """
-        wanted = taps_of(proposer)
-        if taps and wanted and taps != wanted:
+        wanted = aux_layers_of(proposer)
+        if aux_layers and wanted and aux_layers != wanted:
             raise ConfigError(
-                f"engine: taps {list(taps)}, and the proposer's are {list(wanted)}; leave them out"
+                f"engine: aux_layers={list(aux_layers)}, but the proposer needs {list(wanted)}; "
+                "leave them out"
             )
-        taps = wanted or taps
+        aux_layers = wanted or aux_layers
         config = decoder.config
         check_widths(
             hidden_size=config.hidden_size,
@@ -105,7 +106,7 @@ class Engine:
             decoder,
             settings.dtype,
             eager=settings.enforce_eager,
-            taps=taps,
+            aux_layers=aux_layers,
             choices=selector.choices if isinstance(selector, Choosing) else None,
             one_copy=settings.one_copy,
         )

@@ -32,7 +32,7 @@ from slipstream.models.decoder import PackedDecoder
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RecordedStep:
     """A recorded step: what goes in, and hidden states (N * W, F), which come out."""
 
     inputs: Inputs
@@ -43,13 +43,13 @@ class DecodeGraphs:
     """The recordings for one policy and one store."""
 
     def __init__(
-        self, record: Recorder, taps: tuple[int, ...] = (), choices: Choices | None = None
+        self, record: Recorder, aux_layers: tuple[int, ...] = (), choices: Choices | None = None
     ) -> None:
-        """Hidden states come with the inputs of the layers `taps` beside them. `choices` bounds
-        what is recorded to what may come of these draft plans."""
-        self._record, self._taps = record, taps
+        """Hidden states come with the inputs of the layers `aux_layers` beside them. `choices`
+        bounds what is recorded to what may come of these draft plans."""
+        self._record, self._aux_layers = record, aux_layers
         self._data: Tensor | None = None
-        self._steps: dict[Shape, _Step] = {}
+        self._steps: dict[Shape, _RecordedStep] = {}
         self._sizes, self._habits = Sizes(choices), Habits()
         self.memory = RecordedMemory("decode graph")
         self.replayed = 0
@@ -105,12 +105,14 @@ class DecodeGraphs:
 
     def _recorded(
         self, packed: PackedDecoder, store: KVStore, step: Verification, shape: Shape
-    ) -> _Step:
+    ) -> _RecordedStep:
         rows = shape.requests, shape.size
         # A path has at most all rows of its tree after the stem.
         shapes = [rows, rows, *([rows, (*rows, 1 + shape.size)] if shape.on_paths else [])]
         inputs = Inputs(shapes, _values(step, shape.size))
-        return _Step(inputs, self._record(self._computation(packed, store, inputs, shape.keys)))
+        return _RecordedStep(
+            inputs, self._record(self._computation(packed, store, inputs, shape.keys))
+        )
 
     def _computation(
         self, packed: PackedDecoder, store: KVStore, inputs: Inputs, keys: int
@@ -122,7 +124,7 @@ class DecodeGraphs:
         def compute() -> tuple[Tensor, ...]:
             view = DecodeView(store, slots_NW, keys, 0, paths_NWP)
             positions_NW = places_NW.clamp(max=last)
-            found = packed.forward(ids_NW, positions_NW, kv_cache=view, taps=self._taps)
+            found = packed.forward(ids_NW, positions_NW, kv_cache=view, aux_layers=self._aux_layers)
             return (found.side_by_side().flatten(0, 1),)
 
         return compute

@@ -40,7 +40,7 @@ def _whole(length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KVPrefix:
     """Keys and values of the first tokens of a context."""
 
     data: Tensor
@@ -52,9 +52,9 @@ class Kept:
     def nbytes(self) -> int:
         return self.data.nbytes
 
-    def first(self, length: int) -> Kept:
+    def first(self, length: int) -> KVPrefix:
         """Those of fewer tokens."""
-        return Kept(self.data[:, :, :, : _whole(length)], length)
+        return KVPrefix(self.data[:, :, :, : _whole(length)], length)
 
 
 class KVStore:
@@ -177,15 +177,15 @@ class KVStore:
             *(wanted.data_ptr(), len(moves)),
         )
 
-    def look(self, row: int, length: int) -> Kept:
+    def look(self, row: int, length: int) -> KVPrefix:
         """The beginning of a row, as long as nothing is written there."""
-        return Kept(self.data[:, :, row, :, : _whole(length)], length)
+        return KVPrefix(self.data[:, :, row, :, : _whole(length)], length)
 
-    def take(self, row: int, length: int) -> Kept:
+    def take(self, row: int, length: int) -> KVPrefix:
         """A copy of the beginning of a row: what a set-aside request keeps."""
-        return Kept(self.look(row, length).data.clone(), length)
+        return KVPrefix(self.look(row, length).data.clone(), length)
 
-    def put(self, row: int, kept: Kept) -> None:
+    def put(self, row: int, kept: KVPrefix) -> None:
         """Bring a set-aside row back."""
         self.data[:, :, row, :, : kept.data.shape[3]] = kept.data
 
@@ -326,7 +326,7 @@ class DecodeView:
     """`PlacedKVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
 
     `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
-    its first new token. With `paths_NWP` (`kernels.paths`) tokens stand in draft trees.
+    its first new token. With `paths_NWP` (`kernels.tree_paths`) tokens stand in draft trees.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ def row_places(
     longest: int,
 ) -> KeyPlaces:
     """Of a decode step row by row: new tokens of `rows_M` in `slots_M`, at `positions_M`, which see
-    what `paths` says (`kernels.paths`); `longest` is the longest context with all of them."""
+    what `paths` says (`kernels.tree_paths`); `longest` is the longest context with all of them."""
     found = KeyPlaces.of(store.data, rows_M, slots_M, longest)
     return replace(found, seen_M=positions_M + 1, paths=paths)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.inference.engine.kv_cache import Kept, KVStore
+from slipstream.inference.engine.kv_cache import KVPrefix, KVStore
 from slipstream.inference.engine.request import Running
 from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Head, Scheduler
@@ -116,7 +116,7 @@ class Prefill:
                 store.move(firsts[source], row, len(contexts[source]))
         return states
 
-    def apart(self, request: Running) -> Kept:
+    def apart(self, request: Running) -> KVPrefix:
         """Keys and values of all but the last token of a context, in memory of their own."""
         store, count = self._new_row(), request.length - 1
         store.reserve(1, request.length)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.inference.engine.kv_cache import Kept
+from slipstream.inference.engine.kv_cache import KVPrefix
 
 BLOCK = 16
 """Tokens by which contexts are indexed: agreement in fewer is not looked for."""
@@ -23,7 +23,7 @@ BLOCK = 16
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
     tokens: array[int]
-    kv: Kept
+    kv: KVPrefix
     """(L, 2, H, len(tokens), K)."""
     keys: list[int]
     """Of its blocks, each hashed with those before it."""
@@ -40,7 +40,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, context: Sequence[int]) -> Kept | None:
+    def find(self, context: Sequence[int]) -> KVPrefix | None:
         """Keys and values of the longest known head; None where there is none.
 
         At least one token of `context` is left: its hidden state has to be computed.
@@ -56,7 +56,7 @@ class PrefixCache:
                     return entry.kv.first(count)
         return None
 
-    def add(self, context: Sequence[int], kv: Kept) -> None:
+    def add(self, context: Sequence[int], kv: KVPrefix) -> None:
         """Keep `kv`, those of all tokens of `context`."""
         tokens = array("q", context)
         keys = _keys(tokens)

@@ -1,7 +1,7 @@
 """Weights and forward passes of the engine. Knows rows and positions, not requests' lifetimes.
 
 Shapes: N rows of a decode step (padded to the row multiple), U distinct contexts of a prefill,
-M rows that share them, D hidden width, F that of taps and final states together, V vocabulary.
+M rows that share them, D hidden width, F width of auxiliary and final states, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from slipstream.inference.engine.kv_cache import (
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_buckets, checked_tensors
+from slipstream.models.copy_in_place import copy_in_place
 from slipstream.models.cpu_attention import KeyPlaces
 from slipstream.models.decoder import (
     Decoder,
@@ -32,9 +33,8 @@ from slipstream.models.decoder import (
     takes_sequences_in_a_row,
 )
 from slipstream.models.hf_io import copy_tensors
-from slipstream.models.narrow import pack_in_place, write
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
-from slipstream.models.renew import renew
+from slipstream.models.single_copy_weights import pack_in_place, write
 from slipstream.sampling.choose import Choice, SamplingRows, choose
 from slipstream.types import WeightUpdate
 
@@ -48,14 +48,14 @@ class Runner:
         dtype: torch.dtype,
         *,
         eager: bool = False,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         choices: Choices | None = None,
         one_copy: bool = False,
     ) -> None:
         """Unless `eager`, decode steps on a GPU become recordings, `choices` of draft plans as in
-        `DecodeGraphs`. Hidden states come with the inputs of the layers `taps`."""
+        `DecodeGraphs`. Hidden states come with the inputs of the layers `aux_layers`."""
         self.config = decoder.config
-        self.taps = taps
+        self.aux_layers = aux_layers
         self.dtype = dtype
         self.device = decoder.device
         self._decoder = decoder
@@ -65,7 +65,7 @@ class Runner:
         self.choice_graphs: ChoiceGraphs | None = None
         if self.device.type == "cuda" and not eager:
             recorder = CudaRecorder()
-            self.graphs = DecodeGraphs(recorder, taps, choices)
+            self.graphs = DecodeGraphs(recorder, aux_layers, choices)
             self.choice_graphs = ChoiceGraphs(recorder, self.config.vocab_size)
 
     def _pack(self) -> None:
@@ -98,7 +98,7 @@ class Runner:
             self._pack()
             return
         with torch.no_grad():
-            renew(self.packed, self._decoder.pack(self.dtype))
+            copy_in_place(self.packed, self._decoder.pack(self.dtype))
 
     def take(self, update: WeightUpdate) -> None:
         """Write an update over the weights in use, as it comes. Raises EngineError for one that
@@ -124,7 +124,7 @@ class Runner:
         positions = self._positions(torch.arange(width, device=self.device))
         positions = positions.expand(len(contexts), -1)
         view = PrefillView(store, rows, sources, width)
-        hidden = self.packed.forward(ids, positions, kv_cache=view, taps=self.taps)
+        hidden = self.packed.forward(ids, positions, kv_cache=view, aux_layers=self.aux_layers)
         view.finish()
         return hidden.side_by_side()
 
@@ -143,7 +143,9 @@ class Runner:
         first_U1 = torch.tensor(starts, device=self.device)[:, None]
         positions = self._positions(first_U1 + torch.arange(width, device=self.device))
         view = ExtendView(store, rows, starts, [len(rest) for rest in rests], width)
-        return self.packed.forward(ids, positions, kv_cache=view, taps=self.taps).side_by_side()
+        return self.packed.forward(
+            ids, positions, kv_cache=view, aux_layers=self.aux_layers
+        ).side_by_side()
 
     def split(self, states: Tensor) -> HiddenStates:
         """Of states that stand side by side."""
@@ -176,7 +178,7 @@ class Runner:
                     return self.split(states)
             view = DecodeView(store, slots, longest, step.shortest, step.paths)
         at = self._positions(step.positions_BT)
-        return self.packed.forward(ids, at, kv_cache=view, taps=self.taps).flat()
+        return self.packed.forward(ids, at, kv_cache=view, aux_layers=self.aux_layers).flat()
 
     def choose(
         self,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slipstream.inference.engine.kv_cache import Kept, KVStore
+from slipstream.inference.engine.kv_cache import KVPrefix, KVStore
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Running
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
@@ -25,7 +25,7 @@ from slipstream.models.numerics import ROW_MULTIPLE, round_up
 class Head:
     """The first tokens of a context, whose keys and values are at hand."""
 
-    kv: Kept
+    kv: KVPrefix
     features: list[Tensor]
     """Hidden states of the last of them, as far as they are known, in pieces (T, D)."""
     reused: int
@@ -96,7 +96,7 @@ class Scheduler:
         self._stagger = stagger
         self.waiting: list[Running] = []
         self.running: list[Running] = []
-        self._saved: dict[str, Kept] = {}
+        self._saved: dict[str, KVPrefix] = {}
         self._prompts: dict[tuple[int, ...], Head] = {}
         self._names: set[str] = set()
         self._arrivals = 0
@@ -294,7 +294,7 @@ class Scheduler:
         """Preempted requests whose keys and values are nowhere: to be recomputed or set aside."""
         return [r for r in self.waiting if r.token_ids and r.request_id not in self._saved]
 
-    def set_aside(self, request: Running, saved: Kept) -> None:
+    def set_aside(self, request: Running, saved: KVPrefix) -> None:
         """Keep the keys and values of a waiting request until it runs again."""
         self._saved[request.request_id] = saved
 

@@ -26,8 +26,8 @@ class EngineSettings:
     of keys and values is given back when no request is left, unless `free_cache_engine` is off: to
     get it again takes time. On a CPU the last `one_thread_below` requests or fewer decode on one
     thread: a small model is hardly slower so, and the other cores are free. With `one_copy` weights
-    are kept in `dtype` alone and written over as they come (`models.narrow`), where torch
-    multiplies. Raises ConfigError for limits that allow nothing.
+    are kept in `dtype` alone and overwritten as they arrive (`models.single_copy_weights`), if
+    torch multiplies. Raises ConfigError for limits that allow nothing.
     """
 
     max_model_len: int

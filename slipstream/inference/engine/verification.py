@@ -20,8 +20,8 @@ from torch import Tensor
 
 from slipstream.inference.engine.batch_sampling import BatchSampling
 from slipstream.inference.speculation.protocol import DraftTree
-from slipstream.kernels.paths import place_nodes, trace_paths
-from slipstream.models.draft_pass import Ints
+from slipstream.kernels.tree_paths import place_nodes, trace_paths
+from slipstream.models.draft.forward import Ints
 from slipstream.models.numerics import round_up
 from slipstream.sampling.choose import SamplingRows
 
@@ -45,7 +45,7 @@ class Verification:
     shortest: int
     rows_M: Tensor | None = None
     paths: Tensor | None = None
-    """(B, T, 1 + P): see `kernels.paths`; None where every row sees all slots up to its own."""
+    """(B, T, 1 + P), see `kernels.tree_paths`. None: rows attend to all slots up to their own."""
 
     def sampling(self, batch: BatchSampling) -> SamplingRows:
         """How each row chooses."""

@@ -35,7 +35,7 @@ class DraftInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class ToTakeIn:
+class PrefillInput:
     """What waits to be taken in before: `numbers` (N, 2 + W) are the slots of each request that are
     filled, how many tokens come, and these; `features` (N, W, F) those before them. Beyond the
     tokens that come there is anything. And a scale of scores ()."""
@@ -49,7 +49,7 @@ class ToTakeIn:
         return self.features.shape[1]
 
 
-Drafting = Callable[[DraftBatch, ToTakeIn, int], tuple[Tensor, ...]]
+Drafting = Callable[[DraftBatch, PrefillInput, int], tuple[Tensor, ...]]
 """From a batch, what waits, and a number of slots beyond all that are used, drafts: tensors of N
 rows. Of the batch it knows positions, keys, temperatures and weights alone, and to be recorded it
 must not wait for the device."""
@@ -61,7 +61,7 @@ def most_columns(plan: DraftPlan) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _DraftShape:
     plan: DraftPlan
     requests: int
     keys: int
@@ -80,7 +80,7 @@ class DraftGraphs:
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
-        self._drafts: dict[_Shape, _Draft] = {}
+        self._drafts: dict[_DraftShape, _Draft] = {}
         self._habits = Habits()
         # Addresses that recordings are made for.
         self._at: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class DraftGraphs:
         drafting: Drafting,
         batch: DraftBatch,
         plan: DraftPlan,
-        given: ToTakeIn,
+        given: PrefillInput,
         kv: Tensor,
         num_keys: int,
     ) -> tuple[Tensor, ...]:
@@ -122,7 +122,7 @@ class DraftGraphs:
         num_keys += columns - given.width
         requests = min(bucket_of_requests(N), rows)
         keys = min(_KEYS * bucket(-(-num_keys // _KEYS)), slots)
-        shape = _Shape(plan, requests, keys, batch.rows.kinds)
+        shape = _DraftShape(plan, requests, keys, batch.rows.kinds)
         self._habits.came(shape, plan, requests)
         recording = self._drafts.get(shape)
         if recording is not None:
@@ -139,7 +139,7 @@ class DraftGraphs:
         return tuple(result[:N] for result in recording.recorded.results)
 
     def _recorded(
-        self, drafting: Drafting, batch: DraftBatch, given: ToTakeIn, shape: _Shape
+        self, drafting: Drafting, batch: DraftBatch, given: PrefillInput, shape: _DraftShape
     ) -> _Draft:
         values = _values(batch, given)
         N, columns = shape.requests, most_columns(shape.plan)
@@ -149,11 +149,11 @@ class DraftGraphs:
         numbers, features, scale, positions, keys, temperature = inputs.buffers
         settings = batch.rows.uncut(keys, temperature)
         steady = replace(batch, positions_N=positions, rows=settings, worth=0.0)
-        held = ToTakeIn(numbers, features, scale)
+        held = PrefillInput(numbers, features, scale)
         return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))
 
 
-def _values(batch: DraftBatch, given: ToTakeIn) -> list[Tensor]:
+def _values(batch: DraftBatch, given: PrefillInput) -> list[Tensor]:
     rows = batch.rows
     drawn = [batch.positions_N, rows.keys_N2, rows.temperature_N]
     return [given.numbers, given.features, given.scale, *drawn]

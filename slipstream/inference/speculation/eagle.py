@@ -22,30 +22,30 @@ from torch import Tensor
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.recorder import Recorder
+from slipstream.inference.speculation.batched_trees import chain_by_columns, draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import (
     DraftGraphs,
     Drafting,
     DraftInputs,
-    ToTakeIn,
+    PrefillInput,
     most_columns,
 )
-from slipstream.inference.speculation.levels import chain_by_columns, tree_by_levels
+from slipstream.inference.speculation.draft_temperature import Sureness
+from slipstream.inference.speculation.pending_features import (
+    GONE,
+    PendingFeatureQueue,
+    PendingFeatures,
+    PendingRequest,
+)
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
-from slipstream.inference.speculation.sureness import Sureness
-from slipstream.inference.speculation.waiting import (
-    GONE,
-    Row,
-    Waiting,
-    WaitingFeatures,
-)
 from slipstream.inference.weights import checked_tensors
-from slipstream.kernels.tree import WIDTH
-from slipstream.models.draft_model import DraftModel, PackedDraft
-from slipstream.models.draft_pass import DraftPass, Ints, TreeDrafter
+from slipstream.kernels.draft.tree import WIDTH
+from slipstream.models.copy_in_place import copy_in_place
+from slipstream.models.draft.forward import DraftPass, Ints, TreeDrafter
+from slipstream.models.draft.model import DraftModel, PackedDraft
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import activation_dtype
-from slipstream.models.renew import renew
 from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
 
@@ -77,17 +77,17 @@ class EagleProposer:
         self._head = head
         device = head.device
         self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
-        self._width = head.config.hidden_size * max(1, len(head.taps))
+        self._width = head.config.hidden_size * max(1, len(head.aux_layers))
         with torch.no_grad():
             self._packed: PackedDraft = head.pack(dtype)
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, PendingRequest] = {}
         self._order: list[str] = []
         # The rows in that order, shared by what waits for them; None where they have changed. And
         # the engine's list of their names, the same one in each step of a batch.
-        self._batch: list[Row] | None = None
+        self._batch: list[PendingRequest] | None = None
         self._names: Sequence[str] = ()
-        self._waiting = WaitingFeatures(waiting_bytes)
+        self._waiting = PendingFeatureQueue(waiting_bytes)
         self._sureness = Sureness()
         self._drafter: TreeDrafter | None = None
         # Of the trees that are being verified.
@@ -99,9 +99,9 @@ class EagleProposer:
         self._free_cache = free_cache
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Tapping`."""
-        return self._head.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `UsesAuxLayers`."""
+        return self._head.aux_layers
 
     def begin(
         self,
@@ -111,7 +111,7 @@ class EagleProposer:
         features_TD: Tensor | None,
     ) -> None:
         """See `Proposer`."""
-        row = self._rows[request_id] = Row(len(self._order))
+        row = self._rows[request_id] = PendingRequest(len(self._order))
         self._order.append(request_id)
         self._batch = None
         kept = None if features_TD is None else self._as_many_as_fit(self._as_read(features_TD))
@@ -183,7 +183,7 @@ class EagleProposer:
         if self._graphs is None:
             self._packed = packed
         else:
-            renew(self._packed, packed)
+            copy_in_place(self._packed, packed)
         for row in self._rows.values():
             row.cached = 0
 
@@ -215,7 +215,7 @@ class EagleProposer:
         return trees
 
     def _drafts(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
     ) -> list[DraftTree]:
         packed = self._packed
         in_one_call = packed.together is not None
@@ -248,7 +248,7 @@ class EagleProposer:
         batch: DraftBatch,
         plan: DraftPlan,
         starts_N: Ints,
-        waiting: Waiting,
+        waiting: PendingFeatures,
     ) -> Candidates:
         drafter = self._drafter
         if drafter is None or drafter.head is not packed or drafter.policy is not batch.policy:
@@ -270,7 +270,7 @@ class EagleProposer:
             )
         )
 
-    def _in_order(self, request_ids: Sequence[str]) -> list[Row]:
+    def _in_order(self, request_ids: Sequence[str]) -> list[PendingRequest]:
         if self._batch is None or request_ids is not self._names:
             if list(request_ids) != self._order:
                 raise EngineError("the rows of the draft head are not those of the engine")
@@ -279,11 +279,11 @@ class EagleProposer:
         return self._batch
 
     def _by_columns(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
     ) -> Tensor:
         """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
 
-        def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+        def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
             given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
             return (chain_by_columns(self._packed, kv, batch, given, num_keys, plan.steps),)
 
@@ -291,14 +291,14 @@ class EagleProposer:
         return drafts
 
     def _by_levels(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: Waiting
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
     ) -> Candidates:
         """Candidates of trees, by one call for each level."""
 
-        def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+        def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
             given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
             shape = num_keys, plan.steps, plan.topk
-            parts = tree_by_levels(self._packed, kv, batch, given, *shape)
+            parts = draft_tree_batched(self._packed, kv, batch, given, *shape)
             # All in one: each tensor that is fetched is waited for. Tokens are not rounded.
             return (torch.cat([part.double() for part in parts], 1),)
 
@@ -316,7 +316,7 @@ class EagleProposer:
         batch: DraftBatch,
         plan: DraftPlan,
         starts_N: Ints,
-        waiting: Waiting,
+        waiting: PendingFeatures,
     ) -> tuple[Tensor, ...]:
         """What `drafting` gives after what waits; by a recording where there is one."""
         ids_NW, features_NWF = waiting.padded()
@@ -325,14 +325,14 @@ class EagleProposer:
         if self._scale is None or self._scale[0] != self._sureness.scale:
             scale = self._sureness.scale
             self._scale = scale, torch.tensor(scale, dtype=torch.float64, device=device)
-        waits = ToTakeIn(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
+        waits = PrefillInput(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
         num_keys = int(starts_N.max()) + width + (plan.steps - 1) * plan.topk
         # Laws that are cut take as many tokens as there are.
         if self._graphs is None or batch.rows.cuts:
             return drafting(batch, waits, num_keys)
         return self._graphs.draft(drafting, batch, plan, waits, self._store.data[0], num_keys)
 
-    def _taken_in(self, batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> DraftInputs:
+    def _taken_in(self, batch: DraftBatch, waits: PrefillInput, num_keys: int) -> DraftInputs:
         """What drafts begin with, once the head has taken in what waits."""
         starts_N, counts_N = waits.numbers[:, 0], waits.numbers[:, 1]
         ids_NW, width = waits.numbers[:, 2:], waits.width
@@ -356,7 +356,7 @@ class EagleProposer:
         if found != wanted:
             raise EngineError(
                 f"features are {found[0]} numbers of {found[1]}, and the draft head takes "
-                f"{wanted[0]} of {wanted[1]}: it taps the layers {list(self.taps)}"
+                f"{wanted[0]} of {wanted[1]}: it reads the layers {list(self.aux_layers)}"
             )
         return features.contiguous()
 

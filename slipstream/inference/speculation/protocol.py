@@ -120,7 +120,8 @@ class Proposer(Protocol):
         """A request starts to run. `context` begins with `prompt` and holds all that is known;
         `features_TD` are the policy's features over all of it but the last token, or over the end
         of that where earlier ones are not at hand; None where none is. Features are final hidden
-        states, or the inputs of the layers that the proposer taps (`Tapping`), side by side."""
+        states, or the inputs of the layers that the proposer reads (`UsesAuxLayers`), side by
+        side."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
@@ -149,22 +150,22 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
-class Tapping(Protocol):
+class UsesAuxLayers(Protocol):
     """A proposer that may ask for other features than final hidden states."""
 
     @property
-    def taps(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Layers of the policy whose inputs are its features; none: final hidden states are."""
         ...
 
 
-def taps_of(proposer: Proposer | None) -> tuple[int, ...]:
+def aux_layers_of(proposer: Proposer | None) -> tuple[int, ...]:
     """What `proposer` asks for."""
-    return proposer.taps if isinstance(proposer, Tapping) else ()
+    return proposer.aux_layers if isinstance(proposer, UsesAuxLayers) else ()
 
 
 @runtime_checkable
-class LearningProposer(Proposer, Tapping, Protocol):
+class LearningProposer(Proposer, UsesAuxLayers, Protocol):
     """A proposer whose weights are trained elsewhere."""
 
     def update(self, update: WeightUpdate) -> None:

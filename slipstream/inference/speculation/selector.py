@@ -20,10 +20,10 @@ from slipstream.inference.speculation.acceptance import (
     best_of,
     chances_of_tree,
 )
+from slipstream.inference.speculation.backoff import Recess
+from slipstream.inference.speculation.catch_up import Rest
 from slipstream.inference.speculation.costs import FARTHEST, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.recess import Recess
-from slipstream.inference.speculation.rest import Rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

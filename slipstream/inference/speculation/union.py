@@ -51,9 +51,9 @@ class UnionProposer:
         self._offers: dict[str, tuple[DraftTree, list[int], int]] = {}
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Tapping`."""
-        return self._head.taps
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `UsesAuxLayers`."""
+        return self._head.aux_layers
 
     def begin(
         self,

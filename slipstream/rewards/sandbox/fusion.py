@@ -17,7 +17,7 @@ from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
     ProgramLimits,
-    Ran,
+    ProgramResult,
     SandboxError,
     Verdict,
     in_time,
@@ -59,7 +59,7 @@ class FusionSandbox:
         """Whatever the service knows: it says so itself."""
         return True
 
-    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
         """See `Sandbox.run`."""
         secure = ssl.create_default_context() if self._url.startswith("https") else False
         timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
@@ -106,7 +106,7 @@ class FusionSandbox:
             return reply
         raise SandboxError(f"{said} after {_ATTEMPTS} attempts")
 
-    def _reply(self, reply: Mapping[str, Any]) -> Ran:
+    def _reply(self, reply: Mapping[str, Any]) -> ProgramResult:
         """A reply as what came of the run. A program that fails is "Failed", too; what could not be
         run at all is "SandboxError", or has no results."""
         status = reply.get("status")
@@ -125,8 +125,8 @@ class FusionSandbox:
         return _told("ok" if good else "failed", ran)
 
 
-def _told(verdict: Verdict, result: Mapping[str, Any]) -> Ran:
-    return Ran(
+def _told(verdict: Verdict, result: Mapping[str, Any]) -> ProgramResult:
+    return ProgramResult(
         verdict,
         stdout=str(result.get("stdout") or ""),
         stderr=str(result.get("stderr") or ""),

@@ -28,7 +28,7 @@ from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
     ProgramLimits,
-    Ran,
+    ProgramResult,
     SandboxError,
     Verdict,
     in_time,
@@ -79,7 +79,7 @@ class _LocalSandbox(ABC):
         """See `Sandbox.knows`."""
         return knows(language)
 
-    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
         """See `Sandbox.run`."""
         self._check()
         began = time.monotonic()
@@ -88,7 +88,7 @@ class _LocalSandbox(ABC):
         if tools.compile:
             ended = self._compiled(tools, binary)
             if ended.verdict != "ok" or ended.status:
-                yield Ran("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
+                yield ProgramResult("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
                 return
             binary = ended.stdout
         for stdin in in_time(stdins, self._limits, began):
@@ -223,14 +223,14 @@ class UnisolatedSandbox(_LocalSandbox):
             )
 
 
-def ran(ended: Ended) -> Ran:
+def ran(ended: Ended) -> ProgramResult:
     """What the end of a process means for its program."""
     verdict: Verdict = ended.verdict
     if verdict == "ok" and ended.status:
         # bwrap and shells tell of a signal by 128 and its number.
         by_clock = ended.status in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
         verdict = "time" if by_clock else "failed"
-    return Ran(verdict, _text(ended.stdout), _text(ended.stderr), ended.seconds)
+    return ProgramResult(verdict, _text(ended.stdout), _text(ended.stderr), ended.seconds)
 
 
 def resource_limits(

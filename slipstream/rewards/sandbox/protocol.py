@@ -42,7 +42,7 @@ DEFAULT_LIMITS = ProgramLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """What one run came to. `stdout` and `stderr` are what was written until then."""
 
     verdict: Verdict
@@ -75,7 +75,7 @@ class Sandbox(Protocol):
         """Whether it can run programs in a language. What is not known here is no program."""
         ...
 
-    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[Ran]:
+    def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
         """Run a program once for each standard input, in order; it is compiled once. There is
         nothing more after a verdict of "compile" and when the total time is up. May be called by
         several threads.

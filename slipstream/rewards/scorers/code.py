@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
-from slipstream.rewards.sandbox.protocol import Program, Ran, Sandbox
+from slipstream.rewards.sandbox.protocol import Program, ProgramResult, Sandbox
 
 MOST_TESTS = 10
 """Of a program's tests so many are run, the first ones (VERL's)."""
@@ -63,7 +63,9 @@ def compute_score(
         return _result(tests, [], 0)
     runs = sandbox or BubblewrapSandbox()
     if not runs.knows(program.language):
-        return _result(tests, [Ran("compile", stderr=f"no language: {program.language}")], 0)
+        return _result(
+            tests, [ProgramResult("compile", stderr=f"no language: {program.language}")], 0
+        )
     if tests.assertions:
         return _asserted(program, tests, runs)
     if tests.function is not None:
@@ -134,7 +136,7 @@ def _returned(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _result(tests: Tests, ran: list[Ran], passed: int) -> dict[str, Any]:
+def _result(tests: Tests, ran: list[ProgramResult], passed: int) -> dict[str, Any]:
     count = len(tests.stdins)
     return {
         "score": passed / count,
@@ -240,7 +242,7 @@ def _is(stdout: str, value: Any) -> bool:
 
 
 def _asserted(program: Program, tests: Tests, sandbox: Sandbox) -> dict[str, Any]:
-    ran: list[Ran] = []
+    ran: list[ProgramResult] = []
     passed = 0
     for assertion in tests.stdins:
         word = secrets.token_hex(16)

@@ -42,7 +42,7 @@ class Batch:
     advantages: Tensor
     mask: Tensor
     weights: Tensor
-    lots: Tensor
+    hashes: Tensor
 
     def rows(self, index: list[int]) -> Batch:
         return self.map(lambda column: column[index])
@@ -73,7 +73,7 @@ def make_batch(
         advantages=uniform(-2, 2) + garbage,
         mask=mask,
         weights=uniform(0.2, 2) + garbage,
-        lots=torch.randint(-(2**62), 2**62, (rows, length), generator=generator),
+        hashes=torch.randint(-(2**62), 2**62, (rows, length), generator=generator),
     )
 
 
@@ -104,5 +104,7 @@ def with_selection(name: str, batch: Batch, config: PolicyLossConfig = CONFIG) -
     select = policy_loss_selection(name)
     if select is None:
         return config
-    selected = select(batch.old, batch.new, batch.advantages, batch.mask, config, lots=batch.lots)
+    selected = select(
+        batch.old, batch.new, batch.advantages, batch.mask, config, hashes=batch.hashes
+    )
     return replace(config, selected=selected)

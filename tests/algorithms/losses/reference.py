@@ -161,13 +161,13 @@ def select(
     *,
     share: float,
     bounds: tuple[float, float],
-    lots: list[list[int]],
+    hashes: list[list[int]],
 ) -> set[tuple[int, int]]:
     """The places that `clip_cov` or `kl_cov` select."""
     covariance = covariances(new, advantages, mask)
     number = max(int(share * len(covariance)), 1)
     if name == "kl_cov":
-        order = sorted(covariance, key=lambda p: (-covariance[p], lots[p[0]][p[1]]))
+        order = sorted(covariance, key=lambda p: (-covariance[p], hashes[p[0]][p[1]]))
         return set(order[:number])
     candidates = []
     for (i, t), value in covariance.items():
@@ -175,4 +175,4 @@ def select(
         bounded = min(max(r, 1 - settings.low), 1 + settings.high)
         if bounds[0] < value < bounds[1] and not -a * bounded > -a * r:
             candidates.append((i, t))
-    return set(sorted(candidates, key=lambda p: lots[p[0]][p[1]])[:number])
+    return set(sorted(candidates, key=lambda p: hashes[p[0]][p[1]])[:number])

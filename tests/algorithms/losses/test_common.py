@@ -47,7 +47,7 @@ def settings_for(name: str, seed: int) -> Settings:
             settings,
             share=SHARE,
             bounds=BOUNDS,
-            lots=batch.lots.tolist(),
+            hashes=batch.hashes.tolist(),
         )
         assert len(settings.selected) > 1
     return settings

@@ -46,14 +46,14 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
 def test_clip_cov_takes_the_smallest_lots_between_its_bounds() -> None:
     args = (LOG_PROB, LOG_PROB, ADVANTAGES, MASK)
     bounds = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=0.25)
-    lots = torch.tensor([[5, 0, -9], [0, 6, -9]])
-    assert places(select_clip_cov(*args, bounds, lots=lots)) == [[0, 0]]
-    lots[0, 0] = 7
-    assert places(select_clip_cov(*args, bounds, lots=lots)) == [[1, 1]]
+    hashes = torch.tensor([[5, 0, -9], [0, 6, -9]])
+    assert places(select_clip_cov(*args, bounds, hashes=hashes)) == [[0, 0]]
+    hashes[0, 0] = 7
+    assert places(select_clip_cov(*args, bounds, hashes=hashes)) == [[1, 1]]
     both = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=1.0)
-    assert places(select_clip_cov(*args, both, lots=lots)) == [[0, 0], [1, 1]]
+    assert places(select_clip_cov(*args, both, hashes=hashes)) == [[0, 0], [1, 1]]
     none = config(clip_cov_lb=10.0, clip_cov_ub=20.0)
-    assert places(select_clip_cov(*args, none, lots=lots)) == []
+    assert places(select_clip_cov(*args, none, hashes=hashes)) == []
 
 
 def test_clip_cov_leaves_tokens_that_the_clip_binds_on() -> None:
@@ -99,7 +99,7 @@ def test_the_choice_is_over_the_mini_batch_and_not_over_a_micro_batch(name: str)
     assert select is not None
     parts = [batch.rows([0, 1]), batch.rows([2, 3, 4, 5])]
     alone = torch.cat(
-        [select(b.old, b.new, b.advantages, b.mask, CONFIG, lots=b.lots) for b in parts]
+        [select(b.old, b.new, b.advantages, b.mask, CONFIG, hashes=b.hashes) for b in parts]
     )
     assert not torch.equal(alone, whole)
     norm = Normalizers.from_mask(batch.mask)
@@ -120,8 +120,8 @@ def test_the_choice_follows_tokens_through_orders_and_padding(name: str, given: 
 
     def choose(order: list[int], padding: int) -> Tensor:
         b = batch.rows(order).map(lambda c: torch.nn.functional.pad(c, (0, padding)))
-        lots = b.lots if given else None
-        chosen = select(b.old, b.new, b.advantages, b.mask, CONFIG, lots=lots)
+        hashes = b.hashes if given else None
+        chosen = select(b.old, b.new, b.advantages, b.mask, CONFIG, hashes=hashes)
         return chosen[:, :5]
 
     whole = choose(list(range(12)), 0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.bench.drafters import LyingOracle
+from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
@@ -36,10 +36,10 @@ pytestmark = pytest.mark.usefixtures("without_kernels", "whole_chunks")
 
 
 def recording(
-    engine: Engine, taps: tuple[int, ...] = (), choices: Choices | None = None
+    engine: Engine, aux_layers: tuple[int, ...] = (), choices: Choices | None = None
 ) -> DecodeGraphs:
     """Let an engine on a CPU record; as on a GPU, its rows come in eights."""
-    graphs = DecodeGraphs(trace, taps, choices)
+    graphs = DecodeGraphs(trace, aux_layers, choices)
     engine._runner.graphs = graphs
     engine._scheduler.store._row_multiple = engine._runner.row_multiple
     return graphs
@@ -183,15 +183,15 @@ def test_cuda_graphs_write_what_eager_steps_write() -> None:
     assert same >= 8
 
 
-def test_taps_are_recorded_beside_the_final_states() -> None:
-    decoder, taps = make_decoder(num_layers=3), (0, 2)
+def test_aux_layers_are_recorded_beside_the_final_states() -> None:
+    decoder, aux_layers = make_decoder(num_layers=3), (0, 2)
     asked = [
         make_request(str(i), [5 + i, 9], max_tokens=20, ignore_eos=True, hidden=True)
         for i in range(3)
     ]
-    eager = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
-    recorded = make_engine(decoder, dtype=torch.bfloat16, taps=taps)
-    graphs = recording(recorded, taps)
+    eager = make_engine(decoder, dtype=torch.bfloat16, aux_layers=aux_layers)
+    recorded = make_engine(decoder, dtype=torch.bfloat16, aux_layers=aux_layers)
+    graphs = recording(recorded, aux_layers)
     for ours, theirs in zip(recorded.run(asked), eager.run(asked), strict=True):
         assert ours.hidden_states is not None
         assert theirs.hidden_states is not None

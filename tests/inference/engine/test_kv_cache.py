@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import all_bits, make_engine, make_request, shared_decoder
 
 CONFIG = shared_decoder().config

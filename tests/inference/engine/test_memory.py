@@ -17,7 +17,7 @@ from slipstream.inference.engine.memory import FreedMemory, _group_limits, free_
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.metrics.resident import resident_bytes
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import decode, make_request, random_prompt, shared_decoder
 
 CPU = torch.device("cpu")

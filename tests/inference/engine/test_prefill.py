@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 
-from slipstream.bench.drafters import LyingOracle
+from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import Engine, EngineSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.inference.engine import Engine
-from slipstream.inference.engine.kv_cache import Kept
+from slipstream.inference.engine.kv_cache import KVPrefix
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason
@@ -32,9 +32,9 @@ from tests.inference.helpers import (
 SLOT_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-def kv(tokens: int) -> Kept:
+def kv(tokens: int) -> KVPrefix:
     slots = -(-tokens // 32) * 32
-    return Kept(torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None].clone(), tokens)
+    return KVPrefix(torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None].clone(), tokens)
 
 
 def found(cache: PrefixCache, context: list[int]) -> int:

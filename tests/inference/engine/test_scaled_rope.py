@@ -8,7 +8,7 @@ import torch
 from slipstream.errors import RequestError
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.rope_scaling import (
     DynamicScaling,
     LinearScaling,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from slipstream.bench.drafters import LyingOracle
+from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine import engine as engine_module
 from slipstream.inference.protocol import EngineStats
@@ -18,7 +18,7 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import PredefinedSelector, StepRecord
 from slipstream.inference.speculation.union import UnionProposer
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.types import (
     GenerateRequest,
     Generation,

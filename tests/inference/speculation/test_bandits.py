@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from slipstream.bench.regret import play
-from slipstream.bench.worlds import Drafted, World, by_chances
+from bench.selector_regret import play
+from bench.simulators import Drafted, World, by_chances
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.bandits import (
     BanditSelector,

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from slipstream.inference.engine.graph_shapes import OFTEN
+from slipstream.inference.speculation.batched_trees import draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import (
     DraftGraphs,
     Drafting,
     DraftInputs,
-    ToTakeIn,
+    PrefillInput,
     most_columns,
 )
-from slipstream.inference.speculation.levels import tree_by_levels
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.decoder import PackedDecoder
-from slipstream.models.draft_head import DraftHead, PackedDraftHead
+from slipstream.models.draft.eagle1 import DraftHead, PackedDraftHead
 from slipstream.sampling.choose import SamplingRows
 from tests.inference.helpers import make_decoder
 from tests.inference.stand_in import MIB, trace
@@ -41,12 +41,12 @@ def drafting(head: PackedDraftHead, kv: Tensor) -> Drafting:
     """Trees of three levels, two of each followed: four slots in all. They begin with the last
     feature that comes."""
 
-    def draft(batch: DraftBatch, waits: ToTakeIn, num_keys: int) -> tuple[Tensor, ...]:
+    def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
         starts, counts = waits.numbers[:, 0], waits.numbers[:, 1]
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, 32)
         hidden = waits.features.gather(1, last)[:, 0] + waits.numbers[:, 2:3] / 64
         given = DraftInputs(starts + counts, hidden, waits.scale)
-        return tree_by_levels(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
+        return draft_tree_batched(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
 
     return draft
 
@@ -71,7 +71,7 @@ def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
     )
 
 
-def inputs(count: int, step: int) -> ToTakeIn:
+def inputs(count: int, step: int) -> PrefillInput:
     """After a step that brought up to as many tokens as the plan may, or fewer."""
     generator = torch.Generator().manual_seed(step)
     width = 1 + step % most_columns(PLAN)
@@ -80,7 +80,7 @@ def inputs(count: int, step: int) -> ToTakeIn:
     counts = torch.randint(1, width + 1, (count, 1), generator=generator)
     ids = torch.randint(0, 64, (count, width), generator=generator)
     scale = torch.tensor(1.0 + step, dtype=torch.float64)
-    return ToTakeIn(torch.cat([starts, counts, ids], 1), features, scale)
+    return PrefillInput(torch.cat([starts, counts, ids], 1), features, scale)
 
 
 def cache() -> Tensor:

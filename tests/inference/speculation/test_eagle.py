@@ -19,8 +19,8 @@ from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.kernels import team
 from slipstream.models import Decoder
-from slipstream.models.draft_head import DraftHead
-from slipstream.models.draft_pass import DraftPass
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.forward import DraftPass
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     all_bits,

@@ -16,7 +16,7 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models import Decoder
-from slipstream.models.draft_head3 import Eagle3Head
+from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.types import Generation, UpdateKind, WeightUpdate
 from tests.inference.helpers import (
     VOCAB,
@@ -28,7 +28,7 @@ from tests.inference.helpers import (
 )
 from tests.inference.speculation.test_eagle import Recorder
 
-TAPS = (0, 1, 3)
+AUX_LAYERS = (0, 1, 3)
 
 
 @cache
@@ -37,7 +37,7 @@ def policy() -> Decoder:
 
 
 def new_head(tokens: Sequence[int] | None = None, seed: int = 1) -> Eagle3Head:
-    head = Eagle3Head(policy().config, TAPS, tokens)
+    head = Eagle3Head(policy().config, AUX_LAYERS, tokens)
     head.init_weights(seed, policy())
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ TREE = DraftPlan(4, 3, 9)
 
 @pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 3)]])
 @pytest.mark.parametrize("prompt", [3, 140])
-def test_drafts_are_those_of_the_head_over_all_true_taps(
+def test_drafts_are_those_of_the_head_over_all_true_aux_layers(
     prompt: int, tokens: list[int] | None
 ) -> None:
     """The longer prompts together are more than the head takes in at once."""
@@ -82,10 +82,12 @@ def test_drafts_are_those_of_the_head_over_all_true_taps(
         packed, head = policy().pack(torch.float32), proposer._head.pack(torch.float32)
         for name, length, chain in proposer.drafted:
             known = texts[name][:length]
-            taps = packed.forward(torch.tensor([known]), torch.arange(length)[None], taps=TAPS).taps
-            assert taps is not None
+            aux_layers = packed.forward(
+                torch.tensor([known]), torch.arange(length)[None], aux_layers=AUX_LAYERS
+            ).aux_layers
+            assert aux_layers is not None
             ids = torch.tensor([[*known[1:], *chain]])
-            given = torch.nn.functional.pad(taps[:, : length - 1], (0, 0, 0, len(chain)))
+            given = torch.nn.functional.pad(aux_layers[:, : length - 1], (0, 0, 0, len(chain)))
             unrolled = head.unroll(ids, given, packed.embedding, len(chain))
             for draft, states in zip(chain, unrolled, strict=True):
                 logits = head.logits(states[0, length - 2 : length - 1], packed.lm_head)
@@ -153,21 +155,22 @@ def test_new_weights_are_drafted_with() -> None:
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_hidden_states_come_with_the_taps(speculates: bool) -> None:
+def test_hidden_states_come_with_the_aux_layers(speculates: bool) -> None:
     """Of contexts in pieces, of siblings that share or take over a prefill, of drafts."""
     prompt = [3 + (j * j) % 40 for j in range(70)]
     requests = [
         make_request(f"h{i}", prompt[: 70 if i else 9], max_tokens=6 + 5 * i, hidden=True)
         for i in range(5)
     ]
-    more = {"proposer": recorder(), "plan": DraftPlan.chain(3)} if speculates else {"taps": TAPS}
+    drafts = {"proposer": recorder(), "plan": DraftPlan.chain(3)}
+    more = drafts if speculates else {"aux_layers": AUX_LAYERS}
     engine = make_engine(policy(), max_prefill_tokens=32, max_num_seqs=2, **more)
     done = engine.run(requests)
     with torch.no_grad():
         packed = policy().pack(torch.float32)
     for request, answer in zip(requests, done, strict=True):
         ids = [*request.prompt_ids, *answer.token_ids]
-        (expected,) = policy_features(packed, [ids], taps=TAPS)
+        (expected,) = policy_features(packed, [ids], aux_layers=AUX_LAYERS)
         (final,) = policy_features(packed, [ids])
         assert expected.shape == (len(ids), 4 * 32)
         assert torch.equal(expected[:, -32:], final)
@@ -177,6 +180,6 @@ def test_hidden_states_come_with_the_taps(speculates: bool) -> None:
         assert torch.equal(ours, expected[:-1])
 
 
-def test_taps_are_the_proposers() -> None:
-    with pytest.raises(ConfigError, match=r"taps \[0, 1, 2\], and the proposer's are \[0, 1, 3\]"):
-        make_engine(policy(), proposer=recorder(), taps=(0, 1, 2))
+def test_aux_layers_are_the_proposers() -> None:
+    with pytest.raises(ConfigError, match=r"aux_layers=\[0, 1, 2\], .* needs \[0, 1, 3\]"):
+        make_engine(policy(), proposer=recorder(), aux_layers=(0, 1, 2))

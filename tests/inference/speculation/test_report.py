@@ -16,7 +16,7 @@ from slipstream.inference.speculation.selector import (
     PredefinedSelector,
     StepRecord,
 )
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import make_engine, make_request, shared_decoder
 
 PLANS = [DraftPlan.chain(1), DraftPlan.chain(2)]

@@ -12,8 +12,8 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation import selector as selector_module
+from slipstream.inference.speculation.backoff import Recess
 from slipstream.inference.speculation.plan import OFF, DraftPlan
-from slipstream.inference.speculation.recess import Recess
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
     PredefinedSelector,

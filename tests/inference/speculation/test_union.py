@@ -14,7 +14,7 @@ from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.union import UnionProposer
-from slipstream.models.draft_head import DraftHead
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.types import UpdateKind, WeightUpdate
 from tests.inference.helpers import all_bits, make_engine, mixed_requests, shared_decoder
 
@@ -25,7 +25,7 @@ PLAN = DraftPlan.chain(3)
 class Parrot:
     """A head that always drafts the same."""
 
-    taps = ()
+    aux_layers = ()
 
     def __init__(self, drafts: Sequence[int]) -> None:
         self.drafts = drafts

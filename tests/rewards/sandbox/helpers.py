@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.errors import RewardError
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
-from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, Ran
+from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, ProgramResult
 
 LIMITS = ProgramLimits(
     run_timeout_s=1.5,
@@ -33,7 +33,7 @@ isolated = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 """Of tests that need bubblewrap."""
 
 
-def run(code: str, stdin: str = "", language: str = "python") -> Ran:
+def run(code: str, stdin: str = "", language: str = "python") -> ProgramResult:
     """One run of a program, isolated."""
     (ran,) = BubblewrapSandbox(LIMITS).run(Program(code, language), [stdin])
     return ran

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.errors import ConfigError
 from slipstream.rewards.sandbox.fusion import FusionSandbox
-from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, Ran, SandboxError
+from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, ProgramResult, SandboxError
 from tests.rewards.server import Answer, serving
 
 LIMITS = ProgramLimits(run_timeout_s=3, compile_timeout_s=4, memory_mb=77)
@@ -38,7 +38,7 @@ def result(
     return ran if code is None else {**ran, "return_code": code}
 
 
-def runs(url: str, *stdins: str, pauses: list[float] | None = None) -> list[Ran]:
+def runs(url: str, *stdins: str, pauses: list[float] | None = None) -> list[ProgramResult]:
     slept = [] if pauses is None else pauses
     sandbox = FusionSandbox(url, LIMITS, sleep=slept.append)
     return list(sandbox.run(Program("print(1)"), stdins or ("",)))
@@ -46,7 +46,7 @@ def runs(url: str, *stdins: str, pauses: list[float] | None = None) -> list[Ran]
 
 def test_posts_what_the_service_reads() -> None:
     with serving(reply(run=result(out="1\n"))) as server:
-        assert runs(server.url, "a", "b") == [Ran("ok", "1\n", "", 0.25)] * 2
+        assert runs(server.url, "a", "b") == [ProgramResult("ok", "1\n", "", 0.25)] * 2
     assert server.seen == [
         {
             "code": "print(1)",

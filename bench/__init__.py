@@ -1,0 +1,1 @@
+"""Benchmarks that back the claims of this project; run them from a checkout."""

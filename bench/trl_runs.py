@@ -1,0 +1,340 @@
+"""What TRL and we are told, and one training of all in turns of a step. Used by `trl`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.trl_parity import AGG_MODES
+from slipstream.bench.ab import FROZEN, PLAIN, AbBench, arms_of, command, read_outcome
+from slipstream.bench.interleaved_runs import Interleavable, begun, interleave
+from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
+from slipstream.bench.rl_line import start_of
+from slipstream.build.data import make_task, make_tokenizer
+from slipstream.checkpoint.layout import head_folder
+from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.config.schema import Config
+from slipstream.config.tree import show
+from slipstream.data.countdown import CountdownTask
+from slipstream.errors import ConfigError, check_at_least_one
+from slipstream.metrics.loggers import read_jsonl
+
+PRECISIONS = {
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16-autocast", "bfloat16-weights", "float32"),
+}
+"""Our dtype -> what TRL computes with: weights in fp32 and products in bf16, as ours; or weights,
+optimizer and all else in bf16; and where bf16 is cast to and fro it may be slower than fp32."""
+
+WARM_UP = 3
+"""Steps of each run that are not counted."""
+
+_ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlBench:
+    """GRPO as `policy`, a run folder, was configured for, from the policy that its SFT ended with.
+
+    `steps` of ours in each of `rounds`, at least `WARM_UP` + 1; `problems` held-out ones at the
+    end, 0: none; `dtype` None: the run's; `precisions` of TRL, none: those that stand beside it.
+    Raises ConfigError for what is impossible, or no run folder.
+    """
+
+    policy: Path
+    steps: int = 100
+    rounds: int = 3
+    problems: int = 1024
+    dtype: str | None = None
+    threads: int = 2
+    precisions: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "rounds", "threads")
+        if self.steps <= WARM_UP:
+            raise ConfigError(
+                f"steps={self.steps}: the first {WARM_UP} steps warm up and do not count; ask for "
+                f"{WARM_UP + 1} or more"
+            )
+        if self.problems < 0:
+            raise ConfigError(f"problems={self.problems} must be at least 0; 0 compares none")
+        known = PRECISIONS["bfloat16"]
+        for name in self.precisions:
+            if name not in known:
+                raise ConfigError(f"unknown precision {name!r} of TRL; known: {', '.join(known)}")
+        if not (self.policy / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{self.policy} is no run folder: it has no {CONFIG_FILE}; `make quickstart` makes "
+                "runs/quickstart"
+            )
+
+
+@dataclass(slots=True)
+class ContenderRun:
+    """What one contender did in one round: by step, its seconds and what it says of itself."""
+
+    folder: Path
+    seconds: list[float] = field(default_factory=list)
+    steps: list[Mapping[str, float]] = field(default_factory=list)
+    weights: str = ""
+
+    def total(self, name: str) -> float:
+        """Over all steps."""
+        return sum(step[name] for step in self.steps)
+
+
+class _Timed:
+    """A run whose turns are timed into `ran`, the last one, in which nothing is left to do, not."""
+
+    def __init__(self, run: Interleavable, ran: ContenderRun) -> None:
+        self._run, self._ran = run, ran
+
+    def take_turn(self) -> bool:
+        """See `Interleavable`."""
+        start = time.perf_counter()
+        more = self._run.take_turn()
+        if more:
+            self._ran.seconds.append(time.perf_counter() - start)
+        return more
+
+    def end(self) -> None:
+        """See `Interleavable`."""
+        self._run.end()
+
+
+class _TrlRun:
+    """TRL in its process: steps until `enough` says so of what it has done."""
+
+    def __init__(
+        self, process: PeerProcess, ran: ContenderRun, enough: Callable[[ContenderRun], bool]
+    ) -> None:
+        self._process, self._ran, self._enough = process, ran, enough
+
+    def take_turn(self) -> bool:
+        """See `Interleavable`."""
+        if self._enough(self._ran):
+            return False
+        self._ran.steps.append(_of_trl(self._process.ask("step")))
+        return True
+
+    def end(self) -> None:
+        """See `Interleavable`."""
+        self._process.ask("finish", folder=str(self._ran.folder))
+
+
+def trl_command() -> tuple[str, ...]:
+    """Raises ConfigError where TRL is not installed."""
+    return peer_command(".venv-trl", "bench/peers/trl_peer.py", remedy=PEERS_REMEDY)
+
+
+def trl_settings(config: Config) -> dict[str, Any]:
+    """What TRL is told, so that it trains as `config` says. Raises ConfigError for what it would do
+    otherwise, naming the setting."""
+    actor, rollout, algorithm = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.algorithm,
+    )
+    batch, longest = config.data.train_batch_size, config.data.max_response_length
+    fixed: dict[str, tuple[object, object]] = {
+        "data.task": (config.data.task, "countdown"),
+        "custom_reward_function.path": (config.custom_reward_function.path, None),
+        "reward_model.reward_manager": (config.reward_model.reward_manager, "naive"),
+        "reward_model.enable": (config.reward_model.enable, False),
+        "algorithm.adv_estimator": (algorithm.adv_estimator, "grpo"),
+        "algorithm.use_kl_in_reward": (algorithm.use_kl_in_reward, False),
+        "algorithm.filter_groups.enable": (algorithm.filter_groups.enable, False),
+        f"{_ACTOR}.policy_loss.loss_mode": (actor.policy_loss.loss_mode, "vanilla"),
+        f"{_ACTOR}.ppo_mini_batch_size": (actor.ppo_mini_batch_size or batch, batch),
+        f"{_ACTOR}.ppo_epochs": (actor.ppo_epochs, 1),
+        f"{_ACTOR}.entropy_coeff": (actor.entropy_coeff, 0.0),
+        f"{_ACTOR}.use_kl_loss": (actor.use_kl_loss, False),
+        f"{_ACTOR}.optim.optimizer": (actor.optim.optimizer, "AdamW"),
+        f"{_ACTOR}.optim.lr_scheduler_type": (actor.optim.lr_scheduler_type, "constant"),
+        f"{_ACTOR}.optim.lr_warmup_steps_ratio": (actor.optim.lr_warmup_steps_ratio, 0.0),
+        "actor_rollout_ref.model.lora_rank": (config.actor_rollout_ref.model.lora_rank, 0),
+        f"{_ROLLOUT}.temperature": (rollout.temperature, 1.0),
+        f"{_ROLLOUT}.top_k": (rollout.top_k, -1),
+        f"{_ROLLOUT}.top_p": (rollout.top_p, 1.0),
+    }
+    for name, (value, wanted) in fixed.items():
+        if value != wanted:
+            raise ConfigError(
+                f"{name}={show(value)} has no counterpart in this comparison with TRL; set "
+                f"{name}={show(wanted)}"
+            )
+    loss_types = {str(mode): name for name, mode in AGG_MODES.items()}
+    if actor.loss_agg_mode not in loss_types:
+        raise ConfigError(
+            f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode} has no counterpart in TRL; one of "
+            f"{', '.join(loss_types)}"
+        )
+    if actor.loss_scale_factor not in (None, longest):
+        raise ConfigError(
+            f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor:g}: TRL divides by the longest "
+            f"completion; set {_ACTOR}.loss_scale_factor={longest}"
+        )
+    return {
+        "prompts_per_step": batch,
+        "group_size": rollout.n,
+        "max_completion_length": longest,
+        "lr": actor.optim.lr,
+        "warmup_steps": max(0, actor.optim.lr_warmup_steps),
+        "betas": list(actor.optim.betas),
+        "eps": actor.optim.eps,
+        "weight_decay": actor.optim.weight_decay,
+        "grad_clip": actor.grad_clip,
+        "loss_type": loss_types[actor.loss_agg_mode],
+        "epsilon": actor.clip_ratio,
+        "scale_rewards": "group" if algorithm.norm_adv_by_std_in_grpo else "none",
+    }
+
+
+def compose(bench: TrlBench, *more: str) -> Config:
+    """The policy's settings, as the bench changes them, and `more`."""
+    return load_config(
+        [*dtype_settings(bench), *bench.settings, *more],
+        file=bench.policy / CONFIG_FILE,
+        notify=lambda _: None,
+        complete=False,
+    )
+
+
+def dtype_settings(bench: TrlBench) -> list[str]:
+    if bench.dtype is None:
+        return []
+    return [f"{part}.dtype={bench.dtype}" for part in (_ACTOR, _ROLLOUT)]
+
+
+def task_of(config: Config, model: Path) -> CountdownTask:
+    task = make_task(config, make_tokenizer(config, model))
+    assert isinstance(task, CountdownTask), "trl_settings refuses other tasks"
+    return task
+
+
+def run_round(
+    bench: TrlBench,
+    config: Config,
+    settings: Mapping[str, Any],
+    precisions: Sequence[str],
+    folder: Path,
+    trl: Sequence[str],
+    say: Callable[[str], None],
+    number: int,
+) -> tuple[dict[str, ContenderRun], dict[str, str]]:
+    """All contenders once, with a seed of the round's own, and TRL's versions."""
+    seed = config.trainer.seed + number
+    ab = AbBench(
+        policy=bench.policy,
+        steps=bench.steps,
+        settings=(
+            *dtype_settings(bench),
+            *bench.settings,
+            f"trainer.seed={seed}",
+            f"trainer.num_threads={bench.threads}",
+        ),
+    )
+    arms = _arms(bench.policy)
+    start = start_of(bench.policy)
+    lines = {name: command(ab, start, arms[name], folder / name) for name in arms}
+    ran = {name: ContenderRun(folder / name) for name in arms}
+    limit = 2 * bench.steps
+    prompts = folder / "prompts.jsonl"
+    task = task_of(compose(bench, f"trainer.seed={seed}"), start)
+    write_prompts(task, prompts, limit * settings["prompts_per_step"])
+    external = config.actor_rollout_ref.model.external_lib
+    versions: dict[str, str] = {}
+
+    def enough(of: ContenderRun) -> bool:
+        """TRL has sampled what ours has; there are prompts for twice the steps."""
+        theirs_done, ours_done = len(of.steps), len(ran[PLAIN].seconds)
+        if theirs_done < bench.steps or ours_done < bench.steps:
+            return False
+        budget = sum(step["tokens"] for step in _steps_of(ran[PLAIN].folder))
+        return of.total("tokens") >= budget or theirs_done == limit
+
+    with ExitStack() as stack:
+        turns: list[Interleavable] = []
+        for name, started in stack.enter_context(begun(lines, say, external)).items():
+            turns.append(_Timed(started, ran[name]))
+        for precision in precisions:
+            name = f"trl-{precision}"
+            say(f"round {number + 1} of {bench.rounds}: starting {name}")
+            process = stack.enter_context(PeerProcess(name, trl))
+            answer = process.ask(
+                "begin",
+                model=str(start),
+                prompts=str(prompts),
+                precision=precision,
+                threads=bench.threads,
+                settings={**settings, "max_steps": limit + 1, "seed": seed},
+            )
+            versions = dict(answer["versions"])
+            ran[name] = ContenderRun(folder / name)
+            turns.append(_Timed(_TrlRun(process, ran[name], enough), ran[name]))
+        say(f"round {number + 1} of {bench.rounds}: {', '.join(ran)} in turns, seed {seed}")
+        interleave(turns, partial(_say_turns, say, bench.steps))
+    for name in arms:
+        ran[name].steps = _steps_of(ran[name].folder)
+        ran[name].weights = read_outcome(ran[name].folder).weights
+    return ran, versions
+
+
+def _say_turns(say: Callable[[str], None], steps: int, turns: int) -> None:
+    """Now and then: a round takes many minutes."""
+    if turns % 10 == 0:
+        say(f"  {turns} turns; ours have {min(turns, steps)} of {steps} steps")
+
+
+def _arms(policy: Path) -> dict[str, list[str]]:
+    """Our ways to run: without drafts, and with those of the policy's head."""
+    folder = policy / "draft"
+    head = head_folder(folder).resolve() if folder.is_dir() else None
+    arms = arms_of(head)
+    return {name: arms[name] for name in (PLAIN, FROZEN) if name in arms}
+
+
+def write_prompts(task: CountdownTask, file: Path, count: int) -> None:
+    """The task's first training prompts, which are those of a run's steps in order."""
+    lines = []
+    for index in range(count):
+        prompt = task.prompt("train", index)
+        entry = {
+            "messages": prompt.messages,
+            "ids": prompt.ids,
+            "ground_truth": prompt.ground_truth,
+        }
+        lines.append(json.dumps(entry) + "\n")
+    file.write_text("".join(lines))
+
+
+def _steps_of(folder: Path) -> list[Mapping[str, float]]:
+    """Of our run: by step, the parts of its time and what it sampled."""
+    lines = [metrics for _, metrics in read_jsonl(folder / "metrics.jsonl")]
+    return [
+        {
+            "generation": step["timing_s/gen"],
+            "reward": step["timing_s/reward"],
+            "tokens": step["response_length/mean"] * step["rollout/num_samples"],
+            "reward_mean": step["critic/score/mean"],
+        }
+        for step in lines
+        if "timing_s/step" in step
+    ]
+
+
+def _of_trl(answer: Mapping[str, Any]) -> Mapping[str, float]:
+    return {
+        "generation": answer["generation_seconds"],
+        "reward": answer["reward_seconds"],
+        "tokens": answer["tokens"],
+        "reward_mean": fmean(answer["rewards"]),
+    }

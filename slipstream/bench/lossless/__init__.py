@@ -1,0 +1,1 @@
+"""`slipstream bench lossless`: speculative decoding against plain decoding, bit for bit."""

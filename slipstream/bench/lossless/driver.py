@@ -1,0 +1,234 @@
+"""How a wave is generated: under drafts, with all that may happen to a request on its way, and
+plainly.
+
+Weights are updated wherever the drafts have come to by then; the plain run then changes them at the
+same token of each request (`replay`). Called by `lossless`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from random import Random
+
+import torch
+
+from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload
+from slipstream.errors import EngineError
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.speculation.bandits import (
+    BanditSelector,
+    EpsilonGreedy,
+    UpperConfidenceBound,
+    buckets_by_rows,
+)
+from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.selector import (
+    CostModelSelector,
+    PredefinedSelector,
+    StepRecord,
+    StrategySelector,
+)
+from slipstream.models.decoder import Decoder
+from slipstream.types import GenerateRequest, Generation, KVPolicy, WeightUpdate
+
+CHAINS = tuple(DraftPlan.chain(drafts) for drafts in (1, 3, 5))
+TREES = (DraftPlan(2, 3, 6), DraftPlan(4, 2, 8), DraftPlan(6, 4, 16))
+PLANS = (OFF, *CHAINS, *TREES)
+
+Written = tuple[list[int], list[float], list[float]]
+"""Of one response: token ids, full log-probs, log-probs of the law that was sampled from."""
+
+
+class Shifting:
+    """`StrategySelector` that does as one of several do, now this one and now that: fixed plans,
+    the cost model and FastRL's bandits, which all see what comes of it."""
+
+    def __init__(self) -> None:
+        chosen: list[StrategySelector] = [CostModelSelector(PLANS)]
+        chosen += [
+            BanditSelector({1: PLANS}, rule) for rule in (EpsilonGreedy(), UpperConfidenceBound())
+        ]
+        sizes = [2**i for i in range(len({plan.verify_tokens for plan in PLANS}))]
+        chosen.append(BanditSelector(buckets_by_rows(PLANS, sizes), EpsilonGreedy()))
+        self._all = [*map(PredefinedSelector, PLANS), *chosen]
+        self._now = 0
+
+    def shift(self, rng: Random) -> None:
+        """On to another one."""
+        self._now = (self._now + rng.randrange(1, len(self._all))) % len(self._all)
+
+    def begins(self, requests: int) -> int:
+        """See `StrategySelector`."""
+        return 0
+
+    def select(self, running: int) -> DraftPlan:
+        """See `StrategySelector`."""
+        return [selector.select(running) for selector in self._all][self._now]
+
+    def record(self, step: StepRecord) -> None:
+        """See `StrategySelector`."""
+        for selector in self._all:
+            selector.record(step)
+
+    def changed(self, *, drafter: bool = False) -> None:
+        """See `StrategySelector`."""
+        for selector in self._all:
+            selector.changed(drafter=drafter)
+
+
+def make_engine(
+    bench: LosslessBench,
+    limit: int,
+    proposer: Proposer | None = None,
+    selector: Shifting | None = None,
+) -> Engine:
+    """An engine with weights of its own: updates write into them."""
+    settings = EngineSettings(
+        max_model_len=bench.target.decoder.config.context_limit.tokens,
+        dtype=bench.dtype,
+        max_num_seqs=limit,
+        free_cache_engine=False,
+    )
+    policy = deepcopy(bench.target.decoder)
+    return Engine(policy, settings, proposer=proposer, selector=selector)
+
+
+def run_with_drafts(
+    engine: Engine, shifting: Shifting, wave: LosslessWorkload, rng: Random, events: Counter[str]
+) -> dict[str, Written]:
+    """Generate a wave while plans switch and requests are preempted, aborted and resumed."""
+    done: dict[str, Written] = {r.request_id: ([], [], []) for r in wave.requests}
+    open_requests = {r.request_id: r for r in wave.requests}
+    for request in wave.requests:
+        engine.add(request)
+    while engine.has_work():
+        _switch(shifting, rng, events)
+        for generation in engine.step():
+            _append(done, generation)
+            del open_requests[generation.request_id]
+        if open_requests and rng.random() < 0.2 * wave.unrest:
+            engine.preempt(rng.choices(list(open_requests), k=2))
+        if open_requests and rng.random() < 0.1 * wave.unrest:
+            for part in engine.abort([rng.choice(list(open_requests))]):
+                _append(done, part)
+                request = _rest(open_requests[part.request_id], part)
+                open_requests[part.request_id] = request
+                engine.add(request)
+                events["resumed"] += 1
+    return done
+
+
+def _rest(request: GenerateRequest, part: Generation) -> GenerateRequest:
+    """What is left of a request after an abort."""
+    params = replace(request.params, max_tokens=request.params.max_tokens - len(part.token_ids))
+    return replace(request, prior_ids=(*request.prior_ids, *part.token_ids), params=params)
+
+
+def _append(done: dict[str, Written], part: Generation) -> None:
+    for whole, new in zip(done[part.request_id], written_by(part), strict=True):
+        whole.extend(new)  # type: ignore[attr-defined]
+
+
+def written_by(generation: Generation) -> Written:
+    return generation.token_ids, generation.log_probs, generation.sampling_log_probs
+
+
+def _switch(shifting: Shifting, rng: Random, events: Counter[str]) -> None:
+    if rng.random() < 0.3:
+        shifting.shift(rng)
+        events["switched"] += 1
+
+
+def run_with_updates(
+    engine: Engine,
+    shifting: Shifting,
+    wave: LosslessWorkload,
+    policies: Sequence[Decoder],
+    rng: Random,
+    events: Counter[str],
+) -> list[Generation]:
+    """Generate a wave; the weights change twice, after some steps each."""
+    assert wave.updates is not None
+    done: list[Generation] = []
+    for request in wave.requests:
+        engine.add(request)
+    for version, policy in enumerate(policies):
+        if version:
+            engine.update_weights(_update(policy, version, wave.updates))
+            events["updated"] += sum(r.request_id not in _ids(done) for r in wave.requests)
+        for _ in range(rng.randrange(2, 5) if policy is not policies[-1] else sys.maxsize):
+            if not engine.has_work():
+                break
+            _switch(shifting, rng, events)
+            done += engine.step()
+            if rng.random() < 0.3:
+                engine.preempt([rng.choice(wave.requests).request_id])
+    return done
+
+
+def replay(
+    bench: LosslessBench,
+    wave: LosslessWorkload,
+    generations: Sequence[Generation],
+    policies: Sequence[Decoder],
+) -> dict[str, Written]:
+    """Plain responses of a wave with each update at the token where `generations` had it.
+
+    Without drafts, requests that begin together keep in step: those that were updated at the same
+    tokens are generated together. Raises EngineError where a place cannot be reached.
+    """
+    assert wave.updates is not None
+    requests = {r.request_id: r for r in wave.requests}
+    groups: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
+    for generation in generations:
+        cuts = tuple((span.version, span.start) for span in generation.spans)
+        groups[cuts].append(generation.request_id)
+    expected: dict[str, Written] = {}
+    for cuts, names in groups.items():
+        engine = make_engine(bench, len(names))
+        done: list[Generation] = []
+        for version, start in cuts:
+            if start == 0:
+                engine.update_weights(_update(policies[version], version, wave.updates))
+                for name in names:
+                    engine.add(requests[name])
+                continue
+            while engine.has_work() and engine.stats().generated_tokens < start * len(names):
+                done += engine.step()
+            if engine.stats().generated_tokens != start * len(names) or done:
+                raise EngineError(f"{names}: plain decoding does not stop at token {start}")
+            engine.update_weights(_update(policies[version], version, wave.updates))
+        while engine.has_work():
+            done += engine.step()
+        for generation in done:
+            expected[generation.request_id] = written_by(generation)
+    return expected
+
+
+def _ids(generations: Iterable[Generation]) -> set[str]:
+    return {g.request_id for g in generations}
+
+
+def versions_of(decoder: Decoder) -> list[Decoder]:
+    """The policy and two that it might become in training."""
+    policies = [decoder]
+    for version in (1, 2):
+        other = deepcopy(policies[-1])
+        generator = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                if parameter.ndim == 2:
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.add_(0.03 * parameter.std() * noise)
+        policies.append(other)
+    return policies
+
+
+def _update(decoder: Decoder, version: int, policy: KVPolicy) -> WeightUpdate:
+    tensors = [(name, p.detach()) for name, p in decoder.named_parameters()]
+    return WeightUpdate(version=version, buckets=[tensors], kv_policy=policy)

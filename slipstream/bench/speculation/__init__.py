@@ -1,0 +1,1 @@
+"""`slipstream bench speculation`: how much speculative decoding speeds up a trained policy."""

@@ -1,0 +1,194 @@
+"""Proposers of benchmarks: the real ones, counted, and stand-ins whose acceptance is set.
+
+Called by `lossless`, `speculation` and `tree_bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from torch import Tensor
+
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer, aux_layers_of
+from slipstream.types import GenerateRequest
+
+
+class LyingOracle:
+    """A proposer that knows responses, and lies at a set rate: no drafter, a test of what verifies.
+
+    Where a response goes another way than the one that is known (a weight update), it is wrong.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[str, Sequence[int]],
+        *,
+        vocab_size: int,
+        lies: float,
+        seed: int = 0,
+        ragged: bool = False,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
+        """`known` responses by request id; each draft is another token with probability `lies`.
+        `ragged` chains have random lengths up to what is planned. Of a tree, the right drafts are
+        anywhere among wrong ones. It is given what `aux_layers` ask for (`UsesAuxLayers`), as a
+        head would be."""
+        self.aux_layers = aux_layers
+        self._known = known
+        self._ragged = ragged
+        self._vocab_size = vocab_size
+        self._lies = lies
+        self._rng = Random(seed)
+        self._done: dict[str, int] = {}
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._done[request_id] = len(context) - len(prompt)
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        if plan.topk > 1:
+            pairs = zip(batch.request_ids, batch.last, strict=True)
+            return [self._tree(name, last, plan) for name, last in pairs]
+        drafts = []
+        for name in batch.request_ids:
+            start = self._done[name]
+            count = self._rng.randrange(plan.steps + 1) if self._ragged else plan.steps
+            right = self._known[name][start : start + count]
+            drafts.append(with_lies(right, self._rng, self._lies, self._vocab_size))
+        return batch.chains(drafts)
+
+    def _tree(self, name: str, last: int, plan: DraftPlan) -> DraftTree:
+        """Children of a few nodes of each level; where one of them is right, its own come too."""
+        rng, size = self._rng, self._vocab_size
+        known = self._known[name][self._done[name] :]
+        tokens, parents = [last], [-1]
+        level: list[tuple[int, bool]] = [(0, True)]
+        for depth in range(min(plan.steps, len(known))):
+            below: list[tuple[int, bool]] = []
+            for node, right in level:
+                wrong = [t for t in rng.sample(range(size), min(plan.topk + 1, size))]
+                wrong = [t for t in wrong if t != known[depth]][: plan.topk]
+                told = right and rng.random() >= self._lies
+                if told and wrong:
+                    wrong[rng.randrange(len(wrong))] = known[depth]
+                for token in wrong[: plan.verify_tokens - len(tokens)]:
+                    below.append((len(tokens), told and token == known[depth]))
+                    tokens.append(token)
+                    parents.append(node)
+            # Nodes on the right path and a wrong one; in the order that they came in.
+            others = [node for node in below if not node[1]]
+            kept = rng.sample(others, min(1, len(others)))
+            level = sorted(kept + [node for node in below if node[1]])
+        return DraftTree(tokens, parents)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        for name, new in zip(request_ids, tokens, strict=True):
+            self._done[name] += len(new)
+
+    def end(self, request_id: str) -> None:
+        """See `Proposer`."""
+        self._done.pop(request_id, None)
+
+    def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
+        """See `Proposer`. It knows everything."""
+
+
+class RightHead:
+    """A head whose drafts all turn out right, in the time that it takes to make them."""
+
+    def __init__(self, head: Proposer, oracle: Proposer) -> None:
+        """What `head` drafts is replaced by what `oracle` does."""
+        self._head = head
+        self._oracle = oracle
+        self.aux_layers = aux_layers_of(head)
+        self.remember = head.remember
+
+    def begin(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        context: Sequence[int],
+        features_TD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._head.begin(request_id, prompt, context, features_TD)
+        self._oracle.begin(request_id, prompt, context, features_TD)
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        self._head.propose(batch, plan)
+        return self._oracle.propose(batch, plan)
+
+    def observe(
+        self,
+        request_ids: Sequence[str],
+        tokens: Sequence[Sequence[int]],
+        features_NWD: Tensor | None,
+    ) -> None:
+        """See `Proposer`."""
+        self._head.observe(request_ids, tokens, features_NWD)
+        self._oracle.observe(request_ids, tokens, features_NWD)
+
+    def end(self, request_id: str) -> None:
+        """See `Proposer`."""
+        self._head.end(request_id)
+        self._oracle.end(request_id)
+
+
+class Counted:
+    """A proposer, and how many verifications it drafted for, those without an idea included."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self.aux_layers = aux_layers_of(proposer)
+        self.begin = proposer.begin
+        self.observe = proposer.observe
+        self.end = proposer.end
+        self.remember = proposer.remember
+        self.verifications = 0
+
+    def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+        """See `Proposer`."""
+        trees = self._proposer.propose(batch, plan)
+        self.verifications += len(trees)
+        return trees
+
+
+def history_of(
+    requests: Sequence[GenerateRequest],
+    known: Mapping[str, Sequence[int]],
+    *,
+    vocab_size: int,
+    lies: float,
+    seed: int = 0,
+) -> HistoryProposer:
+    """A history that remembers `known` responses to `requests`, a share `lies` of their tokens
+    replaced: past responses that agree with the present ones for a while."""
+    history, rng = HistoryProposer(), Random(seed)
+    for request in requests:
+        name = f"past {request.request_id}"
+        history.begin(name, request.prompt_ids, request.prompt_ids)
+        history.observe([name], [with_lies(known[request.request_id], rng, lies, vocab_size)])
+        history.end(name)
+    return history
+
+
+def with_lies(tokens: Sequence[int], rng: Random, lies: float, vocab_size: int) -> list[int]:
+    """`tokens`, each replaced by the one after it in the vocabulary with probability `lies`."""
+    return [(token + (rng.random() < lies)) % vocab_size for token in tokens]

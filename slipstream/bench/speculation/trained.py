@@ -1,0 +1,162 @@
+"""Workloads of a trained policy: its own responses to its own task, as long as they are.
+
+Drafts are right as often as a head is good and text is predictable, so speculation is measured on
+policies that were trained and on what they really write. Called by `speculation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import NormalDist, median
+
+import torch
+
+from slipstream.build.data import make_task, make_tokenizer, validation_prompts
+from slipstream.build.policy import max_model_len
+from slipstream.checkpoint.layout import head_folder, policy_folder
+from slipstream.config.load import CONFIG_FILE, load_config
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
+from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.models.decoder import Decoder
+from slipstream.models.draft.files import load_draft_head
+from slipstream.models.draft.model import DraftModel
+from slipstream.models.hf_io import load_checkpoint
+from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+
+CANDIDATES = 2048
+"""Responses that a workload is chosen from, unless told otherwise."""
+
+CPU = torch.device("cpu")
+
+LONG_TAIL = 8.0
+"""Longest response over the median: from here on a tail is called long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A policy, its draft head, and prompts of its task as token ids."""
+
+    decoder: Decoder
+    head: DraftModel
+    prompts: Sequence[Sequence[int]]
+    max_model_len: int
+
+
+def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
+    """From a run folder with a policy and, in `draft`, a head: `make bench-model` makes one. With
+    at `most` so many prompts.
+
+    Raises ConfigError where it is none, CheckpointError where its files cannot be used.
+    """
+    if not (run / CONFIG_FILE).is_file() or not (run / "draft").is_dir():
+        raise ConfigError(
+            f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
+            "runs/bench-model, and --policy DIR names another"
+        )
+    config: Config = load_config(file=run / CONFIG_FILE, notify=lambda _: None)
+    policy = policy_folder(run)
+    decoder = load_checkpoint(policy, device=device)
+    tokenizer = make_tokenizer(config, policy)
+    task = make_task(config, tokenizer)
+    prompts = validation_prompts(config, tokenizer, task, count=most)
+    return Trained(
+        decoder=decoder,
+        head=load_draft_head(head_folder(run / "draft"), decoder.config).to(device),
+        prompts=[tuple(prompt.ids) for prompt in prompts],
+        max_model_len=max_model_len(config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """Requests, and what plain decoding wrote for them, all in one batch. Once chosen, they are
+    told to write so many tokens, for on a GPU other batches round to other ones."""
+
+    requests: Sequence[GenerateRequest]
+    tokens: Sequence[Sequence[int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the responses."""
+        return [len(tokens) for tokens in self.tokens]
+
+
+def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) -> Responses:
+    """A response to every prompt, in full."""
+    longest = trained.max_model_len - max(map(len, trained.prompts))
+    requests = [
+        GenerateRequest(
+            request_id=str(i),
+            prompt_ids=tuple(prompt),
+            params=SamplingParams(max_tokens=longest, temperature=temperature),
+            key=NoiseKey(seed=0, uid=str(i)),
+        )
+        for i, prompt in enumerate(trained.prompts)
+    ]
+    engine = make_engine(trained, dtype)
+    return Responses(requests, [g.token_ids for g in engine.run(requests)])
+
+
+def make_engine(trained: Trained, dtype: torch.dtype, **more: object) -> Engine:
+    """An engine for the policy, as rollouts have it; `more` goes to `Engine`."""
+    settings = EngineSettings(
+        max_model_len=trained.max_model_len, dtype=dtype, free_cache_engine=False
+    )
+    return Engine(trained.decoder, settings, **more)  # type: ignore[arg-type]
+
+
+def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
+    """`count` of the responses whose lengths come nearest to the quantiles of a log-normal law with
+    the longest one as its maximum, `spread` times the median.
+
+    Raises ConfigError where the policy's responses have no such tail: less than `LONG_TAIL`.
+    """
+    lengths = responses.lengths
+    normal, longest = NormalDist(), max(lengths)
+    last = normal.inv_cdf((count - 0.5) / count)
+    sigma = math.log(spread) / last
+    left = sorted(range(len(lengths)), key=lengths.__getitem__)
+    chosen = []
+    for i in reversed(range(count)):
+        wanted = longest / spread * math.exp(sigma * normal.inv_cdf((i + 0.5) / count))
+        nearest = min(left, key=lambda j: abs(lengths[j] - wanted))
+        left.remove(nearest)
+        chosen.append(nearest)
+    # In the order of their prompts, which says nothing of their lengths.
+    chosen.sort()
+    picked = Responses(
+        [_of_length(responses.requests[i], lengths[i]) for i in chosen],
+        [responses.tokens[i] for i in chosen],
+    )
+    if max(picked.lengths) < LONG_TAIL * median(picked.lengths):
+        raise ConfigError(
+            f"the longest of {count} responses has {max(picked.lengths)} tokens and their median "
+            f"is {median(picked.lengths):g}: no long tail; take another policy"
+        )
+    return picked
+
+
+def cut_to(responses: Responses, count: int, length: int) -> Responses:
+    """`count` responses of exactly `length` tokens, cut from longer ones.
+
+    Raises ConfigError where there are too few of them.
+    """
+    pairs = zip(responses.requests, responses.tokens, strict=True)
+    fitting = [(request, tokens) for request, tokens in pairs if len(tokens) >= length]
+    if len(fitting) < count:
+        raise ConfigError(
+            f"only {len(fitting)} of {len(responses.requests)} responses have {length} tokens, and "
+            f"{count} are needed; lower --new-tokens or --batch"
+        )
+    return Responses(
+        [_of_length(request, length) for request, _ in fitting[:count]],
+        [tokens[:length] for _, tokens in fitting[:count]],
+    )
+
+
+def _of_length(request: GenerateRequest, length: int) -> GenerateRequest:
+    return replace(request, params=replace(request.params, max_tokens=length, ignore_eos=True))

@@ -1,0 +1,181 @@
+"""Wiring of co-training: the head that learns, what it learns from, and when.
+
+Every function takes the configuration and gives one part. Called by `run.phases`, on the compute
+thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from slipstream.build.draft import train_settings
+from slipstream.build.engine import rollout_dtype
+from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.rollouts import sampling_params
+from slipstream.build.speculation import first_head, head_to_be
+from slipstream.config.schema import Config
+from slipstream.deadlines import Deadlines
+from slipstream.drafter.buffer import BufferSettings, DraftBuffer
+from slipstream.drafter.collector import CollectorSettings, FeatureCollector
+from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.decoded import DecodedFeatures
+from slipstream.drafter.interval import DraftReceiver, IntervalTraining
+from slipstream.drafter.opportunistic import OpportunisticTraining
+from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.worker import WorkerSetup
+from slipstream.errors import ConfigError
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.policy import Policy
+from slipstream.threads import usable_cores
+from slipstream.training.compute_thread import ComputeThread
+
+
+def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> None:
+    """Refuse a buffer that the longest response does not fit into, a learning rate that has no
+    steps to fall in, and a process beside the run where there is no core for it.
+
+    Raises ConfigError.
+    """
+    train = config.speculative.train
+    if not train.enable_drafter_training:
+        return
+    if train.mode == "opportunistic":
+        _check_opportunistic(config)
+    optim, key = train.optim, "speculative.train.optim"
+    steps = training_steps(config, total_steps)
+    if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
+        raise ConfigError(
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
+            f"{total_steps} RL steps train the draft model {steps} times, with "
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
+        )
+    longest = min(train.max_seq_len, max_model_len(config))
+    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).aux_layers))
+    nbytes = longest * numbers * rollout_dtype(config).itemsize
+    if nbytes > train.buffer_bytes:
+        raise ConfigError(
+            f"speculative.train.buffer_bytes={train.buffer_bytes}: prompt and response may take "
+            f"{longest} tokens, whose features need {nbytes}; raise it to several times that, or "
+            "lower speculative.train.max_seq_len, after which responses are cut off"
+        )
+
+
+def _check_opportunistic(config: Config) -> None:
+    key = "speculative.train.mode=opportunistic"
+    if device_of(config).type != "cpu":
+        raise ConfigError(
+            f"{key} trains in a process on the CPU, and trainer.device is a GPU; set "
+            "speculative.train.mode=interval"
+        )
+    cores, threads = usable_cores(), torch.get_num_threads()
+    few = config.actor_rollout_ref.rollout.one_thread_below
+    if cores < 2 or (threads >= cores and not few):
+        remedy = "give it more cores"
+        if cores > 1:
+            remedy = (
+                "let the last responses of a rollout decode on one thread "
+                "(actor_rollout_ref.rollout.one_thread_below=4), lower trainer.num_threads"
+            )
+        raise ConfigError(
+            f"{key} trains the draft model on cores that the run leaves idle, and it computes with "
+            f"{threads} threads on {cores} cores; {remedy}, or set speculative.train.mode=interval"
+        )
+    optim = config.speculative.train.optim
+    if optim.lr_scheduler_type != "constant":
+        raise ConfigError(
+            f"{key} takes as many steps as there is time for, so that "
+            f"speculative.train.optim.lr_scheduler_type={optim.lr_scheduler_type} has no end to "
+            "fall to; set speculative.train.optim.lr_scheduler_type=constant"
+        )
+
+
+def training_steps(config: Config, rl_steps: int) -> int:
+    """Optimizer steps of the draft model in so many RL steps, at most."""
+    train = config.speculative.train
+    return rl_steps // train.training_interval_steps * train.updates_per_training
+
+
+def make_cotraining(
+    config: Config,
+    policy: Policy,
+    engines: Sequence[DraftReceiver],
+    compute: ComputeThread,
+    *,
+    ends: Callable[[], PolicyEnds] | None = None,
+    total_steps: int,
+    notify: Callable[[str], None],
+    deadlines: Deadlines,
+) -> IntervalTraining | OpportunisticTraining | None:
+    """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
+    where it is not enabled. `ends` copies those of the policy that is trained, where that is not
+    `policy` itself."""
+    train = config.speculative.train
+    if not train.enable_drafter_training:
+        return None
+    assert isinstance(policy, Decoder), "no other policy is drafted for"
+    buffer = BufferSettings(
+        max_bytes=train.buffer_bytes,
+        lookback_steps=train.lookback_steps,
+        long_share=train.long_share,
+        max_uses=train.max_epochs,
+    )
+    head, _ = first_head(config, policy)
+    collector = CollectorSettings(
+        params=sampling_params(config),
+        max_length=train.max_seq_len,
+        held_out=train.held_out_samples,
+        held_out_every=train.held_out_every,
+        aux_layers=head.aux_layers,
+    )
+    settings = CoTrainSettings(
+        train=train_settings(config, head, train.optim, training_steps(config, total_steps)),
+        updates=train.updates_per_training,
+        batch_size=train.batch_size_per_gpu,
+        accept_depth=train.accept_depth,
+        ema_decay=train.ema_decay,
+    )
+    decoded = None
+    if train.collect_hidden_states_from_engine:
+        decoded = DecodedFeatures(train.buffer_bytes)
+    ends = ends or partial(PolicyEnds.of, policy, rollout_dtype(config))
+    if train.mode == "opportunistic":
+        setup = WorkerSetup(
+            blank=head.blank(),
+            weights={name: p.detach().clone() for name, p in head.named_parameters()},
+            version=0,
+            collector=collector,
+            buffer=buffer,
+            train=settings,
+            stands_still=usable_cores() <= torch.get_num_threads(),
+        )
+        own = [getattr(engine, "own", engine) for engine in engines]  # of several processes
+        embedded = [engine for engine in own if isinstance(engine, EmbeddedEngine)]
+        return OpportunisticTraining(
+            setup,
+            ends,
+            engines,
+            compute,
+            lenders=embedded if setup.stands_still else (),
+            notify=notify,
+            deadlines=deadlines,
+            decoded=decoded,
+        )
+    return IntervalTraining(
+        CoTraining(
+            head.to(device_of(config)),
+            FeatureCollector(DraftBuffer(buffer), collector, decoded),
+            settings,
+        ),
+        ends,
+        engines,
+        compute,
+        interval=train.training_interval_steps,
+        notify=notify,
+        deadlines=deadlines,
+        decoded=decoded,
+    )

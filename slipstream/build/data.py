@@ -1,0 +1,328 @@
+"""Wiring of the data: tokenizer, task, prompts, demonstrations, rewards.
+
+The half of `build.parts` that needs no model. Every function takes the configuration and gives one
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.build.dataset import (
+    all_prompts,
+    data_seed,
+    is_class,
+    make_dataset,
+    make_source,
+    prompt_reader,
+)
+from slipstream.build.policy import device_of
+from slipstream.config.schema import Config
+from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
+from slipstream.data.datasets import inspect_prompts
+from slipstream.data.registry import Task, get_task
+from slipstream.data.sft import load_sft_samples, sft_samples
+from slipstream.data.tokenizer import build_tokenizer, load_tokenizer
+from slipstream.errors import ConfigError, DataError
+from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
+from slipstream.models.numerics import dtype_from_name
+from slipstream.rewards.load import load_reward_manager
+from slipstream.rewards.protocol import RewardManager
+from slipstream.rewards.sandbox.load import load_sandbox
+from slipstream.rewards.sandbox.protocol import ProgramLimits, Sandbox
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.reward_model import RewardModel
+from slipstream.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenParts:
+    """Parts of a run that are objects, where a program gives them instead of naming them in the
+    configuration: data sets (`items`), a sampler of the training one, and what scores responses: a
+    function, or a `RewardManager`. Validation has `reward_fn`, too, unless it has its own."""
+
+    train_dataset: Any = None
+    val_dataset: Any = None
+    train_sampler: Any = None
+    collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    reward_fn: Callable[..., Any] | RewardManager | None = None
+    val_reward_fn: Callable[..., Any] | RewardManager | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+_SANDBOX_STARTS_S = 2.0
+"""What beginning and ending a program may take beside its run."""
+
+_LEARNED_AT_ONCE = 16
+"""Responses of one call of a learned reward model."""
+
+
+def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None:
+    """The built-in task, where `data.task` names one; `tokenizer` renders its prompts."""
+    data = config.data
+    if data.task is None:
+        return None
+    task = get_task(
+        data.task,
+        data_seed(config),
+        tokenizer=tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        **data.task_kwargs,
+    )
+    if data.max_prompt_length < task.max_prompt_tokens():
+        raise ConfigError(
+            f"data.max_prompt_length={data.max_prompt_length} is below the longest prompt of "
+            f"data.task={data.task}, {task.max_prompt_tokens()} tokens; set "
+            f"data.max_prompt_length={task.max_prompt_tokens()}"
+        )
+    return task
+
+
+def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedTokenizerBase:
+    """From `data.tokenizer`, `model.tokenizer_path`, the model's folder, or the built-in task."""
+    model = config.actor_rollout_ref.model
+    path = config.data.tokenizer or model.tokenizer_path or model_folder
+    if path is None:
+        if config.data.task is None:
+            raise ConfigError(
+                "no tokenizer: set actor_rollout_ref.model.tokenizer_path=FOLDER (a random "
+                "initialisation has none of its own)"
+            )
+        return build_tokenizer()
+    return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+
+
+def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Ids to text, without special tokens."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    return decode
+
+
+def make_sandbox(config: Config) -> Sandbox:
+    """Where the programs of responses run."""
+    rewards = config.reward_model
+    fusion, local = rewards.sandbox_fusion, rewards.sandbox
+    total = local.total_timeout_s
+    if total is None:
+        total = max(rewards.timeout_s - local.run_timeout_s - _SANDBOX_STARTS_S, 0.0)
+    limits = ProgramLimits(
+        run_timeout_s=local.run_timeout_s,
+        compile_timeout_s=local.compile_timeout_s,
+        total_timeout_s=total,
+        memory_mb=fusion.memory_limit_mb,
+        files_mb=local.files_mb,
+        output_kb=local.output_kb,
+        processes=local.processes,
+    )
+    return load_sandbox(
+        limits,
+        url=fusion.url,
+        max_concurrent=fusion.max_concurrent,
+        python=local.python,
+        isolated=not local.run_untrusted_code_without_isolation,
+    )
+
+
+def make_reward_model(
+    config: Config, tokenizer: PreTrainedTokenizerBase, compute: ComputeThread
+) -> RewardModel:
+    """The learned reward model."""
+    rewards, device = config.reward_model, device_of(config)
+    assert rewards.model.path is not None, "checked by the configuration"
+    dtype = rewards.model.dtype
+    return RewardModel(
+        rewards.model.path,
+        tokenizer,
+        compute,
+        dtype=dtype_from_name(
+            config.actor_rollout_ref.actor.dtype if dtype == "auto" else dtype, device
+        ),
+        device=device,
+        batch_size=rewards.micro_batch_size_per_gpu,
+        max_length=rewards.max_length,
+    )
+
+
+def make_reward_manager(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    function: Callable[..., Any] | RewardManager | None = None,
+    more_kwargs: Mapping[str, Any] | None = None,
+    compute: ComputeThread | None = None,
+) -> RewardManager:
+    """The scorer of responses. `function` comes before the one that the configuration names, and
+    a manager before all of it; a learned model works on `compute`, by default on a thread of its
+    own; `more_kwargs` are added to `reward_model.reward_kwargs`."""
+    if isinstance(function, RewardManager):
+        return function
+    if function is not None and not callable(function):
+        raise ConfigError(f"reward_fn must be a function or a manager, got {function!r}")
+    r, custom = config.reward_model, config.custom_reward_function
+    name, kwargs = r.reward_manager, {**r.reward_kwargs, **(more_kwargs or {})}
+    if function is None and r.enable:
+        name, function = "batch", make_reward_model(config, tokenizer, compute or ComputeThread())
+        # A call has a deadline, however many responses wait.
+        kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
+    return load_reward_manager(
+        name,
+        decode=decode_with(tokenizer),
+        timeout_s=r.timeout_s,
+        on_failure=r.on_failure,
+        num_workers=r.num_workers,
+        sandbox=make_sandbox(config),
+        custom_path=custom.path,
+        custom_name=custom.name,
+        custom_kwargs=custom.reward_kwargs or None,
+        function=function,
+        reward_kwargs=kwargs or None,
+        terms=r.terms or None,
+    )
+
+
+def _file_prompts(
+    config: Config,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+) -> list[Prompt]:
+    reader = prompt_reader(config, tokenizer)
+    seed = data_seed(config) if config.data.shuffle else None
+    loaded = inspect_prompts(list(files), reader, max_samples=max_samples, seed=seed)
+    loaded.warn(reader.max_prompt_length)
+    return loaded.prompts
+
+
+def make_data_buffer(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | None,
+    parts: GivenParts | None = None,
+) -> DataBuffer:
+    """The training prompts."""
+    d, seed = config.data, data_seed(config)
+    dataset = None if parts is None else parts.train_dataset
+    if dataset is None and is_class(config):
+        dataset = make_dataset(config, tokenizer, d.train_files, d.train_max_samples, train=True)
+    if dataset is not None:
+        sampler, collate = (
+            (None, None) if parts is None else (parts.train_sampler, parts.collate_fn)
+        )
+        return DataBuffer(make_source(config, tokenizer, dataset, sampler, collate))
+    if d.train_files is None:
+        assert task is not None, "checked by resolve_mode"
+        return DataBuffer(TaskSource(task, "train"))
+    if d.mixture_weights is None:
+        prompts = _file_prompts(config, d.train_files, tokenizer, d.train_max_samples)
+        return DataBuffer(prompts, seed=seed, shuffle=d.shuffle)
+    sources = []
+    for file, weight in zip(d.train_files, d.mixture_weights, strict=True):
+        prompts = _file_prompts(config, [file], tokenizer, d.train_max_samples)
+        sources.append((ListSource(prompts, seed=f"{seed}/{file}", shuffle=d.shuffle), weight))
+    return DataBuffer(MixtureSource(sources, seed=seed))
+
+
+def validation_prompts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task | None,
+    *,
+    count: int | None = None,
+    parts: GivenParts | None = None,
+) -> list[Prompt]:
+    """The fixed held-out prompts: `data.val_files`, else the task's held-out split."""
+    d = config.data
+    limit = d.val_max_samples if count is None else count
+    if parts is not None and parts.val_dataset is not None:
+        return all_prompts(config, tokenizer, parts.val_dataset, count=limit)
+    if d.val_files is not None and d.custom_cls.name is not None:
+        dataset = make_dataset(config, tokenizer, d.val_files, d.val_max_samples, train=False)
+        return all_prompts(config, tokenizer, dataset, count=limit)
+    if d.val_files is not None:
+        return _file_prompts(config, d.val_files, tokenizer, limit)
+    if task is None:
+        return []
+    prompts = [task.prompt("held_out", index) for index in range(count or d.val_size)]
+    longest = max(prompts, key=lambda prompt: len(prompt.ids))
+    if len(longest.ids) > d.max_prompt_length:
+        raise DataError(
+            f"the prompt {longest.uid} has {len(longest.ids)} tokens of this tokenizer, more than "
+            f"data.max_prompt_length={d.max_prompt_length}; raise it"
+        )
+    return prompts
+
+
+def make_demonstrations(
+    config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None
+) -> SampleStream:
+    """The SFT samples: `sft.train_files`, else the built-in task's demonstrations."""
+    sft = config.sft
+    if sft.train_files is None:
+        if task is None:
+            raise ConfigError("no SFT data: set sft.train_files=FILE or data.task=countdown")
+        return TaskDemonstrations(task, tokenizer, sft.max_length)
+    seed, files = data_seed(config), sft.train_files
+
+    def stream(chosen: Sequence[str], place: str) -> SampleStream:
+        samples = load_sft_samples(list(chosen), tokenizer, max_length=sft.max_length)
+        return ShuffledSamples(samples, seed=f"{seed}{place}")
+
+    if sft.mixture_weights is None:
+        return stream(files, "")
+    weights = zip(files, sft.mixture_weights, strict=True)
+    parts = [(stream([file], f"/{place}"), w) for place, (file, w) in enumerate(weights)]
+    return MixedSamples(parts, seed=seed)
+
+
+def rl_steps(config: Config, data_buffer: DataBuffer) -> int:
+    """`trainer.total_training_steps`, else whole epochs over the prompts."""
+    trainer, batch = config.trainer, config.data.train_batch_size
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    if data_buffer.endless:
+        raise ConfigError(
+            "data.mixture_weights draws without end, so the number of RL steps must be given; set "
+            "trainer.total_training_steps=100"
+        )
+    steps = trainer.total_epochs * len(data_buffer) // batch
+    if steps == 0:
+        raise DataError(
+            f"{len(data_buffer)} training prompts, {trainer.total_epochs} times over, do not fill "
+            f"one batch of data.train_batch_size={batch}; lower it, or set "
+            "trainer.total_training_steps"
+        )
+    return steps
+
+
+class TaskDemonstrations:
+    """`SampleStream` of a task's demonstrations, endless, from `start` on."""
+
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, start: int = 0
+    ) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._index = start
+
+    def next_sample(self) -> Sample:
+        (sample,) = sft_samples(
+            self._task, self._tokenizer, self._index, 1, max_length=self._max_length
+        )
+        self._index += 1
+        return sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._index = int(state["index"])

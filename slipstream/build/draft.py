@@ -1,0 +1,221 @@
+"""Wiring of a draft head's training: policy, responses, trainer.
+
+Every function takes the configuration and gives one part. Called by `loops.draft`, on the compute
+thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.build.data import decode_with, make_data_buffer, validation_prompts
+from slipstream.build.engine import check_engine, engine_settings, rollout_dtype
+from slipstream.build.policy import add_adapter, device_of, make_decoder
+from slipstream.build.rollouts import sampling_params
+from slipstream.build.speculation import first_head
+from slipstream.config.schema import Config
+from slipstream.config.schema_speculative import DrafterOptimSection
+from slipstream.data.registry import Task
+from slipstream.drafter.acceptance import HeldOut
+from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
+from slipstream.errors import ConfigError
+from slipstream.inference.engine import Engine
+from slipstream.loops.draft import DraftLoopSettings
+from slipstream.loops.draft_data import (
+    FreshResponses,
+    RecordedResponses,
+    Responder,
+    SequenceSource,
+    most_frequent,
+    read_rollouts,
+)
+from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.model import DraftModel
+from slipstream.training.optim import OptimSettings
+from slipstream.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftParts:
+    """What a draft head's training is made of. `policy_digest` tells policies apart."""
+
+    trainer: DraftTrainer
+    source: SequenceSource
+    ends: PolicyEnds
+    responder: Responder
+    held_out: list[Prompt]
+    policy_digest: str
+
+    def hold_out(self, stop: Callable[[], bool]) -> list[HeldOut] | None:
+        """The responses that acceptance is measured on; None where `stop` became true."""
+        return self.responder.respond(self.held_out, "draft-val", stop)
+
+
+def check_draft(config: Config) -> None:
+    """Refuse what a draft head cannot be trained with. Raises ConfigError."""
+    if config.actor_rollout_ref.model.path is None:
+        raise ConfigError(
+            "a draft head learns from a trained policy; set actor_rollout_ref.model.path=FOLDER "
+            "and actor_rollout_ref.model.init=null, or give a run with --checkpoint DIR"
+        )
+    name = config.actor_rollout_ref.rollout.name
+    if name != "embedded":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name} hands over no hidden states, which a draft "
+            "head learns from; set actor_rollout_ref.rollout.name=embedded"
+        )
+    if config.data.task is None and config.data.train_files is None:
+        raise ConfigError(
+            "a draft head needs prompts for the policy to answer; set data.train_files=FILE or "
+            "data.task=countdown"
+        )
+    if config.trainer.val_only:
+        raise ConfigError(
+            "trainer.val_only=true trains nothing, and `slipstream draft` trains a draft head; set "
+            "trainer.val_only=false"
+        )
+
+
+def make_parts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None, policy: Path | None
+) -> DraftParts:
+    """Everything, for the policy in the folder `policy`.
+
+    Raises ConfigError where the settings do not allow it, and CheckpointError for a draft head of
+    another policy.
+    """
+    check_draft(config)
+    draft, train = config.speculative.draft, config.speculative.train
+    decoder = make_decoder(config, tokenizer, policy)
+    if config.actor_rollout_ref.model.lora_adapter_path is not None:
+        add_adapter(config, decoder, first=True)
+    check_engine(config, decoder.config)
+    limits = engine_settings(config, decoder.config)
+    data = make_data_buffer(config, tokenizer, task)
+    records = None
+    if draft.rollout_files is not None:
+        records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
+
+    def answering(aux_layers: tuple[int, ...] = ()) -> Responder:
+        decode = decode_with(tokenizer)
+        return Responder(
+            engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
+            params=sampling_params(config),
+            seed=config.trainer.seed,
+        )
+
+    def frequent(size: int) -> list[int]:
+        if records is not None:
+            answers: Iterable[Sequence[int]] = (response for _, response in records)
+        else:
+            # Those of the first round, which will be given again.
+            before = data.state_dict()
+            answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
+            data.load_state_dict(before)
+        return most_frequent(answers, size, decoder.config.vocab_size)
+
+    head, _ = first_head(config, decoder, frequent)
+    responder = answering(head.aux_layers)
+    held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
+    source: SequenceSource
+    if records is None:
+        source = FreshResponses(
+            responder, data, samples=draft.samples_per_round, max_length=train.max_seq_len
+        )
+    else:
+        with torch.no_grad():
+            packed = decoder.pack(limits.dtype)
+        source = RecordedResponses(
+            packed,
+            records,
+            samples=draft.samples_per_round,
+            max_length=train.max_seq_len,
+            seed=config.trainer.seed,
+            aux_layers=head.aux_layers,
+        )
+    ends = PolicyEnds.of(decoder, limits.dtype)
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in decoder.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return DraftParts(
+        trainer=DraftTrainer(
+            head.to(device_of(config)),
+            train_settings(config, head, draft.optim, draft.total_training_steps),
+        ),
+        source=source,
+        ends=ends,
+        responder=responder,
+        # Without validation prompts: training prompts, answered with other noise.
+        held_out=held_out or data.get_prompts(draft.held_out_samples),
+        policy_digest=digest.hexdigest(),
+    )
+
+
+def train_settings(
+    config: Config, head: DraftModel, optim: DrafterOptimSection, total_steps: int
+) -> DraftTrainSettings:
+    """What one training step of `head` does: `speculative.train`, with an optimizer for so many
+    steps. Raises ConfigError for a loss that such a head does not have."""
+    train, eagle3 = config.speculative.train, isinstance(head, Eagle3Head)
+    value_weight, depth, depth_decay = (0.0, 5, 0.8) if eagle3 else (1.0, 1, 1.0)
+    if eagle3 and train.value_weight:
+        raise ConfigError(
+            f"speculative.train.value_weight={train.value_weight:g}: an EAGLE3 head predicts no "
+            "features; set speculative.train.value_weight=null"
+        )
+    topk, tokens = config.speculative.eagle.spec_topk, head.config.vocab_size
+    if head.tokens is not None:
+        tokens = len(head.tokens)
+    if train.topk_mass_weight and topk >= tokens:
+        raise ConfigError(
+            f"speculative.train.topk_mass_weight={train.topk_mass_weight:g}: the "
+            f"speculative.eagle.spec_topk={topk} best of the {tokens} tokens that the head drafts "
+            f"are all of them; set speculative.eagle.spec_topk below {tokens}, or "
+            "speculative.train.topk_mass_weight=0"
+        )
+    return DraftTrainSettings(
+        optim=OptimSettings(
+            lr=optim.lr,
+            optimizer=optim.optimizer,
+            muon_lr=optim.muon_lr if optim.optimizer == "Muon" else None,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
+            warmup_steps=optim.lr_warmup_steps,
+            schedule=optim.lr_scheduler_type,
+            min_lr_ratio=optim.min_lr_ratio or 0.0,
+            total_steps=total_steps,
+        ),
+        compute_dtype=rollout_dtype(config),
+        grad_clip=train.grad_clip,
+        value_weight=value_weight if train.value_weight is None else train.value_weight,
+        soft_weight=train.soft_weight,
+        acceptance_weight=train.acceptance_weight,
+        topk_mass_weight=train.topk_mass_weight,
+        topk=topk,
+        depth=depth if train.depth is None else train.depth,
+        depth_decay=depth_decay if train.depth_decay is None else train.depth_decay,
+        feature_noise=train.feature_noise,
+        seed=config.trainer.seed,
+    )
+
+
+def loop_settings(config: Config) -> DraftLoopSettings:
+    """Lengths of the loop."""
+    draft = config.speculative.draft
+    return DraftLoopSettings(
+        total_steps=draft.total_training_steps,
+        steps_per_round=draft.steps_per_round,
+        batch_size=config.speculative.train.batch_size_per_gpu,
+        seed=config.trainer.seed,
+    )

@@ -1,0 +1,58 @@
+"""Checks that sequences fit the token budgets and the context of the policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.build.algorithm import (
+    critic_budget,
+    wants_critic,
+)
+from slipstream.build.policy import (
+    device_of,
+    max_model_len,
+    too_long,
+)
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.numerics import dtype_from_name
+from slipstream.models.policy import PolicyConfig
+from slipstream.training.packing import padded_length
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
+    """Refuse a budget of tokens per forward pass that one sequence exceeds with its padding, where
+    rows are padded. Raises ConfigError."""
+    actor, device = config.actor_rollout_ref.actor, device_of(config)
+    dtype = dtype_from_name(actor.dtype, device)
+    if isinstance(policy, ModelConfig) and takes_sequences_in_a_row(policy, dtype, device):
+        return
+    key, longest = "ppo_max_token_len_per_gpu", max_model_len(config)
+    budgets: dict[str, tuple[int | None, int]] = {}
+    if "sft" in mode:
+        sft = config.sft
+        budgets["sft.max_tokens_per_micro_batch"] = sft.max_tokens_per_micro_batch, sft.max_length
+    if "rl" in mode:
+        own = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+        budgets[f"actor_rollout_ref.actor.{key}"] = own, longest
+        if wants_critic(config):
+            budgets[f"critic.{key}"] = critic_budget(config), longest
+    for name, (budget, length) in budgets.items():
+        if budget is not None and budget < padded_length(length):
+            raise ConfigError(
+                f"{name}={budget} cannot hold one sequence of {length} tokens, which takes "
+                f"{padded_length(length)} with its padding; set {name}={padded_length(length)}"
+            )
+
+
+def check_demonstrations(config: Config, policy: PolicyConfig) -> None:
+    """Refuse an SFT on texts that may be too long for the policy. Raises ConfigError."""
+    longest, limit = config.sft.max_length, policy.context_limit
+    if longest > limit.tokens:
+        raise ConfigError(f"SFT texts {too_long(longest, limit, f'sft.max_length={limit.tokens}')}")

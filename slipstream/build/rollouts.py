@@ -1,0 +1,93 @@
+"""Builds the rollout manager, and the sampling settings of training and validation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.build.algorithm import (
+    group_filter,
+    wants_greedy,
+)
+from slipstream.config.schema import Config
+from slipstream.config.schema_actor import ValKwargsSection
+from slipstream.config.val_settings import val_settings
+from slipstream.data.data_buffer import DataBuffer
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops.evaluate import EvalSettings
+from slipstream.rewards.protocol import RewardManager
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.types import GenerationSink, SamplingParams
+
+if TYPE_CHECKING:
+    pass
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    r = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=r.temperature if r.do_sample else 0.0,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        min_p=r.min_p,
+        stop_token_ids=r.stop_token_ids,
+        stop=r.stop,
+        ignore_eos=r.ignore_eos,
+    )
+
+
+def eval_settings(config: Config) -> EvalSettings:
+    """How validation is sampled: `rollout.val_kwargs`."""
+    r = config.actor_rollout_ref.rollout
+
+    def settings(v: ValKwargsSection) -> EvalSettings:
+        return EvalSettings(
+            params=SamplingParams(
+                max_tokens=config.data.max_response_length,
+                temperature=v.temperature if v.do_sample else 0.0,
+                top_k=v.top_k,
+                top_p=v.top_p,
+                stop_token_ids=r.stop_token_ids,
+                stop=r.stop,
+            ),
+            seed=config.trainer.seed,
+            n=v.n,
+            batch_size=config.data.val_batch_size,
+            timeout_s=config.trainer.stage_timeout_s,
+        )
+
+    by_source = {name: settings(val_settings(config, name)) for name in r.val_kwargs.by_source}
+    return replace(settings(r.val_kwargs), by_source=by_source)
+
+
+def make_rollouts(
+    config: Config,
+    engine: InferenceEngine,
+    data_buffer: DataBuffer,
+    rewards: RewardManager,
+    *,
+    sink: GenerationSink | None = None,
+) -> AsyncRolloutManager:
+    """The rollout manager over one engine; `sink` may take hidden states from its decoding."""
+    r = config.actor_rollout_ref.rollout
+    settings = RolloutSettings(
+        batch_size=config.data.train_batch_size,
+        n=r.n,
+        params=sampling_params(config),
+        seed=config.trainer.seed,
+        over_sampling=r.over_sample_rate,
+        partial_rollout=r.partial_rollout,
+        timeout_s=r.timeout_s or config.trainer.stage_timeout_s,
+        greedy_baseline=wants_greedy(config),
+    )
+    wanted = config.algorithm.filter_groups
+    if wanted.enable:
+        # So many batches of prompts, of which one is kept.
+        tries = wanted.max_num_gen_batches - 1 if wanted.max_num_gen_batches else math.inf
+        settings = replace(settings, max_rejected=tries)
+    return AsyncRolloutManager(
+        [engine], data_buffer, rewards, settings, group_filter=group_filter(config), sink=sink
+    )

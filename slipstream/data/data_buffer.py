@@ -1,0 +1,338 @@
+"""Where prompts come from, in which order, and exactly how far we are.
+
+The only stateful part of the data path. Order is a function of the seed and a position, so a
+restored buffer goes on with the very prompt that it would have given next. Knows nothing of
+rollouts. Called by the rollout manager; its state goes into checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from slipstream.data.keyed import KeyedDraws
+from slipstream.errors import ConfigError, DataError
+from slipstream.types import Prompt
+
+State = dict[str, Any]
+"""A position: JSON types only."""
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """An endless supply of prompts with an exact, restorable position."""
+
+    def next_prompt(self) -> Prompt:
+        """The next prompt; never ends."""
+        ...
+
+    def state_dict(self) -> State: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class FiniteSource(PromptSource, Protocol):
+    """A source with epochs."""
+
+    epoch_id: int
+    sample_offset: int
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        ...
+
+
+@runtime_checkable
+class ListeningSource(PromptSource, Protocol):
+    """A source that may depend on what was trained on."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether it wants to be told."""
+        ...
+
+    def place_of(self, uid: str) -> int:
+        """Where a prompt that was drawn has come from."""
+        ...
+
+    def on_batch_end(self, batch: Any) -> None:
+        """`batch` was trained on: VERL's `DataProto`."""
+        ...
+
+
+class PromptTask(Protocol):
+    """A task whose prompts have addresses (the countdown task is one)."""
+
+    name: str
+
+    def prompt(self, split: Literal["train", "held_out"], index: int) -> Prompt:
+        """The prompt at `index`; the same for the same arguments, always."""
+        ...
+
+    def parameters(self) -> dict[str, Any]:
+        """What the task is a function of, as JSON types."""
+        ...
+
+
+class ListSource:
+    """A finite list, again and again: one pass is an epoch, each with its own seeded shuffle.
+
+    `Prompt.epoch` is set. Raises `DataError` for an empty list and for prompts of equal uid, which
+    would share their sampling noise.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int | str, shuffle: bool) -> None:
+        if not prompts:
+            raise DataError("no prompts: the dataset is empty")
+        uid, count = Counter(p.uid for p in prompts).most_common(1)[0]
+        if count > 1:
+            raise DataError(
+                f"prompt uid {uid!r} occurs {count} times; every prompt of a source needs its own"
+            )
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def uids(self) -> list[str]:
+        return [p.uid for p in self._prompts]
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        order = range(len(self._prompts))
+        if not self._shuffle:
+            return order
+        return KeyedDraws("epoch-order", self._seed, epoch).shuffled(order)
+
+    def next_prompt(self) -> Prompt:
+        if self.sample_offset == len(self._prompts):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order = self._order_of(self.epoch_id)
+        prompt = self._prompts[self._order[self.sample_offset]]
+        self.sample_offset += 1
+        return replace(prompt, epoch=self.epoch_id)
+
+    def _identity(self) -> State:
+        # What is asked, not only what it is called: files are edited in place.
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self._prompts:
+            digest.update(f"{prompt.uid}\x1f{prompt.ids}\x1f{prompt.ground_truth!r}\x1e".encode())
+        return {
+            "kind": "list",
+            "prompts": len(self._prompts),
+            "content": digest.hexdigest(),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def state_dict(self) -> State:
+        return {
+            **self._identity(),
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a recorded position. Raises `DataError` if it is another list's."""
+        check_identity(state, self._identity())
+        self.epoch_id = count_in(state, "epoch_id")
+        self.sample_offset = count_in(state, "sample_offset")
+        if self.sample_offset > len(self._prompts):
+            raise DataError(
+                f"data position: sample_offset {self.sample_offset} is past the {len(self)} prompts"
+            )
+        self._order = self._order_of(self.epoch_id)
+
+
+class TaskSource:
+    """The prompts of an endless task, index by index from `start`. There are no epochs."""
+
+    def __init__(
+        self,
+        task: PromptTask,
+        split: Literal["train", "held_out"] = "train",
+        *,
+        start: int = 0,
+    ) -> None:
+        self._task = task
+        self._split: Literal["train", "held_out"] = split
+        self.index = start
+
+    def next_prompt(self) -> Prompt:
+        prompt = self._task.prompt(self._split, self.index)
+        self.index += 1
+        return prompt
+
+    def _identity(self) -> State:
+        return {
+            "kind": "task",
+            "task": self._task.name,
+            "split": self._split,
+            "parameters": self._task.parameters(),
+        }
+
+    def state_dict(self) -> State:
+        return {**self._identity(), "index": self.index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a recorded position. Raises `DataError` if it is another task's or split's."""
+        check_identity(state, self._identity())
+        self.index = count_in(state, "index")
+
+
+class MixtureSource:
+    """Draws each prompt from one of several sources, with the given weights.
+
+    Which source is drawn is a function of the seed and of how many were drawn before. Each source
+    keeps its own position and epochs. A finite list may stand for a source: it is shuffled.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[PromptSource | Sequence[Prompt], float]], *, seed: int
+    ) -> None:
+        if not parts:
+            raise ConfigError("mixture: no sources")
+        weights = [float(weight) for _, weight in parts]
+        if any(not 0.0 < weight < float("inf") for weight in weights):
+            raise ConfigError(f"mixture: weights must be positive and finite, got {weights}")
+        self._sources: list[PromptSource] = [
+            part
+            if isinstance(part, PromptSource)
+            else ListSource(part, seed=f"{seed}/{place}", shuffle=True)
+            for place, (part, _) in enumerate(parts)
+        ]
+        owners = Counter(u for s in self._sources if isinstance(s, ListSource) for u in s.uids)
+        shared = [uid for uid, count in owners.items() if count > 1]
+        if shared:
+            raise DataError(
+                f"mixture: prompt uid {shared[0]!r} occurs in {owners[shared[0]]} sources "
+                f"({len(shared)} such uids): rename files of equal name, and to draw a source more "
+                "often, raise its weight"
+            )
+        self._weights = weights
+        self._seed = seed
+        self.drawn = 0
+
+    def next_prompt(self) -> Prompt:
+        unit = KeyedDraws("mixture", self._seed, self.drawn).unit() * sum(self._weights)
+        self.drawn += 1
+        for source, weight in zip(self._sources, self._weights, strict=True):
+            unit -= weight
+            if unit < 0.0:
+                return source.next_prompt()
+        # Only rounding of the sum can lead here.
+        return self._sources[-1].next_prompt()
+
+    def _identity(self) -> State:
+        return {"kind": "mixture", "weights": self._weights, "seed": self._seed}
+
+    def state_dict(self) -> State:
+        return {
+            **self._identity(),
+            "drawn": self.drawn,
+            "sources": [source.state_dict() for source in self._sources],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a recorded position, in every source. Raises `DataError` for another mixture's."""
+        check_identity(state, self._identity())
+        states = state.get("sources")
+        if not isinstance(states, list) or len(states) != len(self._sources):
+            raise DataError(
+                f"data position: a mixture of {len(self._sources)} sources, got {states!r}"
+            )
+        drawn = count_in(state, "drawn")
+        for source, source_state in zip(self._sources, states, strict=True):
+            source.load_state_dict(source_state)
+        self.drawn = drawn
+
+
+class DataBuffer:
+    """Hands out prompts and knows its exact position.
+
+    `prompts` is a finite list (epochs; `shuffle` draws a new order for each) or a `PromptSource`,
+    which has its own order: `seed` and `shuffle` apply to lists only.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt] | PromptSource, *, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        self._source: PromptSource = (
+            prompts
+            if isinstance(prompts, PromptSource)
+            else ListSource(prompts, seed=seed, shuffle=shuffle)
+        )
+
+    def get_prompts(self, n: int) -> list[Prompt]:
+        """The next `n` prompts. An epoch's rest and the next one's beginning may share a call."""
+        if n < 0:
+            raise ConfigError(f"cannot get {n} prompts")
+        return [self._source.next_prompt() for _ in range(n)]
+
+    @property
+    def endless(self) -> bool:
+        """Whether there are no epochs."""
+        return not isinstance(self._source, FiniteSource)
+
+    @property
+    def epoch_id(self) -> int:
+        """The epoch of the last prompt handed out; 0 for endless sources."""
+        return self._source.epoch_id if isinstance(self._source, FiniteSource) else 0
+
+    @property
+    def sample_offset(self) -> int:
+        """Prompts handed out in this epoch; 0 for endless sources."""
+        return self._source.sample_offset if isinstance(self._source, FiniteSource) else 0
+
+    def __len__(self) -> int:
+        """Prompts in one epoch. Raises `TypeError` for an endless source."""
+        if not isinstance(self._source, FiniteSource):
+            raise TypeError(
+                "an endless prompt source has no length; set trainer.total_training_steps"
+            )
+        return len(self._source)
+
+    @property
+    def listener(self) -> ListeningSource | None:
+        """The source, where it wants to be told of batches."""
+        source = self._source
+        return source if isinstance(source, ListeningSource) and source.listens else None
+
+    def __bool__(self) -> bool:
+        return True
+
+    def state_dict(self) -> State:
+        """The position, as JSON types."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a recorded position. Raises `DataError` where the data are not the same."""
+        self._source.load_state_dict(state)
+
+
+def check_identity(state: Mapping[str, Any], expected: State) -> None:
+    """Raises `DataError` where `state` is of other data than `expected`."""
+    for key, value in expected.items():
+        if state.get(key) != value:
+            raise DataError(
+                f"data position: it was recorded with {key} = {state.get(key)!r}, but now it is "
+                f"{value!r}. Resume with the same data, seed and data.shuffle, or start a new run"
+            )
+
+
+def count_in(state: Mapping[str, Any], key: str) -> int:
+    """A count of `state`. Raises `DataError` where it is none."""
+    value = state.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"data position: {key} must be a count, got {value!r}")
+    return value

@@ -1,0 +1,293 @@
+"""Prompts from a map-style data set, in the order of a sampler, item by item.
+
+The `PromptSource` of data sets that are classes: VERL's, and a user's own. An item is asked for
+when its prompt is due, so that a data set may change between steps. Called by the data buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.data.data_buffer import State, check_identity, count_in
+from slipstream.data.datasets import PromptReader
+from slipstream.data.items import as_prompt
+from slipstream.data.keyed import KeyedDraws
+from slipstream.errors import DataError
+from slipstream.types import Prompt
+from slipstream.user_code import called
+
+log = logging.getLogger(__name__)
+
+
+class DatasetSource:
+    """Items of `dataset` (`__len__`, `__getitem__`) again and again.
+
+    `sampler` yields the places of an epoch; None: all of them, shuffled anew each time with
+    `shuffle`. `collate` makes a batch of items, and gets them one by one. A prompt that is drawn
+    again gets the next `epoch`, so that it has other noise; one that is too long is passed over
+    where the `reader` filters. Data set and sampler may have `state_dict` and `load_state_dict`,
+    which go into checkpoints; `on_batch_end(batch)` and `update(batch)` are called after each
+    step. Raises `DataError` for a data set without rows, and whatever user's code raises as one
+    that names it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        reader: PromptReader,
+        *,
+        seed: int | str,
+        shuffle: bool,
+        sampler: Any = None,
+        collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._dataset, self._sampler, self._collate = dataset, sampler, collate
+        self._reader = reader
+        self._seed, self._shuffle = seed, shuffle
+        self._name = type(dataset).__name__
+        self._drawn: dict[str, int] = {}
+        self._places: dict[str, int] = {}
+        self._passed_over = False
+        self.epoch_id = 0
+        self.sample_offset = 0
+        self._length = self._epoch_length()
+        content = (
+            called(dataset.identity, f"{self._name}.identity") if _has(dataset, "identity") else ""
+        )
+        self._identity = {
+            "kind": "dataset",
+            "dataset": self._name,
+            "rows": called(len, f"{self._name}.__len__", dataset),
+            "content": content,
+            "sampler": None if sampler is None else type(sampler).__name__,
+            "seed": seed,
+            "shuffle": shuffle,
+        }
+        if _has(sampler, "update") and not _has(sampler, "state_dict"):
+            log.warning(
+                "%s learns from batches and has no state_dict: a run that is resumed begins with "
+                "it anew",
+                type(sampler).__name__,
+            )
+        for part in (sampler, dataset):
+            if _has(part, "state_dict") and not _has(part, "load_state_dict"):
+                raise DataError(f"{type(part).__name__} has a state_dict and no load_state_dict")
+        self.state_dict()  # is refused now, not when the first checkpoint is due
+        self._order: Iterator[int] | None = None  # not begun
+
+    def __len__(self) -> int:
+        return self._length
+
+    def next_prompt(self) -> Prompt:
+        passed = 0
+        while True:
+            if self.sample_offset >= self._length:
+                self.epoch_id += 1
+                self.sample_offset = 0
+                self._length = self._epoch_length()
+                self._order = None
+            prompt = self._prompt(self._next_place())
+            self.sample_offset += 1
+            if prompt is not None:
+                return prompt
+            passed += 1
+            if passed > self._length:
+                raise DataError(
+                    f"no item of {self._name} can be used: {passed} in a row have more than "
+                    f"data.max_prompt_length={self._reader.max_prompt_length} tokens, or their "
+                    "chat template failed; raise it, or set data.truncation and "
+                    "data.filter_overlong_prompts=false"
+                )
+
+    def _prompt(self, index: int) -> Prompt | None:
+        """The prompt of an item, None where it is passed over."""
+        where, reader = f"{self._name}[{index}]", self._reader
+        render = partial(as_prompt, self._item(index), reader=reader, name=self._name, index=index)
+        loaded = reader.keep([(index, where, render)])
+        if not loaded.prompts:
+            if not self._passed_over:
+                why = loaded.failed or [f"{where}, of more tokens than data.max_prompt_length,"]
+                log.warning("%s is passed over, as all such items are", why[0])
+            self._passed_over = True
+            return None
+        (prompt,) = loaded.prompts
+        if self._places.setdefault(prompt.uid, index) != index:
+            raise DataError(
+                f"{where} has the uid {prompt.uid!r} of {self._name}"
+                f"[{self._places[prompt.uid]}]; every item needs its own, or none"
+            )
+        times = self.epoch_id
+        if self._sampler is not None:  # which may draw an item more than once in an epoch
+            times = self._drawn.get(prompt.uid, 0)
+            self._drawn[prompt.uid] = times + 1
+        return replace(prompt, epoch=times)
+
+    def _item(self, index: int) -> Any:
+        where = f"{self._name}.__getitem__({index})"
+        item = called(self._dataset.__getitem__, where, index)
+        if self._collate is None:
+            return item
+        batch = called(self._collate, "collate_fn", [item])
+        if not isinstance(batch, Mapping):
+            raise DataError(f"collate_fn must return a mapping, got {type(batch).__name__}")
+        return {key: called(_first, f"collate_fn's {key!r}", batch[key]) for key in batch}
+
+    @property
+    def listens(self) -> bool:
+        """Whether anything wants to know what was trained on."""
+        return _has(self._dataset, "on_batch_end") or _has(self._sampler, "update")
+
+    def place_of(self, uid: str) -> int:
+        """Where in the data set a prompt that was drawn has come from."""
+        return self._places[uid]
+
+    def on_batch_end(self, batch: Any) -> None:
+        """Tell the sampler and the data set of a batch that was trained on."""
+        for listener, method in ((self._sampler, "update"), (self._dataset, "on_batch_end")):
+            if _has(listener, method):
+                called(getattr(listener, method), f"{type(listener).__name__}.{method}", batch)
+
+    def state_dict(self) -> State:
+        return {
+            **self._identity,
+            "epoch_id": self.epoch_id,
+            "sample_offset": self.sample_offset,
+            "epoch_length": self._length,
+            "drawn": dict(self._drawn),
+            "places": dict(self._places),
+            "sampler_state": _state(self._sampler),
+            "dataset_state": _state(self._dataset),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a recorded position. Raises `DataError` if it is another data set's."""
+        check_identity(state, self._identity)
+        _restore(self._dataset, state.get("dataset_state"))
+        self.epoch_id = count_in(state, "epoch_id")
+        self.sample_offset = count_in(state, "sample_offset")
+        self._length = count_in(state, "epoch_length")
+        self._drawn = {str(k): int(v) for k, v in state["drawn"].items()}
+        self._places = {str(k): int(v) for k, v in state["places"].items()}
+        if state.get("sampler_state") is not None:
+            _restore(self._sampler, state["sampler_state"])
+            self._order = None
+            return
+        if self._sampler is not None:
+            # What it draws may depend on how often it was iterated over.
+            for epoch in range(self.epoch_id):
+                for _ in islice(self._begin(epoch), self._length):
+                    pass
+        self._order = None
+        for _ in range(self.sample_offset):
+            self._next_place()
+
+    def _epoch_length(self) -> int:
+        measured = self._dataset if self._sampler is None else self._sampler
+        name = type(measured).__name__
+        if not _has(measured, "__len__"):
+            raise DataError(f"{name} has no length: give the class a __len__")
+        length: int = called(len, f"{name}.__len__", measured)
+        if length < 1:
+            raise DataError(
+                f"{self._name} has no rows: give it data files, set self.dataframe, or define "
+                "__len__"
+            )
+        return length
+
+    def _begin(self, epoch: int | None = None) -> Iterator[int]:
+        """The places of an epoch, by default of the present one."""
+        epoch = self.epoch_id if epoch is None else epoch
+        if self._sampler is None:
+            order: Sequence[int] = range(self._length)
+            if self._shuffle:
+                order = KeyedDraws("epoch-order", self._seed, epoch).shuffled(order)
+            return iter(order)
+        name = f"{type(self._sampler).__name__}.__iter__"
+        if _has(self._sampler, "update") or _has(self._sampler, "state_dict"):
+            return _guarded(self._sampler, name)
+        # One without a state may draw from the generators that all share: its order is to be a
+        # function of the seed and the epoch all the same.
+        with _seeded(KeyedDraws("sampler", self._seed, epoch).below(1 << 31)):
+            return iter(list(islice(_guarded(self._sampler, name), self._length)))
+
+    def _next_place(self) -> int:
+        if self._order is None:
+            self._order = self._begin()
+        for place in self._order:
+            found: int = called(int, f"a place of {type(self._sampler).__name__}", place)
+            count = called(len, f"{self._name}.__len__", self._dataset)
+            if not 0 <= found < count:
+                raise DataError(
+                    f"the sampler {type(self._sampler).__name__} drew place {found} of "
+                    f"{self._name}, which has {count} items"
+                )
+            return found
+        raise DataError(
+            f"the sampler {type(self._sampler).__name__} of {self._name} has a length of "
+            f"{self._length} and yields fewer places"
+        )
+
+
+def _first(values: Any) -> Any:
+    return values[0]
+
+
+def _has(part: Any, method: str) -> bool:
+    return callable(getattr(part, method, None))
+
+
+def _guarded(sampler: Any, name: str) -> Iterator[int]:
+    """What a sampler yields; what it raises names it."""
+    places = called(iter, name, sampler)
+    nothing = object()
+    while (place := called(next, name, places, nothing)) is not nothing:
+        yield place
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The shared generators of torch, NumPy and Python begin at `seed` in the body, and are as they
+    were after it."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def _state(part: Any) -> Any:
+    """What a part keeps, if it keeps anything. Raises `DataError` for what is not of JSON's
+    types."""
+    if not _has(part, "state_dict"):
+        return None
+    name = f"{type(part).__name__}.state_dict"
+    state = called(part.state_dict, name)
+    try:
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name} goes into checkpoints and must hold only strings, finite numbers, lists and "
+            f"objects: {error}"
+        ) from error
+    return state
+
+
+def _restore(part: Any, state: Any) -> None:
+    if state is not None:
+        called(part.load_state_dict, f"{type(part).__name__}.load_state_dict", state)

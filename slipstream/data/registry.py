@@ -1,0 +1,91 @@
+"""Built-in tasks by name.
+
+Called by `build.parts` with the options of the configuration; knows no task's rules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+from slipstream.data.countdown import CountdownTask
+from slipstream.data.gym import ReasoningGymTask
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.types import Message, Prompt
+
+
+class Task(Protocol):
+    """An endless, seeded task: prompts, and demonstrations to imitate first."""
+
+    name: str
+
+    def prompt(self, split: Literal["train", "held_out"], index: int) -> Prompt: ...
+
+    def demonstration(
+        self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
+    ) -> list[Message]: ...
+
+    def parameters(self) -> dict[str, Any]: ...
+
+    def max_prompt_tokens(self) -> int: ...
+
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    CountdownTask.name: CountdownTask,
+    ReasoningGymTask.name: ReasoningGymTask,
+}
+
+
+def register_task(name: str, factory: Callable[..., Task]) -> None:
+    """Add a task; `factory(seed, **options)` builds it. Raises `ConfigError` for a taken name."""
+    if name in _TASKS:
+        raise ConfigError(f"task {name!r} exists already; choose another name")
+    _TASKS[name] = factory
+
+
+def task_names() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_TASKS)
+
+
+_GIVEN = ("seed", "tokenizer", "max_prompt_length")
+"""What a task gets from the run, if its factory takes it."""
+
+
+def get_task(
+    name: str,
+    seed: int = 0,
+    *,
+    tokenizer: Any = None,
+    max_prompt_length: int | None = None,
+    **options: Any,
+) -> Task:
+    """Build the task `name`. Raises `ConfigError` for unknown names and options, with near ones,
+    and for a missing one.
+
+    `tokenizer`, which renders prompts, and `max_prompt_length` go to tasks whose factories take
+    them.
+    """
+    factory = _TASKS.get(name)
+    if factory is None:
+        raise ConfigError(f"unknown task {name!r}{_near(name, task_names())}")
+    signature = inspect.signature(factory)
+    known = [p for p in signature.parameters if p not in _GIVEN]
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"task {name!r} has no option {option!r}{_near(option, known)}")
+    for given, value in (("tokenizer", tokenizer), ("max_prompt_length", max_prompt_length)):
+        if value is not None and given in signature.parameters:
+            options[given] = value
+    for option in known:
+        required = signature.parameters[option].default is inspect.Parameter.empty
+        if required and option not in options:
+            raise ConfigError(
+                f"task {name!r} needs its option {option!r}; set data.task_kwargs.{option}"
+            )
+    return factory(seed, **options)
+
+
+def _near(word: str, known: list[str]) -> str:
+    return f"{did_you_mean(word, known)} (known: {', '.join(sorted(known))})"

@@ -1,0 +1,304 @@
+"""VERL's data sets for RL as classes to use, or to inherit from: files in its row schema, and files
+to which a generator of one's own adds rows while training goes on.
+
+Knows files and tokenizers, not order or rewards. `data.custom_cls` names a class of one's own,
+which `build.dataset` makes; `dataset_source` draws from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slipstream.data.datasets import LoadedPrompts, PromptReader, none_left
+from slipstream.data.items import as_item
+from slipstream.data.rows import DataRow, read_rows, subset
+from slipstream.errors import ConfigError, DataError
+from slipstream.types import Prompt
+from slipstream.user_code import called, load_named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+_MAX_PROMPT_LENGTH = 1024
+"""VERL's, where no configuration says another."""
+
+
+class LoadedRow(dict[str, Any]):
+    """The columns of a row, and where they come from."""
+
+    def __init__(self, origin: DataRow) -> None:
+        super().__init__(origin.values)
+        self.origin = origin
+
+
+class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """The rows of parquet, JSONL or JSON files as VERL's items (`items.as_item`).
+
+    `config` is the section `data` as a mapping (keys: `prompt_key`, `reward_fn_key`,
+    `max_prompt_length`, `truncation`, `filter_overlong_prompts`, `apply_chat_template_kwargs`,
+    `shuffle`, `seed`). Rows whose template fails are left out, counted and named.
+
+    `self.dataframe` is the list of rows; an item is made from its row when it is asked for. A
+    subclass may filter or change it, define VERL's `_read_files_and_tokenize`,
+    `maybe_filter_out_long_prompts` and `_build_messages`, or have rows of its own: without
+    `data_files` it sets `self.dataframe` or defines `__len__`, and defines `__getitem__`; one that
+    holds an environment in `self.env` is as long as that.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        """Raises `DataError` for files that cannot be read and where no row is left."""
+        self.config: Mapping[str, Any] = {} if config is None else config
+        self.data_files = data_files
+        self.tokenizer: Any = tokenizer
+        self.tokenizer_kwargs: dict[str, Any] = {}
+        self.processor = processor
+        self.max_samples = max_samples
+        self.prompt_key = str(self.config.get("prompt_key", "prompt"))
+        self.max_prompt_length = int(self.config.get("max_prompt_length", _MAX_PROMPT_LENGTH))
+        self._identity = ""
+        if data_files is not None:
+            self._read_files_and_tokenize()
+            content = repr(list(self.dataframe)).encode()
+            self._identity = hashlib.blake2b(content, digest_size=8).hexdigest()
+        elif not hasattr(self, "dataframe"):
+            self.dataframe: Any = []
+
+    def __len__(self) -> int:
+        env: Any = getattr(self, "env", None)
+        return len(env if len(self.dataframe) == 0 and hasattr(env, "__len__") else self.dataframe)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Item `index` with all columns of its row but the prompt."""
+        row = self.dataframe[index]
+        prompt, columns = self._rendered(row, index)
+        self._reader().truncate(prompt, self._where(row, index))
+        pad = self.tokenizer.pad_token_id
+        return as_item(
+            prompt, columns, length=self.max_prompt_length, pad=0 if pad is None else pad
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def identity(self) -> str:
+        """What the rows are, so that a run is not resumed with others; "" without files."""
+        return self._identity
+
+    def _read_files_and_tokenize(self) -> None:
+        seed = self.config.get("seed") if self.config.get("shuffle", True) else None
+        assert self.data_files is not None
+        rows = subset(read_rows(self.data_files), max_samples=self.max_samples, seed=seed)
+        self.dataframe = self.maybe_filter_out_long_prompts([LoadedRow(row) for row in rows])
+
+    def maybe_filter_out_long_prompts(self, dataframe: Sequence[Any]) -> list[Any]:
+        """The rows that can be rendered and, with `filter_overlong_prompts`, are short enough; the
+        others are counted and named in a warning. Raises `DataError` where none is left."""
+        loaded = self._kept(dataframe)
+        loaded.warn(self.max_prompt_length)
+        if not loaded.rows:
+            raise none_left(loaded, self.max_prompt_length)
+        return loaded.rows
+
+    def _build_messages(self, example: dict[str, Any]) -> Any:
+        """Take the prompt out of a row's columns: messages, or text."""
+        return example.pop(self.prompt_key, None)
+
+    def _kept(self, rows: Sequence[Any]) -> LoadedPrompts:
+        return self._reader().keep(
+            (row, self._where(row, index), partial(self._prompt, row, index))
+            for index, row in enumerate(rows)
+        )
+
+    def _prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
+        return self._rendered(row, index)[0]
+
+    def _rendered(self, row: Mapping[str, Any], index: int) -> tuple[Prompt, dict[str, Any]]:
+        """The whole prompt of a row, and its other columns."""
+        columns = dict(row)
+        messages = self._build_messages(columns)
+        values = {k: v for k, v in columns.items() if k != self.prompt_key}
+        if messages is not None:
+            values[self.prompt_key] = messages
+        name = type(self).__name__
+        origin = row.origin if isinstance(row, LoadedRow) else DataRow(Path(name), index, {}, name)
+        where = self._where(row, index)
+        prompt = self._reader().prompt(
+            DataRow(origin.file, origin.number, values, origin.source, where)
+        )
+        return prompt, {k: v for k, v in values.items() if k != self.prompt_key}
+
+    def _where(self, row: Any, index: int) -> str:
+        return row.origin.where if isinstance(row, LoadedRow) else f"{type(self).__name__}[{index}]"
+
+    def _reader(self) -> PromptReader:
+        if self.tokenizer is None:
+            raise DataError(f"{type(self).__name__} reads prompts and has no tokenizer; give one")
+        return PromptReader(
+            tokenizer=self.tokenizer,
+            max_prompt_length=self.max_prompt_length,
+            prompt_key=self.prompt_key,
+            reward_fn_key=str(self.config.get("reward_fn_key", "data_source")),
+            truncation=self.config.get("truncation", "error"),
+            filter_overlong=bool(self.config.get("filter_overlong_prompts", True)),
+            processor=self.processor,
+            template_kwargs=dict(self.config.get("apply_chat_template_kwargs") or {}),
+        )
+
+
+class AbstractDataGenerator(ABC):
+    """Makes rows for a `DynamicGenDataset`; `config` is its `data` section.
+
+    One that remembers something has `state_dict` and `load_state_dict`, of JSON's types, so that a
+    resumed run goes on exactly.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self.config: Mapping[str, Any] = {} if config is None else config
+
+    @abstractmethod
+    def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
+        """New rows in VERL's row schema; none is fine. `dataset.last_batch` is the batch (VERL's
+        `DataProto`) that was trained on last, None before the first."""
+
+
+class DynamicGenDataset(RLHFDataset):
+    """Rows of files, and those that a generator adds before training and after each batch.
+
+    New rows are drawn from the next epoch on. They are part of a checkpoint, so they must be of
+    JSON's types.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Mapping[str, Any] | None = None,
+        processor: Any = None,
+        max_samples: int = -1,
+        *,
+        generator: AbstractDataGenerator | None = None,
+    ) -> None:
+        """`generator`: by default what `config`'s `datagen.path` and `datagen.name` name."""
+        super().__init__(data_files, tokenizer, config, processor, max_samples)
+        self.data_generator: Any = generator or _generator(self.config)
+        self.last_batch: Any = None
+        self._generated: list[LoadedRow] = []
+        self._made = 0
+        self._grow()
+
+    def on_batch_end(self, batch: Any) -> None:
+        """Let the generator look at the batch, and add what it makes of it."""
+        self.last_batch = batch
+        self._grow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generated rows, each with its number among all that were made, as JSON types."""
+        generator = self.data_generator
+        return {
+            "generated": [[row.origin.number, dict(row)] for row in self._generated],
+            "made": self._made,
+            "generator": generator.state_dict() if hasattr(generator, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the generated rows of `state` instead of those there are."""
+        old = set(map(id, self._generated))
+        self.dataframe = [row for row in self.dataframe if id(row) not in old]
+        if state["generator"] is not None:
+            self.data_generator.load_state_dict(state["generator"])
+        elif not hasattr(self.data_generator, "state_dict"):
+            log.warning(
+                "%s has no state_dict: what it remembered before the run was resumed is gone, its "
+                "rows are not",
+                type(self.data_generator).__name__,
+            )
+        self._generated, self._made = [], int(state["made"])
+        self._add([self._row(number, values) for number, values in state["generated"]])
+
+    def _grow(self) -> None:
+        name = f"{type(self.data_generator).__name__}.generate"
+        made = called(self.data_generator.generate, name, self)
+        if made is None or isinstance(made, str | Mapping):
+            raise DataError(
+                f"{name} must return rows, an empty list for none, got {type(made).__name__}"
+            )
+        values: list[Any] = called(list, name, made)
+        rows = [self._row(number, value) for number, value in enumerate(values, self._made)]
+        self._made += len(rows)
+        self._add(rows)
+
+    def _row(self, number: int, values: Any) -> LoadedRow:
+        name = type(self.data_generator).__name__
+        where = f"row {number} that {name} generated"
+        if not isinstance(values, Mapping):
+            raise DataError(f"{where} must be a mapping, got {type(values).__name__}")
+        try:
+            plain = json.loads(json.dumps(dict(values)))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where} is not of JSON's types: {error}") from error
+        return LoadedRow(DataRow(Path(name), number, plain, name, where=where))
+
+    def _add(self, rows: Sequence[LoadedRow]) -> None:
+        loaded = self._kept(rows)
+        loaded.warn(self.max_prompt_length)
+        self.dataframe = [*self.dataframe, *loaded.rows]
+        self._generated.extend(loaded.rows)
+
+
+def _generator(config: Mapping[str, Any]) -> AbstractDataGenerator:
+    named = config.get("datagen") or {}
+    path, name = named.get("path"), named.get("name")
+    if path is None or name is None:
+        raise ConfigError("data.datagen needs a path and a name of a generator class")
+    found = load_named(
+        path, name, path_key="data.datagen.path", name_key="data.datagen.name", what="classes"
+    )
+    if not isinstance(found, type) or not hasattr(found, "generate"):
+        raise ConfigError(
+            f"data.datagen.name={name} must be a class with generate(dataset), as "
+            "AbstractDataGenerator has it"
+        )
+    generator: AbstractDataGenerator = called(found, f"{name}(...)", config)
+    return generator
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Items as one batch: tensors of a field stacked (B, ...), everything else an array (B,) of
+    objects. Raises ValueError where items differ in their fields."""
+    fields: dict[str, list[Any]] = {}
+    for item in data_list:
+        for key, value in item.items():
+            fields.setdefault(key, []).append(value)
+    for key, values in fields.items():
+        if len(values) != len(data_list):
+            raise ValueError(f"{len(values)} of {len(data_list)} items have a field {key!r}")
+    return {
+        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else _objects(values)
+        for key, values in fields.items()
+    }
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array

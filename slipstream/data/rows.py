@@ -1,0 +1,238 @@
+"""Rows of dataset files: parquet, JSON lines, JSON, and folders that `datasets` has saved, read in
+order with their origin.
+
+Knows files and columns, not prompts or tokens. Called by `datasets` and `sft`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+from slipstream.data.keyed import KeyedDraws
+from slipstream.errors import ConfigError, DataError
+from slipstream.types import Message
+
+
+@dataclass(frozen=True, slots=True)
+class DataRow:
+    """One row: its columns, and where it came from (`number` counts from 0 inside `file`).
+
+    `source` is the file's name, made unique among the files of one dataset by its position. `where`
+    is how messages name the row.
+    """
+
+    file: Path
+    number: int
+    values: dict[str, Any]
+    source: str
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.where:
+            object.__setattr__(self, "where", f"{self.file}, row {self.number}")
+
+    @property
+    def uid(self) -> str:
+        """Stable over epochs, runs and machines, as long as the file keeps its name and order."""
+        return f"{self.source}:{self.number}"
+
+
+def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
+    """All rows of all files, in order. Raises `DataError` for a file that cannot be read."""
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    if not paths:
+        raise DataError("no data files: set data.train_files (or data.val_files)")
+    names = Counter(Path(path).name for path in paths)
+    rows = []
+    for position, path in enumerate(Path(p).expanduser() for p in paths):
+        source = path.name if names[path.name] == 1 else f"{position}-{path.name}"
+        for number, values in enumerate(_read_file(path)):
+            rows.append(DataRow(path, number, values, source))
+    if not rows:
+        raise DataError(f"no rows in {', '.join(str(p) for p in paths)}")
+    return rows
+
+
+def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[DataRow]:
+    """At most `max_samples` rows (-1: all), in file order: the first, or a seeded random choice."""
+    if max_samples < -1 or max_samples == 0:
+        raise ConfigError(f"max_samples {max_samples} must be -1 (all) or at least 1")
+    if max_samples == -1 or max_samples >= len(rows):
+        return rows
+    if seed is None:
+        return rows[:max_samples]
+    chosen = KeyedDraws("row-subset", seed).shuffled(range(len(rows)))[:max_samples]
+    return [rows[i] for i in sorted(chosen)]
+
+
+def missing_column(row: DataRow, key: str, setting: str) -> DataError:
+    """The error for a row without column `key`, which the option `setting` names."""
+    found = ", ".join(row.values) or "none"
+    return DataError(
+        f"{row.where} has no column {key!r}; columns found: {found}. Set {setting} to the "
+        "column that holds it"
+    )
+
+
+def as_messages(row: DataRow, key: str) -> list[Message]:
+    """The column `key` as chat messages."""
+    value = row.values[key]
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        raise DataError(
+            f"{row.where}: column {key!r} must be a non-empty list of messages "
+            f"({{'role': ..., 'content': ...}}), got {_short(value)}"
+        )
+    for turn, message in enumerate(value):
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                f"{row.where}: column {key!r}, message {turn} needs 'role' and 'content', got "
+                f"{_short(message)}"
+            )
+        content = message["content"]
+        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        called = content is None and message.get("tool_calls")
+        if not (isinstance(content, str) or parts or called):
+            raise DataError(
+                f"{row.where}: column {key!r}, message {turn}: 'content' must be text, got "
+                f"{type(content).__name__} {_short(content)}"
+            )
+    # Parquet gives every message the union of all keys; the absent ones come back as None.
+    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+
+
+def mapping(row: DataRow, key: str) -> dict[str, Any]:
+    """The object in column `key`; empty where there is none."""
+    value = row.values.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{row.where}: column {key!r} must be an object, got {type(value).__name__}: "
+            f"{_short(value)}"
+        )
+    return value
+
+
+def ground_truth_of(row: DataRow) -> Any:
+    """VERL's `reward_model.ground_truth`, else a column `ground_truth`, as TRL's data sets have."""
+    truth = mapping(row, "reward_model").get("ground_truth")
+    return row.values.get("ground_truth") if truth is None else truth
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `datasets` writes into the folder of one data set, and into that of several."""
+
+
+def _read_file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.is_file():
+        raise DataError(
+            f"data file {str(path)!r} does not exist: check data.train_files and data.val_files"
+        )
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".pq"):
+        return iter(_read_parquet(path))
+    if suffix in (".jsonl", ".ndjson"):
+        return _read_json_lines(path)
+    if suffix == ".json":
+        return _read_json(path)
+    raise DataError(
+        f"data file {str(path)!r}: unknown format {suffix!r}; use .parquet, .jsonl or .json"
+    )
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"data file {str(path)!r} is not readable parquet: {error}") from error
+    return rows
+
+
+def _read_folder(path: Path) -> Iterator[dict[str, Any]]:
+    """What `Dataset.save_to_disk` wrote: Arrow streams, named in its state."""
+    if (path / _SAVED_SPLITS).is_file():
+        splits = ", ".join(str(path / s) for s in sorted(_saved(path, _SAVED_SPLITS, "splits")))
+        raise DataError(f"data folder {str(path)!r} has several splits; give one of: {splits}")
+    if not (path / _SAVED).is_file():
+        raise DataError(
+            f"data folder {str(path)!r} is none that datasets' save_to_disk wrote (it has no "
+            f"{_SAVED}); give its .parquet, .jsonl or .json files one by one"
+        )
+    for part in _saved(path, _SAVED, "_data_files"):
+        file = path / part["filename"]
+        try:
+            with pyarrow.memory_map(str(file)) as source:
+                for batch in pyarrow.ipc.open_stream(source):
+                    yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(
+                f"data file {str(file)!r} is not a readable Arrow file: {error}"
+            ) from error
+
+
+def _saved(path: Path, name: str, key: str) -> list[Any]:
+    state = _parse(path / name, _text(path / name), 1)
+    if not isinstance(state, dict) or not isinstance(state.get(key), list):
+        raise DataError(f"data file {str(path / name)!r} has no list {key!r}; save the data again")
+    found: list[Any] = state[key]
+    return found
+
+
+def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            yield _object(path, f"line {number}", _parse(path, line, number))
+
+
+def _read_json(path: Path) -> Iterator[dict[str, Any]]:
+    values = _parse(path, _text(path), 1)
+    if not isinstance(values, list):
+        raise DataError(
+            f"data file {str(path)!r} must hold a JSON list of rows, got "
+            f"{type(values).__name__}; for one object per line use the suffix .jsonl"
+        )
+    for number, value in enumerate(values):
+        yield _object(path, f"row {number}", value)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"data file {str(path)!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise DataError(f"data file {str(path)!r} cannot be read: {error}") from error
+
+
+def _parse(path: Path, text: str, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"data file {str(path)!r}: invalid JSON at line {line + error.lineno - 1}, column "
+            f"{error.colno}: {error.msg}"
+        ) from error
+
+
+def _object(path: Path, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(
+            f"data file {str(path)!r}, {where}: a row must be a JSON object, got {_short(value)}"
+        )
+    return value

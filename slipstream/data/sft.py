@@ -1,0 +1,216 @@
+"""Supervised fine-tuning samples, from files or from an endless task.
+
+Pure functions, named as in the `rollouts` design; knows nothing of batching or training. Called by
+the SFT loop, and for data checks by the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from slipstream.data.conversation import (
+    SFTTruncation,
+    TokenizedConversation,
+    TurnSpan,
+    compute_loss_mask,
+    tokenize_conversation,
+    tokenize_text_pair,
+)
+from slipstream.data.rows import DataRow, as_messages, read_rows, subset
+from slipstream.errors import DataError
+from slipstream.types import Message, Sample, Segment, Status, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "SFTSource",
+    "SFTTruncation",
+    "TokenizedConversation",
+    "TurnSpan",
+    "compute_loss_mask",
+    "conversation_sample",
+    "load_sft_samples",
+    "sft_samples",
+    "tokenize_conversation",
+    "tokenize_text_pair",
+]
+
+
+class SFTSource(Protocol):
+    """An endless, addressable source of demonstrations (the countdown task is one)."""
+
+    name: str
+
+    def demonstration(
+        self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
+    ) -> list[Message]:
+        """The conversation at `index`; the same for the same arguments, always."""
+        ...
+
+
+def conversation_sample(
+    messages: Sequence[Message],
+    conversation: TokenizedConversation,
+    *,
+    uid: str = "",
+    data_source: str = "",
+    index: int = 0,
+) -> Sample:
+    """The carrier of a tokenised conversation: one segment for each span."""
+    segments = []
+    for span in conversation.spans:
+        segment = Segment.given(span.role, conversation.ids[span.start : span.end])
+        segment.loss_mask[:] = conversation.loss_mask[span.start : span.end]
+        segments.append(segment)
+    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    last = next(m for m in reversed(messages) if m["role"] == "assistant")
+    content = last.get("content")
+    return Sample(
+        prompt=[dict(m) for m in messages[:first]],
+        segments=segments,
+        response=content if isinstance(content, str) else "",
+        status=Status.COMPLETED,
+        stop_reason=StopReason.EOS,
+        uid=uid,
+        index=index,
+        data_source=data_source,
+    )
+
+
+def sft_samples(
+    task: SFTSource,
+    tokenizer: PreTrainedTokenizerBase,
+    start: int,
+    count: int,
+    *,
+    split: Literal["train", "held_out"] = "train",
+    max_length: int | None = None,
+    truncation: SFTTruncation = "error",
+) -> Iterator[Sample]:
+    """Demonstrations `start` to `start + count - 1` of an endless task, tokenised one at a time."""
+    for index in range(start, start + count):
+        messages = task.demonstration(split, index)
+        conversation = tokenize_conversation(
+            messages, tokenizer, max_length=max_length, truncation=truncation
+        )
+        yield conversation_sample(
+            messages,
+            conversation,
+            uid=f"{task.name}/sft/{split}/{index}",
+            data_source=task.name,
+            index=index,
+        )
+
+
+def load_sft_samples(
+    files: str | Path | Sequence[str | Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    messages_key: str = "messages",
+    prompt_key: str = "prompt",
+    response_key: str = "response",
+    tools_key: str = "tools",
+    enable_thinking_key: str = "enable_thinking",
+    max_length: int | None = None,
+    truncation: SFTTruncation = "error",
+    max_samples: int = -1,
+    seed: int | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    ignore_input_ids_mismatch: bool = False,
+) -> list[Sample]:
+    """Read conversations from parquet, JSONL or JSON files.
+
+    A row has either a column `messages_key` with the whole conversation, or the columns
+    `prompt_key` and `response_key` (text). A prompt that is plain text, not messages, is used as
+    it is, without a chat template, and the response ends with the end-of-sequence token. Columns
+    `tools_key` and `enable_thinking_key`, where present, go to the chat template. `max_samples`
+    rows are taken: the first ones, or with `seed` a random choice. Raises `DataError` naming file,
+    row and setting.
+    """
+
+    def tokenize(row: DataRow) -> tuple[list[Message], TokenizedConversation]:
+        pair = _text_pair(row, messages_key, prompt_key, response_key)
+        if pair is not None:
+            messages = [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), pair, strict=True)
+            ]
+            return messages, tokenize_text_pair(
+                *pair, tokenizer, max_length=max_length, truncation=truncation
+            )
+        messages = _row_messages(row, messages_key, prompt_key, response_key)
+        return messages, tokenize_conversation(
+            messages,
+            tokenizer,
+            max_length=max_length,
+            truncation=truncation,
+            tools=row.values.get(tools_key),
+            template_kwargs=_template_kwargs(row, template_kwargs, enable_thinking_key),
+            ignore_input_ids_mismatch=ignore_input_ids_mismatch,
+        )
+
+    samples = []
+    for row in subset(read_rows(files), max_samples=max_samples, seed=seed):
+        try:
+            messages, conversation = tokenize(row)
+        except DataError as error:
+            text = str(error)
+            raise DataError(text if row.where in text else f"{row.where}: {text}") from error
+        samples.append(
+            conversation_sample(
+                messages,
+                conversation,
+                uid=row.uid,
+                data_source=str(row.values.get("data_source") or ""),
+                index=row.number,
+            )
+        )
+    return samples
+
+
+def _template_kwargs(
+    row: DataRow, common: Mapping[str, Any] | None, enable_thinking_key: str
+) -> dict[str, Any]:
+    """What the row says of thinking comes before what is said of all rows."""
+    thinking = row.values.get(enable_thinking_key)
+    if thinking is None:
+        return dict(common or {})
+    if not isinstance(thinking, bool):
+        raise DataError(
+            f"{row.where}: column {enable_thinking_key!r} must be true or false, got {thinking!r}"
+        )
+    return {**(common or {}), "enable_thinking": thinking}
+
+
+def _text_pair(
+    row: DataRow, messages_key: str, prompt_key: str, response_key: str
+) -> tuple[str, str] | None:
+    """Prompt and response where both are plain text, else None."""
+    if row.values.get(messages_key) is not None:
+        return None
+    prompt, response = row.values.get(prompt_key), row.values.get(response_key)
+    return (prompt, response) if isinstance(prompt, str) and isinstance(response, str) else None
+
+
+def _row_messages(
+    row: DataRow, messages_key: str, prompt_key: str, response_key: str
+) -> list[Message]:
+    if row.values.get(messages_key) is not None:
+        return as_messages(row, messages_key)
+    for key in (prompt_key, response_key):
+        if row.values.get(key) is None:
+            raise DataError(
+                f"{row.where} has no column {key!r} (columns found: {', '.join(row.values)}): a "
+                f"row needs {messages_key!r} with a conversation, or {prompt_key!r} and "
+                f"{response_key!r}. Rename the columns"
+            )
+    response = row.values[response_key]
+    if not isinstance(response, str):
+        raise DataError(
+            f"{row.where}: column {response_key!r} must be text, got {type(response).__name__}; "
+            f"put whole conversations into a column {messages_key!r}"
+        )
+    return [*as_messages(row, prompt_key), {"role": "assistant", "content": response}]

@@ -1,0 +1,83 @@
+"""VERL's data set of conversations for supervised training, as a class to use or inherit from.
+
+The rows are those of `sft.load_sft_samples`, which the SFT loop reads by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.data.sft import load_sft_samples
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PADDINGS = ("right", "no_padding")
+
+
+class MultiTurnSFTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Conversations of parquet, JSONL or JSON files, token by token with the loss mask of each.
+
+    Items have `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on what an assistant
+    wrote, its end token included), each (max_length,), padded on the right; with `pad_mode` =
+    `no_padding` as long as the conversation. `config`: `max_length` (1024), `truncation` (error,
+    left, right), `pad_mode`, `ignore_input_ids_mismatch`, `apply_chat_template_kwargs`, and in
+    `multiturn` the `messages_key`, `tools_key` and `enable_thinking_key` of the columns.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Mapping[str, Any] | None = None,
+        max_samples: int = -1,
+    ) -> None:
+        """Raises `DataError` naming file and row, and `ConfigError` for an unknown `pad_mode`."""
+        config = {} if config is None else config
+        columns = config.get("multiturn") or {}
+        self.pad_mode = str(config.get("pad_mode", "right"))
+        if self.pad_mode not in _PADDINGS:
+            raise ConfigError(f"pad_mode {self.pad_mode!r} is unknown; use {', '.join(_PADDINGS)}")
+        self.max_length = int(config.get("max_length", 1024))
+        pad = tokenizer.pad_token_id
+        self._pad = tokenizer.eos_token_id if pad is None else pad
+        self.samples = load_sft_samples(
+            parquet_files,
+            tokenizer,
+            messages_key=str(columns.get("messages_key", "messages")),
+            tools_key=str(columns.get("tools_key", "tools")),
+            enable_thinking_key=str(columns.get("enable_thinking_key", "enable_thinking")),
+            max_length=self.max_length,
+            truncation=config.get("truncation", "error"),
+            max_samples=max_samples,
+            seed=config.get("seed") if config.get("shuffle") else None,
+            template_kwargs=dict(config.get("apply_chat_template_kwargs") or {}),
+            ignore_input_ids_mismatch=bool(config.get("ignore_input_ids_mismatch", False)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = self.samples[index]
+        tokens = sample.tokens
+        length = len(tokens) if self.pad_mode == "no_padding" else self.max_length
+        ids = torch.full((length,), int(self._pad), dtype=torch.long)
+        there, loss = torch.zeros_like(ids), torch.zeros_like(ids)
+        ids[: len(tokens)] = torch.tensor(tokens)
+        there[: len(tokens)] = 1
+        loss[: len(tokens)] = torch.tensor(sample.loss_mask).long()
+        return {
+            "input_ids": ids,
+            "attention_mask": there,
+            "position_ids": (there.cumsum(0) - 1).clamp(min=0) * there,
+            "loss_mask": loss,
+        }
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self[i] for i in range(len(self)))

@@ -1,0 +1,139 @@
+"""Tokenizers: the countdown task's own word-level one, and loading any Hugging Face one.
+
+Knows nothing of models or datasets. Called by the tasks, the dataset loaders and the loops.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from slipstream.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_NUMBERS = 100
+SYMBOLS = ("+", "-", "=", ",", "off", "answer", ":")
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCAB_MULTIPLE = 16
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+# The separator goes before a message, so that a conversation's text is a prefix of every longer
+# one and no token can span two messages.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if not loop.first %}{{ ' ' }}{% endif %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def build_tokenizer(vocab_size: int = 224) -> PreTrainedTokenizerBase:
+    """The countdown vocabulary: number n has id n, target `->n` has id 100 + n, then the symbols.
+
+    A target is a word of its own, so that comparing a sum with it takes one attention step, not two
+    (a small model learns that in a fraction of the tokens). `<pad>`, `<eos>`, `<unk>` follow, and
+    the rest up to `vocab_size` (a multiple of 16, for matrix kernels) are unused tokens. Words are
+    separated by white space; `decode(encode(text)) == text` for words joined by single spaces.
+    """
+    numbers = [str(n) for n in range(NUM_NUMBERS)]
+    targets = [f"->{n}" for n in range(NUM_NUMBERS)]
+    words = [*numbers, *targets, *SYMBOLS, PAD, EOS, UNKNOWN]
+    if vocab_size < len(words) or vocab_size % VOCAB_MULTIPLE:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is not usable: the countdown tokenizer needs a multiple of "
+            f"{VOCAB_MULTIPLE} of at least {len(words)}, for example 224"
+        )
+    words += [f"<unused_{i}>" for i in range(vocab_size - len(words))]
+    backend = Tokenizer(
+        WordLevel(vocab={word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
+    )
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        padding_side="right",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Write the tokenizer's files into the folder `path`, as `AutoTokenizer` reads them."""
+    tokenizer.save_pretrained(str(path))
+
+
+def load_tokenizer(
+    path: str | Path,
+    *,
+    require_chat_template: bool = False,
+    custom_chat_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local folder or by its Hugging Face name.
+
+    `custom_chat_template` replaces the tokenizer's own. Raises `DataError` where there is no
+    tokenizer, or it has no chat template although one is required.
+    """
+    name = str(path)
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and (isinstance(path, Path) or not _HUB_NAME.fullmatch(name)):
+        raise DataError(
+            f"tokenizer folder {name!r} does not exist: set actor_rollout_ref.model.path to a "
+            "folder with tokenizer files or to a Hugging Face model name"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [""])[0].rstrip(" :")
+        raise DataError(
+            f"no tokenizer can be loaded from {name!r} ({type(error).__name__}: {reason}): "
+            "actor_rollout_ref.model.path must be a folder with tokenizer.json and "
+            "tokenizer_config.json, or a Hugging Face model name"
+        ) from error
+    # Without its files a known architecture gets an empty tokenizer instead of an error.
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+        raise DataError(
+            f"{name!r} has no tokenizer files: copy tokenizer.json and tokenizer_config.json into "
+            "it, or set actor_rollout_ref.model.tokenizer_path to a folder that has them"
+        )
+    if custom_chat_template is not None:
+        tokenizer.chat_template = custom_chat_template
+    if require_chat_template and not tokenizer.chat_template:
+        raise DataError(
+            f"tokenizer {name!r} has no chat template, but the prompts are lists of messages: set "
+            "actor_rollout_ref.model.custom_chat_template to a Jinja template, or use the "
+            "tokenizer of an instruction-tuned model"
+        )
+    return tokenizer
+
+
+def vocabulary_in(
+    folder: Path, *, source: str, needed: bool = False, trust_remote_code: bool = False
+) -> dict[str, int] | None:
+    """Tokens and ids of the tokenizer in a model's folder; None where there is none and none is
+    `needed`. Raises DataError, which names the `source`, where it cannot be loaded."""
+    if not needed and not (folder / "tokenizer_config.json").exists():
+        return None
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    except DataError as error:
+        raise DataError(
+            f"{source}: the tokenizer in {folder} cannot be loaded, so that it cannot be compared "
+            f"with the policy's; repair it, or remove its tokenizer_config.json"
+        ) from error
+    found: dict[str, int] = tokenizer.get_vocab()
+    return found

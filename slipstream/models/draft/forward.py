@@ -1,0 +1,309 @@
+"""The draft head's forward pass as drafting uses it: fast, and not exact where that costs.
+
+Nothing that a draft is changes what is generated, so nothing here needs exact mode: no padding of
+rows and keys, no sums in order. What several steps of one draft share (rotations, masks, where keys
+go) is computed once. Training uses `PackedDraft.unroll`; `tests/models/draft/test_forward.py`
+holds the two together. Knows nothing of sampling or requests.
+
+Shapes: N sequences, T columns of new tokens, C columns of a whole draft, H key-value heads, S slots
+of the cache, K head width, D hidden width.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slipstream.kernels.draft.prefill import most_rows
+from slipstream.kernels.draft.tree import WIDTH, tree, tree_numbers
+from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.decoder import PackedDecoder
+from slipstream.models.draft.model import PackedDraft
+from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
+from slipstream.models.linear import present
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class TreeDrafter:
+    """A head that drafts trees for a policy in one call, on a CPU.
+
+    Both are of one dtype, and the head has its layer `together`. What the call is told of their
+    weights is found once: it would take as long as a level of a small head.
+    """
+
+    def __init__(self, head: PackedDraft, policy: PackedDecoder) -> None:
+        # Held: what is told are addresses.
+        self.head, self.policy = head, policy
+        together = head.together
+        assert together is not None
+        self._together = together
+        c, fc = head.config, head.fc
+        lm_head = head.own_lm_head or policy.lm_head
+        norm, last_norm = head.state_norms
+        known, like = head.tokens, policy.embedding
+        cos, sin = rope_table(c, like.dtype, like.device)
+        self._held = norm, last_norm, known, cos, sin
+        self._padded = len(present(lm_head.start))
+        self._widths = c.hidden_size, fc.weight.shape[1]
+        self._mixes_words = norm is not None
+        self._models = (
+            like.data_ptr(),
+            present(fc.panels).data_ptr(),
+            present(fc.start).data_ptr(),
+            present(lm_head.panels).data_ptr(),
+            present(lm_head.start).data_ptr(),
+            len(like),
+            self._padded,
+            0 if norm is None else norm.data_ptr(),
+            0 if last_norm is None else last_norm.data_ptr(),
+            0 if known is None else known.data_ptr(),
+            len(lm_head.weight),
+        )
+        self._layer = together.table, head.eps.data_ptr()
+        self._rotation = cos.data_ptr(), sin.data_ptr(), c.max_position_embeddings - 1
+        heads = c.num_heads, c.num_kv_heads, c.head_dim
+        self._shape = *self._widths, *heads, c.intermediate_size, together.dtype.itemsize
+
+    def __call__(
+        self,
+        kv: Tensor,
+        cached_N: Ints,
+        counts_N: Ints,
+        ids_T: Ints,
+        features_T: Ints,
+        keys_N2: Tensor,
+        positions_N: Tensor,
+        temperatures_N: Tensor,
+        steps: int,
+        topk: int,
+        least: float = -inf,
+        scale: float = 1.0,
+    ) -> tuple[Ints, Ints, Floats, Floats]:
+        """The candidates of a tree of `steps` levels for each sequence: tokens, parents and scores
+        (N, C), and gaps of the first level (N, W): see `kernels.draft.tree`. With `topk` 1 they
+        are a chain.
+
+        `kv` is of the models' dtype. First the head takes in `ids`, `counts` of each sequence, at
+        least one, one sequence after the other, with the features before them: the addresses of
+        rows (F,), which the caller holds. They go to the slots after the `cached` ones. The first
+        tokens drawn from what it then predicts stand at `positions`; those whose scores are best,
+        and at least `least`, are fed back in their turn, and take `topk` slots a level.
+        """
+        n = len(counts_N)
+        shape = n, topk + (steps - 1) * topk**2
+        tokens, parents = np.empty((2, *shape), np.int64)
+        scores, gaps = np.empty(shape), np.empty((n, WIDTH))
+        judged = np.array([least, scale])
+        given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+        early = len(ids_T) - n
+        D, F = self._widths
+        rows, most = n * topk, most_rows(n * topk, early)
+        # Logits, true features, what goes into products and the layer, and what comes out.
+        sizes = rows * self._padded, most * F if self._mixes_words else 0, most * 2 * D, most * D
+        like = self.policy.embedding
+        memory = like.new_empty(sum(sizes) + rows * D)
+        buffers = [memory.data_ptr()]
+        for size in sizes:
+            buffers.append(buffers[-1] + 4 * size)
+        *before, normed = buffers
+        positions_N = positions_N.contiguous()
+        spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
+        layer_memory, (spare, delta, *others) = self._together.room(like, most)
+        keys, slots = kv.data_ptr(), kv.shape[3]
+        tree(
+            given.ctypes.data,
+            positions_N.data_ptr(),
+            spots.ctypes.data,
+            early,
+            *self._models,
+            keys_N2.data_ptr(),
+            temperatures_N.data_ptr(),
+            tokens.ctypes.data,
+            parents.ctypes.data,
+            scores.ctypes.data,
+            steps,
+            topk,
+            judged.ctypes.data,
+            gaps.ctypes.data,
+            *self._layer,
+            *before,
+            spare,
+            delta,
+            normed,
+            *others,
+            *self._rotation,
+            slots * kv.shape[4],
+            int((cached_N + counts_N).max()) + (steps - 1) * topk,
+            keys,
+            keys + kv.nbytes // 2,
+            n,
+            *self._shape,
+            work=self._together.size,
+        )
+        del memory, layer_memory, spots, judged  # until here
+        return tokens, parents, scores, gaps
+
+
+class DraftPass:
+    """One draft of N sequences over cached keys and values of the head."""
+
+    def __init__(
+        self,
+        head: PackedDraft,
+        embedding_VD: Tensor,
+        kv: Tensor,
+        slots_NC: Tensor,
+        num_keys: int,
+    ) -> None:
+        """`kv` (2, rows, H, S, K) is written to, rows 0 .. N-1; `slots_NC` says where the tokens of
+        each column go and that they see the slots up to there; `num_keys` is beyond all of them.
+        """
+        self._head, self._embedding = head, embedding_VD
+        positions = slots_NC.clamp(max=head.config.max_position_embeddings - 1)
+        self._positions = positions
+        self._places: KeyPlaces | None = None
+        self._columns: _Columns | None = None
+        self._mask_NCS: Tensor | None = None
+        if head.together is not None:
+            rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
+            self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
+        else:
+            unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
+            self._columns = _Columns(head, kv, slots_NC, positions, num_keys)
+            mask_NCS, heads = _additive(unseen, kv.dtype), head.config.num_kv_heads
+            # For each key-value head of each sequence.
+            self._mask_NCS = mask_NCS.repeat_interleave(heads, 0) if heads > 1 else mask_NCS
+
+    def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
+        """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
+        the state before it."""
+        head = self._head
+        n, T = ids_NT.shape
+        columns = slice(start, start + T)
+        if head.together is not None and self._places is not None:
+            x, given = head.enter(ids_NT, states_NTD, self._embedding)
+            places = self._places.columns(columns)
+            # What is added to is written over, and may be the states themselves.
+            x = x if given is None else x.clone()
+            out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
+        else:
+            assert self._columns is not None
+            assert self._mask_NCS is not None
+            mask = self._mask_NCS[:, columns]
+            if T > 1:
+                mask = mask.repeat(1, head.config.group_size, 1)
+            attention = _ColumnAttention(self._columns, columns, columns, mask)
+            out = head.step(ids_NT, states_NTD, self._embedding, attention)
+        return out.view(n, T, -1)
+
+
+class LevelPass:
+    """The levels of draft trees, one after the other, by torch's operations. What they share is
+    computed once: to start an operation takes a GPU longer than it computes.
+
+    F tokens of each sequence are given at a level, A levels are given in all.
+    """
+
+    def __init__(
+        self,
+        head: PackedDraft,
+        embedding_VD: Tensor,
+        kv: Tensor,
+        ends_N: Tensor,
+        num_keys: int,
+        levels: int,
+        topk: int,
+    ) -> None:
+        """`kv` as in `DraftPass`; of each sequence `ends` slots are filled, which all see, and
+        `topk` a level come after them, `num_keys` beyond all."""
+        self._head, self._embedding, self._topk = head, embedding_VD, topk
+        device = kv.device
+        first_N1 = ends_N[:, None]
+        self._slots_NC = first_N1 + torch.arange(levels * topk, device=device)
+        positions_NA = first_N1 + torch.arange(levels, device=device)
+        positions_NA = positions_NA.clamp(max=head.config.max_position_embeddings - 1)
+        unseen_N1S = torch.arange(num_keys, device=device) >= first_N1[:, :, None]
+        self._columns = _Columns(head, kv, self._slots_NC, positions_NA, num_keys)
+        self._mask_NFS = _additive(unseen_N1S, kv.dtype)
+
+    def run(self, level: int, ids_NF: Tensor, states_NFD: Tensor, parents_NF: Tensor) -> Tensor:
+        """Next states (N, F, D) of `ids_NF` at `level`, each from the state before it; it sees
+        what its parent sees, by the number of that in the level before, and itself."""
+        n, T = ids_NF.shape
+        columns = slice(level * self._topk, level * self._topk + T)
+        if level:
+            mask_NFS = of_parents(self._mask_NFS, parents_NF)
+        else:
+            mask_NFS = self._mask_NFS.repeat(1, T, 1)
+        self._mask_NFS = mask_NFS.scatter_(2, self._slots_NC[:, columns, None], 0.0)
+        c, S = self._head.config, mask_NFS.shape[-1]
+        of_all = mask_NFS[:, None, None].expand(-1, c.num_kv_heads, c.group_size, -1, -1)
+        mask = of_all.reshape(n * c.num_kv_heads, -1, S)
+        attention = _ColumnAttention(self._columns, columns, slice(level, level + 1), mask)
+        out = self._head.step(ids_NF, states_NFD, self._embedding, attention)
+        return out.view(n, T, -1)
+
+
+def of_parents(x_NFX: Tensor, parents_NG: Tensor) -> Tensor:
+    """(N, F, X) -> (N, G, X): of each node what its parent has."""
+    return x_NFX.gather(1, parents_NG[..., None].expand(-1, -1, x_NFX.shape[-1]))
+
+
+def _additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(unseen.shape, dtype=dtype, device=unseen.device)
+    return mask.masked_fill_(unseen, float("-inf"))
+
+
+class _Columns:
+    """What the columns of a draft share where torch's operations compute them."""
+
+    def __init__(
+        self,
+        head: PackedDraft,
+        kv: Tensor,
+        slots_NC: Tensor,
+        positions_NC: Tensor,
+        num_keys: int,
+    ) -> None:
+        _, rows, heads, slots, width = kv.shape
+        n = len(slots_NC)
+        self.config, self.eps = head.config, head.eps
+        self.cos, self.sin = rope_at(positions_NC, head.config, kv.dtype)
+        self.lines = kv.view(-1, width)
+        first = torch.arange(n * heads, device=kv.device).view(n, 1, heads) * slots
+        index = first + slots_NC[:, :, None]
+        self.index = torch.stack([index, index + rows * heads * slots])
+        matrices = kv.view(2, rows * heads, slots, width)[:, : n * heads, :num_keys]
+        self.keys, self.values = matrices[0].transpose(1, 2), matrices[1]
+
+
+class _ColumnAttention:
+    """`Attention` of some columns by torch's operations."""
+
+    def __init__(self, shared: _Columns, columns: slice, positions: slice, mask: Tensor) -> None:
+        """At some of the positions that have been turned to; `mask` is (N * H, 1, S), or instead of
+        1 for each query head of a key-value head's group all T columns, one head after the other.
+        """
+        self._shared, self._columns, self._positions = shared, columns, positions
+        self._mask = mask
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        s, b = self._shared, self._columns
+        Q, H, K = s.config.num_heads, s.config.num_kv_heads, s.config.head_dim
+        cos, sin = s.cos[:, self._positions], s.sin[:, self._positions]
+        n, T = len(cos), b.stop - b.start
+        qk, v = qkv.view(n, T, Q + 2 * H, K).split_with_sizes([Q + H, H], 2)
+        if norms is not None:
+            qk = rms_norm(qk, norms, s.eps)
+        q, k = rotate(qk, cos, sin).split_with_sizes([Q, H], 2)
+        s.lines.index_copy_(0, s.index[:, :, b].flatten(), torch.cat([k, v]).view(-1, K))
+        grouped = q.view(n, T, H, Q // H, K).permute(0, 2, 3, 1, 4).reshape(n * H, -1, K)
+        scores = torch.baddbmm(self._mask, grouped, s.keys, alpha=K**-0.5)
+        attended = torch.bmm(torch.softmax(scores, -1), s.values)
+        return attended.view(n, H, Q // H, T, K).permute(0, 3, 1, 2, 4).reshape(n * T, Q * K)

@@ -1,0 +1,197 @@
+"""`--dry-run`: what a run would do, without doing it.
+
+Prints the settings, what they come to in prompts, samples, tokens and micro-batches, and how much
+memory that takes; refuses what the run itself would refuse; and takes one tiny step with the run's
+model, data, reward, engine, trainer and checkpoint. Leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from slipstream.build.data import rl_steps
+from slipstream.build.policy import (
+    device_of,
+    initial_policy,
+    memory_sharers,
+    model_config,
+    process_count,
+)
+from slipstream.build.process import import_external, set_threads
+from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.config.launch import INTERRUPTED
+from slipstream.config.load import CONFIG_FILE, load_config, to_yaml
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.inference.engine.memory import free_bytes
+from slipstream.metrics.loggers import check_loggers
+from slipstream.metrics.progress import Progress, SteadyConsole
+from slipstream.metrics.tables import Page
+from slipstream.models.config import ModelConfig
+from slipstream.models.policy import PolicyConfig
+from slipstream.preflight.batch_table import Batches, batches_of, rows_of
+from slipstream.preflight.memory_estimate import MemoryEstimate, estimate_memory
+from slipstream.run.context import check_resumable, open_run
+from slipstream.run.folder import check_same_run
+from slipstream.run.train import check_phases, check_validation, trial
+from slipstream.training.compute_thread import ComputeThread
+
+TINY_PROMPTS = 2
+TINY_TOKENS = 16
+"""Of the one step: prompts, and tokens of a response."""
+
+
+def dry_run(config: Config, mode: Mode) -> int:
+    """Returns the exit status; raises what the run would, and ConfigError where it only
+    validates."""
+    if config.trainer.val_only:
+        raise ConfigError(
+            "--dry-run tries a step of training, and with trainer.val_only=true there is none; set "
+            "trainer.val_only=false"
+        )
+    page = Page()
+    print(to_yaml(config), end="")
+    policy, batches = looked_at(config, mode)
+    page.title("batches")
+    page.table(list(rows_of(batches)))
+    page.title("memory")
+    if isinstance(policy, ModelConfig):
+        _print_memory(page, estimate_memory(config, mode, policy, batches), config)
+    else:
+        page.line(
+            f"what a {policy.family} takes in transformers is not estimated: only the run shows it"
+        )
+    page.title("one tiny step")
+    start = time.perf_counter()
+    finished = _tiny_step(config, mode)
+    seconds = time.perf_counter() - start
+    page.line(
+        f"{'done in' if finished else 'stopped after'} {seconds:.1f} s; nothing is left of it"
+    )
+    return 0 if finished else INTERRUPTED
+
+
+def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
+    """Its policy's sizes and its batches, all checked as a run's are. Raises what a run would."""
+    set_threads(config)
+    import_external(config)
+    folder = Path(config.trainer.default_local_dir)
+    check_loggers(config.trainer.logger, folder)
+    check_same_run(folder, config)
+    compute = ComputeThread()
+    try:
+        progress = Progress(console=SteadyConsole(file=sys.stdout))
+        run = open_run(config, folder, progress, GracefulInterrupt(), compute)
+        check_resumable(run, mode.split("+"))
+        check_validation(run)
+        policy = model_config(config, run.tokenizer, initial_policy(config))
+        check_phases(run, mode, policy)
+        steps = rl_steps(config, run.data) if "rl" in mode else 0
+        return policy, batches_of(config, mode, rl_steps=steps, held_out=len(run.held_out))
+    finally:
+        compute.close()
+
+
+def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
+    device = device_of(config)
+    rows = [("the process itself", _size(estimate.base))]
+    for name, phase in estimate.phases.items():
+        several = len(estimate.phases) > 1
+        prefix = f"{name}: " if several else ""
+        rows += [(prefix + what, _size(size)) for what, size in phase.held.items()]
+        largest = max(phase.one_at_a_time, key=lambda what: phase.one_at_a_time[what])
+        rows.append((f"{prefix}{largest}, at its peak", _size(phase.one_at_a_time[largest])))
+    free = free_bytes(device)
+    count = process_count(config)
+    each = f" (each of {count} processes)" if count > 1 else ""
+    rows.append((f"at most, all responses at full length{each}", _size(estimate.total)))
+    rows.append((f"free on {device.type} now", _size(free)))
+    page.table(rows)
+    if estimate.uncounted:
+        page.line(f"not counted: {', '.join(estimate.uncounted)}")
+    if (estimate.total - estimate.base) * memory_sharers(config) > free:
+        page.line(
+            "that is more than is free: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
+            "(an optimizer step), actor_rollout_ref.rollout.max_num_seqs (keys and values), or "
+            "set actor_rollout_ref.model.enable_gradient_checkpointing=true",
+            style="bold red",
+        )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _tiny_step(config: Config, mode: Mode) -> bool:
+    """A step of each phase, on the run's disk. Returns whether it came to its end."""
+    home = Path(config.trainer.default_local_dir).absolute()
+    while not home.is_dir():
+        home = home.parent
+    if not os.access(home, os.W_OK):
+        raise CheckpointError(
+            f"{home} cannot be written to, so the run could not keep anything there; set another "
+            "trainer.default_local_dir"
+        )
+    with TemporaryDirectory(prefix=".dry-run-", dir=home) as folder:
+        file = Path(folder) / CONFIG_FILE
+        file.write_text(to_yaml(config))
+        values = tiny_values(config, Path(folder) / "run")
+        return trial(load_config(file=file, values=values, notify=lambda _: None), mode)
+
+
+def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
+    """By dotted key: what makes one small step of `config` in `folder`, whatever the responses are
+    worth. It has no schedule, and validates nothing but a built-in task: all else of that was
+    checked before."""
+    actor_ref, critic = config.actor_rollout_ref, config.critic
+    prompts = min(TINY_PROMPTS, config.data.train_batch_size)
+    sequences = prompts * actor_ref.rollout.n
+    built_in = config.data.task is not None and config.data.val_files is None
+    values: dict[str, Any] = {
+        "trainer.default_local_dir": str(folder),
+        "trainer.rollout_data_dir": None,
+        "trainer.validation_data_dir": None,
+        "trainer.resume_mode": "disable",
+        "trainer.resume_from_path": None,
+        "trainer.logger": ["file"],
+        "trainer.total_training_steps": 1,
+        "trainer.critic_warmup": 0,
+        "trainer.sync_every": 1,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "data.train_batch_size": prompts,
+        "data.max_response_length": min(TINY_TOKENS, config.data.max_response_length),
+        "data.val_files": None,
+        "data.val_max_samples": -1,
+        "data.val_batch_size": None,
+        "actor_rollout_ref.rollout.val_kwargs.by_source": {},
+        "actor_rollout_ref.rollout.max_model_len": None,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": None,
+        "critic.ppo_mini_batch_size": None,
+        "algorithm.filter_groups.enable": False,
+        "algorithm.filter_groups.metric": None,
+        "algorithm.filter_groups.max_num_gen_batches": 0,
+        "sft.total_training_steps": min(1, config.sft.total_training_steps),
+        "sft.batch_tokens": min(config.sft.batch_tokens, config.sft.max_length),
+        "sft.test_freq": -1,
+        "sft.save_freq": -1,
+        "speculative.train.training_interval_steps": 1,
+    }
+    if built_in:
+        values["data.val_size"] = TINY_PROMPTS
+    for key, rows in (
+        ("actor_rollout_ref.actor", actor_ref.actor.ppo_micro_batch_size_per_gpu),
+        ("critic", critic.ppo_micro_batch_size_per_gpu),
+    ):
+        if rows is not None:
+            values[f"{key}.ppo_micro_batch_size_per_gpu"] = min(rows, sequences)
+    for key in ("actor_rollout_ref.actor", "critic", "sft", "speculative.train"):
+        values |= {f"{key}.optim.lr_scheduler_type": "constant", f"{key}.optim.min_lr_ratio": 0.0}
+    return values

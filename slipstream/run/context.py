@@ -1,0 +1,265 @@
+"""What the phases of a run share: configuration, folder, tokenizer, task, rewards, display.
+
+Knows where checkpoints lie and which one to go on from; nothing of training itself. Made by
+`run.train`, used by `run.phases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.build.data import (
+    GivenParts,
+    make_data_buffer,
+    make_reward_manager,
+    make_task,
+    make_tokenizer,
+    validation_prompts,
+)
+from slipstream.build.policy import initial_policy
+from slipstream.build.rollouts import eval_settings
+from slipstream.checkpoint.interrupt import GracefulInterrupt
+from slipstream.checkpoint.manager import CheckpointManager, verify
+from slipstream.checkpoint.state import RunState, huggingface_folder
+from slipstream.config.load import diff
+from slipstream.config.schema import Config
+from slipstream.config.tree import from_dict, to_dict
+from slipstream.data.data_buffer import DataBuffer
+from slipstream.data.registry import Task
+from slipstream.deadlines import Deadlines
+from slipstream.errors import CheckpointError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops.evaluate import Evaluation, check_sources
+from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.metrics.loggers import TeeLogger, build_loggers
+from slipstream.metrics.progress import Progress
+from slipstream.metrics.timeline import Timeline
+from slipstream.rewards.protocol import RewardManager
+from slipstream.run.console import StepLines, accuracies, sample_texts, shown_samples
+from slipstream.run.rollout_dump import dump_groups, table_row
+from slipstream.run.snapshot import Snapshots
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slipstream.distributed.team import Team
+
+CONSOLE = "console"
+GENERATIONS = "val/generations"
+"""The table of validations' responses, by VERL's name."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts that both phases share, and where the run writes."""
+
+    config: Config
+    folder: Path
+    tokenizer: PreTrainedTokenizerBase
+    task: Task | None
+    rewards: RewardManager
+    held_out: list[Prompt]
+    progress: Progress
+    interrupt: GracefulInterrupt
+    compute: ComputeThread
+    """Where everything that touches tensors is made and works: both phases, trainer and engine."""
+    parts: GivenParts = field(default_factory=GivenParts)
+    val_rewards: RewardManager | None = None
+    """What scores validation, where it is not `rewards`."""
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    team: Team | None = None
+    """The other processes that train and generate, where there are any."""
+    timeline: Timeline | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall seconds by phase, of this process."""
+    _resume: dict[str, Path | None] = field(default_factory=dict)
+    _data: DataBuffer | None = None
+
+    def span(self, name: str, **facts: object) -> AbstractContextManager[None]:
+        """The body is written down as `name` in the run's timeline, where it has one."""
+        return nullcontext() if self.timeline is None else self.timeline.span(name, **facts)
+
+    @property
+    def data(self) -> DataBuffer:
+        """The training prompts. Made when first asked for: reading all of them takes its time."""
+        if self._data is None:
+            self._data = make_data_buffer(self.config, self.tokenizer, self.task, self.parts)
+        return self._data
+
+    def root(self, phase: str) -> Path:
+        """Where a phase keeps its checkpoints and its log."""
+        return self.folder / "sft" if phase == "sft" else self.folder
+
+    def snapshots(self, phase: str) -> Snapshots:
+        keep = self.config.trainer.max_actor_ckpt_to_keep
+        return Snapshots(
+            manager=CheckpointManager(self.root(phase), keep=keep),
+            phase=phase,
+            config=to_dict(self.config),
+            save_tokenizer=self.tokenizer.save_pretrained,
+        )
+
+    def resume_folder(self, phase: str) -> Path | None:
+        """The verified checkpoint of `phase` to go on from, as `trainer.resume_mode` says.
+
+        A path that `resume_from_path` names counts for the phase that it was made in. Asked again,
+        the answer is the same: reading all of a checkpoint to verify it takes its time.
+        """
+        if phase not in self._resume:
+            self._resume[phase] = self._find_resume(phase)
+        return self._resume[phase]
+
+    def _find_resume(self, phase: str) -> Path | None:
+        trainer, manager = self.config.trainer, self.snapshots(phase).manager
+        path = manager.resolve(trainer.resume_mode, trainer.resume_from_path)
+        if path is None:
+            return None
+        state = RunState.load(path)
+        saved, problems = from_dict(state.config)
+        if phase == "rl" and not problems:
+            self._announce_schedule(saved)
+        if trainer.resume_mode == "auto":
+            return path
+        if state.phase != phase:
+            return None
+        if not problems and (differences := diff(saved, self.config)):
+            self.progress.note(f"{path} was made with other settings: {'; '.join(differences)}")
+        return path
+
+    def _announce_schedule(self, saved: Config) -> None:
+        """Say where another number of steps changes learning rates: it is no update made again, but
+        not what the longer run would have done from its start."""
+        optim = self.config.actor_rollout_ref.actor.optim
+        tied = optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps_ratio > 0
+        lengths = [
+            (c.trainer.total_training_steps, c.trainer.total_epochs) for c in (saved, self.config)
+        ]
+        if tied and optim.total_training_steps == -1 and lengths[0] != lengths[1]:
+            self.progress.note(
+                "the run has another number of steps than when it began, and its learning-rate "
+                "schedule spans the new one from here on; set "
+                "actor_rollout_ref.actor.optim.total_training_steps to keep the old schedule"
+            )
+
+    def sft_result(self, folder: Path) -> Path | None:
+        """The policy that the SFT in a run folder ended with, None where there is none."""
+        latest = CheckpointManager(folder / "sft", keep=None).latest()
+        if latest is None:
+            return None
+        verify(latest)
+        return huggingface_folder(latest)
+
+    def logger(self, phase: str, total: int, resume_step: int | None) -> TeeLogger:
+        """The loggers of one phase; the console's lines go through the progress display."""
+        trainer = self.config.trainer
+        tee = build_loggers(
+            [name for name in trainer.logger if name != CONSOLE],
+            self.root(phase),
+            trainer.project_name,
+            trainer.experiment_name,
+            resume_step=resume_step,
+            phase=phase,
+            root=self.folder,
+            config=to_dict(self.config),
+            notify=self.progress.note,
+        )
+        lines = CONSOLE in trainer.logger
+        self.progress.phase(phase.upper(), total, done=resume_step or 0, lines=not lines)
+        tee.loggers.append(StepLines(self.progress, phase.upper(), total, lines=lines))
+        return tee
+
+    async def validate(self, engines: Sequence[InferenceEngine]) -> Evaluation:
+        """Accuracy on the held-out prompts, with `rollout.val_kwargs`."""
+        settings = eval_settings(self.config)
+        batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
+        batches += len(settings.by_source)  # each begins a batch of its own
+        with self.deadlines.last_resort(
+            "validation: a thread of the inference engine does not return",
+            settings.timeout_s * batches,
+        ):
+            rewards = self.val_rewards or self.rewards
+            return await run_evaluation(engines, self.held_out, rewards, settings)
+
+    @property
+    def validation_folder(self) -> Path:
+        """Where the responses of validations are recorded."""
+        return Path(self.config.trainer.validation_data_dir or self.folder / "validation")
+
+    def record_validation(
+        self, phase: str, step: int, evaluation: Evaluation, logger: TeeLogger | None = None
+    ) -> None:
+        """Write the responses of a validation, and show its result and a few of them, also in the
+        tables of `logger`."""
+        name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
+        dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
+        count = self.config.trainer.log_val_generations
+        when = f"after {phase.upper()} step {step}" if step else f"before {phase.upper()}"
+        for text in accuracies(evaluation.metrics):
+            self.progress.note(f"{when}: {text}")
+        shown = shown_samples(evaluation.groups, count)
+        for text in sample_texts(shown):
+            self.progress.note(text)
+        if logger is not None and shown:
+            rows = [table_row(sample, self.tokenizer, step) for _, sample in shown]
+            logger.log_table(step, GENERATIONS, rows)
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    progress: Progress,
+    interrupt: GracefulInterrupt,
+    compute: ComputeThread,
+    deadlines: Deadlines | None = None,
+    parts: GivenParts | None = None,
+    timeline: Timeline | None = None,
+    team: Team | None = None,
+) -> Run:
+    """Tokenizer, task, rewards and held-out prompts of a run; `parts` come before what the
+    configuration names."""
+    parts = parts or GivenParts()
+    tokenizer = parts.tokenizer or make_tokenizer(config, initial_policy(config))
+    task = make_task(config, tokenizer)
+    held_out = validation_prompts(config, tokenizer, task, parts=parts)
+    if held_out:
+        check_sources(held_out, eval_settings(config))
+    return Run(
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        task=task,
+        rewards=make_reward_manager(config, tokenizer, function=parts.reward_fn, compute=compute),
+        val_rewards=None
+        if parts.val_reward_fn is None
+        else make_reward_manager(config, tokenizer, function=parts.val_reward_fn),
+        held_out=held_out,
+        progress=progress,
+        interrupt=interrupt,
+        compute=compute,
+        parts=parts,
+        timeline=timeline,
+        team=team,
+        deadlines=deadlines or Deadlines(timeout_s=config.trainer.stage_timeout_s),
+    )
+
+
+def check_resumable(run: Run, phases: Sequence[str]) -> None:
+    """Refuse a `resume_from_path` of a phase that the run does not have."""
+    trainer = run.config.trainer
+    if trainer.resume_mode != "resume_path":
+        return
+    manager = run.snapshots(phases[-1]).manager
+    path = manager.resolve(trainer.resume_mode, trainer.resume_from_path)
+    assert path is not None, "resume_path names one or fails"
+    phase = RunState.load(path).phase
+    if phase not in phases:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {phase.upper()} and this run is {' + '.join(phases)}; "
+            f"start from its weights with actor_rollout_ref.model.path={huggingface_folder(path)}"
+        )

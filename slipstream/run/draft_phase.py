@@ -1,0 +1,224 @@
+"""A draft head for a policy that stands still: what `slipstream draft` calls.
+
+    responses of the policy, with hidden states -> training steps -> acceptance -> checkpoint
+
+The run folder of this phase holds
+
+    config.yaml              the resolved configuration
+    metrics.jsonl            a line per training step
+    global_step_N/draft/     the head: `config.json` and `model.safetensors`
+    global_step_N/           besides: optimizer, position in the data, state
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.build import draft as build_draft
+from slipstream.build.policy import initial_policy
+from slipstream.checkpoint.files import read_json, write_json
+from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.state import RunState, data_file, draft_folder, optimizer_file
+from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.config.launch import INTERRUPTED
+from slipstream.config.schema import Config
+from slipstream.config.tree import to_dict
+from slipstream.deadlines import run_in_daemon
+from slipstream.drafter.acceptance import Acceptance, HeldOut, measure_acceptance
+from slipstream.drafter.trainer import Metrics
+from slipstream.errors import CheckpointError
+from slipstream.loops.draft import train_draft_head
+from slipstream.models.draft.files import load_draft_head, save_draft_head
+from slipstream.run.context import Run
+from slipstream.run.event_loop import run_async
+from slipstream.run.snapshot import computed_with
+from slipstream.run.train import opened
+
+
+async def draft_phase(run: Run) -> Path | None:
+    """Train a head for the policy of `run`, in its folder; the head's folder, None if stopped."""
+
+    with run.span("draft"):
+        return await run_in_daemon(lambda: run.compute.run(lambda: _DraftPhase(run).train()))
+
+
+def main(config: Config) -> int:
+    """Run `slipstream draft`; the exit status."""
+    with opened(config) as run:
+        folder = run_async(draft_phase, run)
+    if folder is None:
+        print(f"stopped; the same command goes on from the last checkpoint in {run.folder}")
+        return INTERRUPTED
+    print(f"draft head   {folder}")
+    return 0
+
+
+class _DraftPhase:
+    """The parts of the phase, and what happens around its steps. On the compute thread."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._draft = run.config.speculative.draft
+        self._parts = build_draft.make_parts(
+            run.config, run.tokenizer, run.task, initial_policy(run.config)
+        )
+        self._trainer = self._parts.trainer
+        self._manager = CheckpointManager(
+            run.folder, keep=run.config.trainer.max_actor_ckpt_to_keep
+        )
+        self._held_out: list[HeldOut] = []
+        self._before: Metrics = {}
+        self._last: Metrics = {}
+        self._clock = time.perf_counter()
+
+    def train(self) -> Path | None:
+        run, total = self._run, self._draft.total_training_steps
+        trainer = run.config.trainer
+        resume = self._manager.resolve(trainer.resume_mode, trainer.resume_from_path)
+        if resume is not None:
+            self._restore(resume)
+            if self._trainer.step >= total:
+                run.progress.note(f"the draft head has all of its {total} steps")
+                return draft_folder(resume)
+        run.progress.note(
+            f"draft head for {initial_policy(run.config)}: {total} steps, "
+            f"{self._draft.steps_per_round} on every {self._draft.samples_per_round} "
+            + ("fresh responses" if self._draft.rollout_files is None else "recorded responses")
+        )
+        held_out = self._parts.hold_out(self._stop)
+        if held_out is None:
+            return None
+        self._held_out = held_out
+        logger = run.logger("draft", total, self._trainer.step if resume is not None else None)
+        try:
+            if resume is None:
+                self._before = self._measure()
+                logger.log(0, self._before)
+            self._clock = time.perf_counter()
+            finished = train_draft_head(
+                self._trainer,
+                self._parts.source,
+                self._parts.ends,
+                build_draft.loop_settings(run.config),
+                deadlines=run.deadlines,
+                stop=self._stop,
+                after_step=lambda step, metrics: logger.log(step, self._completed(step, metrics)),
+                after_round=self._after_round,
+            )
+        finally:
+            logger.close()
+        if not finished:
+            return None
+        for line in acceptance_table({"before": self._before, "after": self._last}):
+            run.progress.note(line)
+        return draft_folder(self._manager.folder(total))
+
+    def _stop(self) -> bool:
+        return self._run.interrupt.requested
+
+    def _due(self, step: int) -> bool:
+        """Whether a checkpoint, and the measurement that goes with it, follow this step."""
+        rounds = self._draft.save_freq
+        every = rounds * self._draft.steps_per_round
+        return step == self._draft.total_training_steps or (rounds > 0 and step % every == 0)
+
+    def _completed(self, step: int, metrics: Metrics) -> Metrics:
+        if self._due(step):
+            self._last = self._measure()
+            metrics = metrics | self._last
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        return metrics | {"training/global_step": step, "timing_s/step": seconds}
+
+    def _measure(self) -> Metrics:
+        acceptance = measure_acceptance(
+            self._trainer.head,
+            self._held_out,
+            self._parts.ends,
+            depth=self._draft.accept_depth,
+            batch_size=self._run.config.speculative.train.batch_size_per_gpu,
+        )
+        return acceptance_metrics(acceptance)
+
+    def _after_round(self, position: Mapping[str, Any], ends: bool) -> None:
+        if ends or self._due(self._trainer.step):
+            self._save(position)
+
+    def _save(self, position: Mapping[str, Any]) -> None:
+        data = {"source": position, "before": self._before, "policy": self._parts.policy_digest}
+        state = RunState(
+            step=self._trainer.step,
+            phase="draft",
+            threads=torch.get_num_threads(),
+            config=to_dict(self._run.config),
+            versions=computed_with(),
+        )
+
+        def write(folder: Path) -> None:
+            save_draft_head(self._trainer.head, draft_folder(folder))
+            optimizer_file(folder).parent.mkdir()
+            save_tree(optimizer_file(folder), self._trainer.state_dict())
+            write_json(data_file(folder), data)
+            state.save(folder)
+
+        self._manager.save(self._trainer.step, write)
+
+    def _restore(self, folder: Path) -> None:
+        """Go on from a verified checkpoint. Raises CheckpointError where it is another phase's or
+        another policy's."""
+        state = RunState.load(folder)
+        if state.phase != "draft":
+            raise CheckpointError(
+                f"{folder} is a checkpoint of phase {state.phase!r}, not of a draft head's "
+                "training; set another trainer.default_local_dir"
+            )
+        data = read_json(data_file(folder))
+        if data.get("policy") != self._parts.policy_digest:
+            raise CheckpointError(
+                f"{folder} was trained for a policy with other weights than "
+                f"{initial_policy(self._run.config)} has now; start over with "
+                "trainer.resume_mode=disable, from this head with "
+                f"speculative.eagle.spec_model_path={draft_folder(folder)}"
+            )
+        self._run.progress.note(f"going on from {folder}")
+        ours = self._trainer.head
+        head = load_draft_head(draft_folder(folder), ours.config)
+        if not ours.is_like(head):
+            raise CheckpointError(
+                f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
+                "or another draft vocabulary than speculative.eagle says; start over with "
+                "trainer.resume_mode=disable, or give the options back"
+            )
+        self._trainer.head.load_state_dict(head.state_dict())
+        self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
+        self._parts.source.load_state_dict(data["source"])
+        self._before = data["before"]
+
+
+def acceptance_metrics(acceptance: Acceptance) -> Metrics:
+    """By depth, in the names of docs/metrics.md."""
+    depths = range(1, acceptance.depth + 1)
+    return {f"draft/accept_depth_{k}": acceptance.at_depth(k) for k in depths} | {
+        f"draft/accept_length_{k}": acceptance.walk(k).tokens_per_verification for k in depths
+    }
+
+
+def acceptance_table(rows: Mapping[str, Metrics]) -> list[str]:
+    """Measurements by `acceptance_metrics` as lines of text, a row for each."""
+    first = next(iter(rows.values()))
+    depths = range(1, 1 + sum(name.startswith("draft/accept_depth_") for name in first))
+    lines = []
+    for title, name, form in (
+        ("drafts in a row that are right (share)", "draft/accept_depth_", "6.3f"),
+        ("tokens a verification with so many drafts", "draft/accept_length_", "6.2f"),
+    ):
+        lines.append(f"{title:<42}" + "".join(f"{k:6d}" for k in depths))
+        for label, metrics in rows.items():
+            values = "".join(format(metrics[f"{name}{k}"], form) for k in depths)
+            lines.append(f"  {label:<40}" + values)
+    return lines

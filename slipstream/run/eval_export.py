@@ -1,0 +1,189 @@
+"""What `slipstream eval` and `slipstream export` call: a checkpoint measured, or handed on.
+
+Knows checkpoints, and the configuration that says what to evaluate on; nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from safetensors import safe_open
+
+from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
+from slipstream.build.engine import make_engine
+from slipstream.build.policy import make_policy, model_config
+from slipstream.build.process import set_threads
+from slipstream.build.rollouts import eval_settings
+from slipstream.checkpoint.layout import head_folder, policy_folder
+from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
+from slipstream.config.schema import Config
+from slipstream.config.tree import from_dict
+from slipstream.data.tokenizer import load_tokenizer
+from slipstream.deadlines import Deadlines, close_parts
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.loops.evaluate import Evaluation
+from slipstream.loops.evaluate import evaluate as run_evaluation
+from slipstream.models.draft.files import is_draft_head, load_draft_head
+from slipstream.models.draft.layouts import LAYOUTS, export_draft_head
+from slipstream.models.policy import Implementation, load_policy, save_policy
+from slipstream.run.console import accuracies
+from slipstream.run.rollout_dump import dump_groups
+from slipstream.training.compute_thread import ComputeThread
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Path | None) -> int:
+    """Accuracy of a checkpoint (or of a run's newest one) on the held-out prompts."""
+    set_threads(config)
+    source = policy_folder(checkpoint)
+    tokenizer = make_tokenizer(config, source if _has_tokenizer(source) else None)
+    task = make_task(config, tokenizer)
+    prompts = validation_prompts(config, tokenizer, task, count=problems)
+    if not prompts:
+        raise ConfigError("nothing to evaluate on: set data.val_files=FILE or data.task=countdown")
+    compute = ComputeThread()
+    rewards = make_reward_manager(config, tokenizer, compute=compute)
+
+    def make() -> InferenceEngine:
+        model_config(config, tokenizer, source)
+        policy = make_policy(config, tokenizer, source)
+        return make_engine(config, policy, tokenizer, compute)
+
+    engine = compute.run(make)
+
+    async def work() -> Evaluation:
+        return await run_evaluation([engine], prompts, rewards, eval_settings(config))
+
+    print(f"evaluating {source} on {len(prompts)} problems", file=sys.stderr)
+    try:
+        result = anyio.run(work)
+    finally:
+        close_parts(Deadlines(), engine, compute)
+    for name, value in result.metrics.items():
+        print(f"{name:<48} {value:.4f}")
+    for text in accuracies(result.metrics):
+        print(text)
+    if output is not None:
+        dump_groups(output, result.groups, tokenizer, step=0)
+        print(f"responses    {output}")
+    return 0
+
+
+def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None) -> int:
+    """Write a checkpoint's policy as a plain Hugging Face folder; or its draft head, in the layout
+    `draft` of an engine (`models.draft.layouts`)."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists and is not an empty folder; give a new one")
+    if draft is not None:
+        _export_draft(checkpoint, output, dtype, draft)
+        return 0
+    source = policy_folder(checkpoint)
+    policy = load_policy(source, _implementation(source))
+    save_tokenizer: Any = None
+    if _has_tokenizer(source):
+        save_tokenizer = load_tokenizer(source).save_pretrained
+    kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
+    with _aside(output) as folder:
+        save_policy(
+            policy,
+            folder,
+            dtype=kind,
+            generation=_generation_defaults(source),
+            save_tokenizer=save_tokenizer,
+        )
+    name = str(kind).removeprefix("torch.")
+    print(f"model  {output} ({policy.config.family}, {name}, from {source})")
+    if save_tokenizer is None:
+        print(f"note: {source} has no tokenizer, so {output} has none", file=sys.stderr)
+    return 0
+
+
+def _export_draft(checkpoint: Path, output: Path, dtype: str, layout: str) -> None:
+    source = _head_source(checkpoint)
+    head = load_draft_head(source)
+    kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
+    with _aside(output) as folder:
+        export_draft_head(head, folder, layout, dtype=kind)
+    name = str(kind).removeprefix("torch.")
+    wanted = LAYOUTS[layout]
+    print(f"draft head  {output} ({wanted.engine}, {head.config.family}, {name}, from {source})")
+    print(f"for example: {wanted.command(head, policy='MODEL', folder=output)}")
+
+
+def _head_source(checkpoint: Path) -> Path:
+    """The draft head of a checkpoint or a run: one that learned with the policy, else the one that
+    `slipstream draft` left beside it."""
+    for place in (checkpoint, checkpoint / "draft"):
+        folder = head_folder(place)
+        if is_draft_head(folder):
+            return folder
+    raise CheckpointError(
+        f"{checkpoint} has no draft head; train one with `slipstream draft --checkpoint "
+        f"{checkpoint}`, or give the folder of one with --checkpoint"
+    )
+
+
+@contextlib.contextmanager
+def _aside(output: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `output`: an export that is cut short leaves nothing
+    that looks like a model."""
+    aside = output.with_name(f".{output.name}.exporting")
+    shutil.rmtree(aside, ignore_errors=True)
+    yield aside
+    if output.exists():
+        output.rmdir()
+    aside.rename(output)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The type of the weights in a Hugging Face folder, which whole numbers are not; the widest
+    where they differ."""
+    found: set[torch.dtype] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
+    found = {dtype for dtype in found if dtype.is_floating_point}
+    if len(found) == 1 and next(iter(found)) in _DTYPES.values():
+        return found.pop()
+    return torch.float32
+
+
+def _implementation(source: Path) -> Implementation:
+    """What the run computed that left the folder `source` in a checkpoint."""
+    folder = source.absolute()
+    checkpoint = folder.parent.parent
+    if huggingface_folder(checkpoint) != folder or not state_file(checkpoint).exists():
+        return "auto"
+    config, _ = from_dict(RunState.load(checkpoint).config)
+    return config.actor_rollout_ref.model.implementation
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    """Sampling defaults that the checkpoint carries; token ids come from the model itself."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); repair it") from error
+    return {name: value for name, value in values.items() if not name.endswith("_token_id")}

@@ -1,0 +1,165 @@
+"""The run folder: whose it is, and what of an earlier run is in it.
+
+Knows file names and configurations; nothing of what a run computes. Called by `run.train` before
+anything is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slipstream.checkpoint.files import write_text_atomic
+from slipstream.checkpoint.manager import TRACKER, CheckpointManager
+from slipstream.config.load import CONFIG_FILE, diff, load_config, to_yaml
+from slipstream.config.schema import Config
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.metrics.timeline import EVENTS_FILE
+from slipstream.report.page import REPORT_FILE
+from slipstream.report.read import LOCK_FILE
+
+PICTURE = "run.png"
+PREVIOUS = "previous"
+_KEPT = (
+    # In this order: without its tracker a checkpoint is not gone on from by accident.
+    TRACKER,
+    "global_step_*",
+    "sft",
+    "metrics*.jsonl",
+    EVENTS_FILE,
+    "rollouts",
+    "validation",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    PICTURE,
+    REPORT_FILE,
+    CONFIG_FILE,
+)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run folder against another run in it; goes with the process, however that ends.
+
+    Raises CheckpointError where another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"another run is working in {folder}; wait for it, or set another "
+                "trainer.default_local_dir"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"the file system of {folder} has no file locks ({error}); set "
+                "trainer.default_local_dir to one that has, or mount it with them"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def claim_folder(
+    folder: Path, config: Config, notify: Callable[[str], None] = lambda text: None
+) -> None:
+    """Take the run folder: new, or of the same configuration.
+
+    With `trainer.resume_mode=disable` an earlier run is moved to `previous.N` in it. Raises
+    CheckpointError with the differences where a run with other settings has checkpoints there; one
+    that ended before its first leaves nothing to go on from.
+    """
+    path = folder / CONFIG_FILE
+    if config.trainer.resume_mode == "disable":
+        moved = set_aside(folder)
+        if moved is not None:
+            notify(f"starting over; the run that was in {folder} is now in {moved}")
+    else:
+        check_same_run(folder, config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, to_yaml(config))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}); make room, or set another "
+            "trainer.default_local_dir"
+        ) from error
+
+
+def check_same_run(folder: Path, config: Config) -> None:
+    """Raises CheckpointError with the differences where a run with other settings has checkpoints
+    in `folder`, from which this one would go on."""
+    path = folder / CONFIG_FILE
+    if config.trainer.resume_mode == "disable" or not (path.exists() and has_checkpoint(folder)):
+        return
+    if differences := diff(_earlier(path), config):
+        raise CheckpointError(
+            f"{folder} holds a run with other settings:\n  "
+            + "\n  ".join(differences)
+            + "\nset another trainer.default_local_dir, take back the changes, or start over "
+            "with trainer.resume_mode=disable"
+        )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether SFT or RL left a complete checkpoint in the run folder."""
+    return any(CheckpointManager(root, keep=None).steps() for root in (folder, folder / "sft"))
+
+
+def _earlier(path: Path) -> Config:
+    try:
+        return load_config(file=path, complete=False, notify=lambda text: None)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} cannot be read, so whether it is the same run is not known: {error}\nset "
+            "another trainer.default_local_dir, or start over with trainer.resume_mode=disable"
+        ) from error
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move what an earlier run left in `folder` to its first free `previous.N`; None: nothing."""
+    found = [path for pattern in _KEPT for path in sorted(folder.glob(pattern))]
+    if not found:
+        return None
+    target = free_name(folder / PREVIOUS)
+    target.mkdir()
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
+def free_name(path: Path) -> Path:
+    """The first of `path.1`, `path.2`, ... that does not exist."""
+    number = 1
+    while (other := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return other
+
+
+def forget_after(folder: Path, step: int | None, *, prefix: str = "") -> None:
+    """Keep the records `{prefix}N.jsonl` of steps up to `step`: a resumed run writes the later ones
+    again. None (a new run) moves all of them to a `previous.N` in the folder."""
+    found = {
+        path: int(path.stem.removeprefix(prefix))
+        for path in folder.glob(f"{prefix}*.jsonl")
+        if path.stem.removeprefix(prefix).isdigit()
+    }
+    if not found:
+        return
+    if step is None:
+        target = free_name(folder / PREVIOUS)
+        target.mkdir()
+        for path in found:
+            path.rename(target / path.name)
+        return
+    for path, number in found.items():
+        if number > step:
+            path.unlink()

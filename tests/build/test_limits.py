@@ -1,0 +1,85 @@
+"""What options become when the parts of a run are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.build import data as build_data
+from slipstream.build.engine import engine_settings
+from slipstream.build.limits import check_budgets
+from slipstream.config import Hardware, load_config
+from slipstream.errors import ConfigError
+from slipstream.rewards.sandbox.fusion import FusionSandbox
+from slipstream.rewards.sandbox.local import BubblewrapSandbox, UnisolatedSandbox
+from slipstream.rewards.sandbox.protocol import ProgramLimits
+from tests.inference.helpers import shared_decoder
+
+CPU = Hardware(gpus=0, cpus=2)
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=50", "actor_rollout_ref.actor"),
+        ("critic.ppo_max_token_len_per_gpu=50", "critic"),
+        ("sft.max_tokens_per_micro_batch=50", "sft"),
+    ],
+)
+def test_a_budget_holds_one_sequence_with_its_padding(
+    monkeypatch: pytest.MonkeyPatch, override: str, key: str
+) -> None:
+    model = shared_decoder().config
+    config = load_config(
+        [
+            "algorithm.adv_estimator=gae",
+            "data.max_prompt_length=20",
+            "data.max_response_length=30",
+            "sft.max_length=50",
+            override,
+        ],
+        recipe="tiny",
+        hardware=CPU,
+    )
+    # Sequences in a row have none.
+    check_budgets(config, model, "sft+rl")
+    monkeypatch.setattr("slipstream.build.limits.takes_sequences_in_a_row", lambda *_: False)
+    with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* takes 64 with"):
+        check_budgets(config, model, "sft+rl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "frees"),
+    [
+        ([], False),
+        ([f"{ROLLOUT}.free_cache_engine=true"], True),
+        # Kept prefixes need what the store leaves of the budget.
+        ([f"{ROLLOUT}.enable_prefix_caching=true"], True),
+        ([f"{ROLLOUT}.enable_prefix_caching=true", f"{ROLLOUT}.free_cache_engine=false"], False),
+    ],
+)
+def test_on_a_cpu_keys_and_values_stay_unless_others_need_the_memory(
+    overrides: list[str], frees: bool
+) -> None:
+    config = load_config(overrides, recipe="tiny", hardware=CPU)
+    assert engine_settings(config, shared_decoder().config).free_cache_engine is frees
+
+
+def test_where_programs_run_is_what_the_settings_say() -> None:
+    def sandbox(*overrides: str) -> object:
+        config = load_config(list(overrides), recipe="tiny", notify=lambda _: None)
+        return build_data.make_sandbox(config)
+
+    isolated = sandbox("reward_model.sandbox.run_timeout_s=3", "reward_model.sandbox.files_mb=5")
+    assert isinstance(isolated, BubblewrapSandbox)
+    # What the deadline of a scoring call leaves: 30 s without a run and two seconds.
+    wanted = ProgramLimits(run_timeout_s=3.0, total_timeout_s=25.0, files_mb=5)
+    assert isolated._limits == wanted
+    bare = sandbox("reward_model.sandbox.run_untrusted_code_without_isolation=true")
+    assert isinstance(bare, UnisolatedSandbox)
+    service = sandbox(
+        "reward_model.sandbox_fusion.url=http://localhost:1/run_code",
+        "reward_model.sandbox_fusion.memory_limit_mb=77",
+    )
+    assert isinstance(service, FusionSandbox)
+    assert service._limits.memory_mb == 77

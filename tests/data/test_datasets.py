@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from slipstream.data.datasets import PromptReader, inspect_prompts, load_prompts, truncate_ids
+from slipstream.errors import ConfigError, DataError
+from tests.data.helpers import char_tokenizer, ids
+
+
+def row(index: int, content: str = "1+1?") -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(index)},
+        "extra_info": {"split": "train", "index": index},
+    }
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_rows_round_trip_through_every_format(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"data{suffix}", [row(7), row(8, "2+2?")])
+    prompts = load_prompts(path, char_tokenizer(), max_prompt_length=100)
+    assert [p.uid for p in prompts] == [f"data{suffix}:0", f"data{suffix}:1"]
+    second = prompts[1]
+    assert second.ids == ids("<s>user:2+2?<e>\n<s>assistant:")
+    assert second.messages == [{"role": "user", "content": "2+2?"}]
+    assert second.data_source == "openai/gsm8k"
+    assert second.ground_truth == "8"
+    assert second.extra_info == {"split": "train", "index": 8}
+    assert second.ability == "math"
+    assert second.multi_modal is None
+
+
+def test_plain_text_is_tokenised_as_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"question": "Say hi", "source": "mine", "level": 3}])
+    (prompt,) = load_prompts(
+        path,
+        char_tokenizer(None),
+        prompt_key="question",
+        reward_fn_key="source",
+        max_prompt_length=10,
+    )
+    assert (prompt.ids, prompt.messages) == (ids("Say hi"), "Say hi")
+    assert prompt.data_source == "mine"
+    assert prompt.extra_info == {"level": 3}
+
+
+def test_files_are_concatenated_and_uids_stay_unique(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "t.jsonl", [row(0), row(1)])
+    prompts = load_prompts(
+        [tmp_path / "x" / "t.jsonl", str(tmp_path / "y" / "t.jsonl")],
+        char_tokenizer(),
+        max_prompt_length=100,
+    )
+    assert [p.uid for p in prompts] == ["0-t.jsonl:0", "0-t.jsonl:1", "1-t.jsonl:0", "1-t.jsonl:1"]
+
+
+def test_max_samples_takes_the_first_or_a_seeded_choice(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(i) for i in range(50)])
+
+    def taken(seed: int | None) -> list[int]:
+        got = load_prompts(path, char_tokenizer(), max_prompt_length=100, max_samples=5, seed=seed)
+        return [p.extra_info["index"] for p in got]
+
+    assert taken(None) == [0, 1, 2, 3, 4]
+    assert taken(1) == taken(1) == sorted(taken(1))
+    assert len(set(taken(1))) == 5
+    assert taken(1) != taken(2)
+    with pytest.raises(ConfigError, match="max_samples 0"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=100, max_samples=0)
+
+
+def test_truncation_modes() -> None:
+    text = list(range(10))
+    assert truncate_ids(text, 4, "left") == [6, 7, 8, 9]
+    assert truncate_ids(text, 4, "right") == [0, 1, 2, 3]
+    assert truncate_ids(text, 5, "middle") == [0, 1, 7, 8, 9]
+    assert truncate_ids(text, 1, "middle") == [9]
+    assert truncate_ids(text, 10, "error") == text
+    with pytest.raises(DataError, match=r"10 tokens are more than data\.max_prompt_length 9"):
+        truncate_ids(text, 9, "error")
+
+
+def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", [row(0, "x" * 30), row(1)])
+    tokenizer = char_tokenizer()
+    with caplog.at_level(logging.WARNING):
+        (kept,) = load_prompts(path, tokenizer, max_prompt_length=40, filter_overlong=True)
+    assert kept.extra_info["index"] == 1
+    assert "1 prompts longer than data.max_prompt_length 40 tokens were left out" in caplog.text
+    cut = load_prompts(
+        path, tokenizer, max_prompt_length=40, filter_overlong=False, truncation="left"
+    )
+    assert len(cut[0].ids) == 40
+    assert cut[0].ids[-11:] == ids("<s>assistant:")
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0: 49 tokens are more than"):
+        load_prompts(path, tokenizer, max_prompt_length=40, filter_overlong=False)
+    with pytest.raises(DataError, match="no prompt is left: 2 longer"):
+        load_prompts(path, tokenizer, max_prompt_length=3)
+
+
+def test_rows_whose_template_fails_are_counted_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strict = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no bad') }}{% endif %}ok"
+    path = write(tmp_path / "a.jsonl", [row(i, "bad" if i % 2 else "good") for i in range(14)])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(path, char_tokenizer(strict), max_prompt_length=9)
+    assert [p.extra_info["index"] for p in prompts] == list(range(0, 14, 2))
+    assert "failed on 7 rows" in caplog.text
+    assert "a.jsonl, row 1 (TemplateError: no bad)" in caplog.text
+    assert "and 2 more" in caplog.text
+    loaded = inspect_prompts(
+        path, PromptReader(tokenizer=char_tokenizer(strict), max_prompt_length=9)
+    )
+    assert len(loaded.failed) == 7
+    all_bad = write(tmp_path / "b.jsonl", [row(0, "bad")])
+    with pytest.raises(DataError, match=r"no prompt is left.*failed on 1 rows"):
+        load_prompts(all_bad, char_tokenizer(strict), max_prompt_length=9)
+
+
+def test_template_options_and_tools_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ tools | length if tools else 0 }}{{ mode }}"
+    path = write(tmp_path / "a.jsonl", [row(0)])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    (prompt,) = load_prompts(
+        path,
+        char_tokenizer(template),
+        max_prompt_length=9,
+        tools=[tool],
+        template_kwargs={"mode": "z"},
+    )
+    assert prompt.ids == ids("1z")
+
+
+class FakeProcessor:
+    """Renders one id per content part; 900 stands for a picture."""
+
+    def __init__(self) -> None:
+        self.images: Any = None
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return "".join(p["type"][0] for m in messages for p in m["content"])
+
+    def __call__(self, text: list[str], images: Any = None) -> dict[str, list[list[int]]]:
+        self.images = images
+        return {"input_ids": [[900 if c == "i" else 1 for c in text[0]]]}
+
+
+def test_pictures_need_a_processor_and_matching_placeholders(tmp_path: Path) -> None:
+    picture = {**row(0, "see <image> and tell"), "images": ["cat.png"]}
+    path = write(tmp_path / "a.jsonl", [picture])
+    with pytest.raises(DataError, match="has images, but the model has no processor"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=9)
+    processor = FakeProcessor()
+    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=9, processor=processor)
+    assert prompt.ids == [1, 900, 1]
+    assert prompt.multi_modal == {"images": ["cat.png"]}
+    assert processor.images == ["cat.png"]
+    with pytest.raises(DataError, match="cannot be truncated"):
+        load_prompts(
+            path,
+            char_tokenizer(),
+            max_prompt_length=2,
+            processor=processor,
+            filter_overlong=False,
+            truncation="left",
+        )
+    missing = write(tmp_path / "b.jsonl", [{**row(0), "images": ["cat.png"]}])
+    with pytest.raises(DataError, match="1 images but 0 <image> placeholders"):
+        load_prompts(missing, char_tokenizer(), max_prompt_length=9, processor=processor)
+    text = write(tmp_path / "c.jsonl", [{"prompt": "hi", "images": ["cat.png"]}])
+    with pytest.raises(DataError, match="must be a list of messages"):
+        load_prompts(text, char_tokenizer(), max_prompt_length=9, processor=processor)
+
+
+def test_missing_prompt_column_names_file_columns_and_setting(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [{"question": "hi", "answer": "ho"}])
+    with pytest.raises(
+        DataError,
+        match=r"a\.parquet, row 0 has no column 'prompt'; columns found: question, answer\. "
+        r"Set data\.prompt_key",
+    ):
+        load_prompts(path, char_tokenizer(), max_prompt_length=9)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"prompt": []}, "non-empty list of messages"),
+        ({"prompt": 3}, "non-empty list of messages.*got 3"),
+        ({"prompt": [{"role": "user"}]}, "message 0 needs 'role' and 'content'"),
+        ({"prompt": [{"role": "user", "content": "x"}], "extra_info": 3}, "'extra_info' must be"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        (["prompt"], "line 1: a row must be a JSON object"),
+    ],
+)
+def test_bad_rows_are_refused(tmp_path: Path, value: Any, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(value))
+    with pytest.raises(DataError, match=message):
+        load_prompts(path, char_tokenizer(), max_prompt_length=99)
+
+
+def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(0)])
+    with pytest.raises(DataError, match=r"actor_rollout_ref\.model\.custom_chat_template"):
+        load_prompts(path, char_tokenizer(None), max_prompt_length=99)
+
+
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([row(i, f"{i}?") for i in range(5)])
+    saved.save_to_disk(tmp_path / "one", num_shards=2)
+    prompts = load_prompts(tmp_path / "one", char_tokenizer(), max_prompt_length=100)
+    jsonl = write(tmp_path / "a.jsonl", [row(i, f"{i}?") for i in range(5)])
+    expected = load_prompts(jsonl, char_tokenizer(), max_prompt_length=100)
+    assert [(p.ids, p.messages, p.ground_truth, p.extra_info) for p in prompts] == [
+        (p.ids, p.messages, p.ground_truth, p.extra_info) for p in expected
+    ]
+    assert [p.uid for p in prompts] == [f"one:{i}" for i in range(5)]
+
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "two")
+    with pytest.raises(
+        DataError, match=r"has several splits; give one of: .*two/test, .*two/train"
+    ):
+        load_prompts(tmp_path / "two", char_tokenizer(), max_prompt_length=100)
+    assert len(load_prompts(tmp_path / "two/test", char_tokenizer(), max_prompt_length=100)) == 5
+    with pytest.raises(DataError, match=r"is none that datasets' save_to_disk wrote"):
+        load_prompts(tmp_path, char_tokenizer(), max_prompt_length=100)
+    (tmp_path / "one" / "data-00001-of-00002.arrow").write_bytes(b"broken")
+    with pytest.raises(DataError, match="is not a readable Arrow file"):
+        load_prompts(tmp_path / "one", char_tokenizer(), max_prompt_length=100)
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    def load(path: Path | list[Path]) -> None:
+        load_prompts(path, char_tokenizer(), max_prompt_length=9)
+
+    with pytest.raises(DataError, match=r"does not exist: check data\.train_files"):
+        load(tmp_path / "no.parquet")
+    with pytest.raises(DataError, match=r"no data files: set data\.train_files"):
+        load([])
+    for name, content, message in (
+        ("a.csv", b"x", r"unknown format '\.csv'; use \.parquet, \.jsonl or \.json"),
+        ("a.parquet", b"not parquet", "not readable parquet"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt"\n', "invalid JSON at line 2, column 10"),
+        ("a.json", b'[1,\n2,\n"x]', "invalid JSON at line 3"),
+        ("b.json", b'{"prompt": "x"}', r"must hold a JSON list.*suffix \.jsonl"),
+        ("b.jsonl", b"\xff\xfe", "not UTF-8"),
+        ("c.jsonl", b"\n", "no rows in"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            load(tmp_path / name)
+
+
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [row(0)])
+    with pytest.raises(ConfigError, match=r"data\.truncation 'mid' is unknown"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=9, truncation="mid")
+    with pytest.raises(ConfigError, match=r"data\.max_prompt_length 0"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=0)

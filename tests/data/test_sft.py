@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.data.countdown import CountdownTask
+from slipstream.data.sft import (
+    TurnSpan,
+    compute_loss_mask,
+    load_sft_samples,
+    sft_samples,
+    tokenize_conversation,
+    tokenize_text_pair,
+)
+from slipstream.data.tokenizer import build_tokenizer
+from slipstream.errors import ConfigError, DataError
+from slipstream.types import Message, Status
+from tests.data.helpers import CHATML, char_tokenizer, ids
+
+CHAT: list[Message] = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "bc"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "e"},
+    {"role": "tool", "content": "f"},
+    {"role": "assistant", "content": "gh"},
+]
+TEXT = (
+    "<s>system:S<e>\n<s>user:a<e>\n<s>assistant:bc<e>\n<s>user:d<e>\n<s>assistant:e<e>\n"
+    "<s>tool:f<e>\n<s>assistant:gh<e>\n"
+)
+
+
+def with_loss(conversation: Any) -> str:
+    """The characters that carry loss, one group per run."""
+    names = {128: "<s>", 129: "<e>"}
+    out, inside = "", False
+    for token, mask in zip(conversation.ids, conversation.loss_mask, strict=True):
+        if mask and not inside:
+            out += "|"
+        inside = bool(mask)
+        if mask:
+            out += names.get(token) or chr(token)
+    return out
+
+
+def test_loss_on_assistant_turns_only_up_to_their_end_token() -> None:
+    conversation = tokenize_conversation(CHAT, char_tokenizer())
+    assert conversation.ids == ids(TEXT)
+    assert with_loss(conversation) == "|bc<e>|e<e>|gh<e>"
+    assert [s.role for s in conversation.spans] == [
+        "prompt",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    edges = [(s.start, s.end) for s in conversation.spans]
+    assert edges[0][0] == 0
+    assert edges[-1][1] == len(conversation.ids)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
+
+
+def test_a_message_can_opt_out_of_the_loss() -> None:
+    chat = [dict(m) for m in CHAT]
+    chat[2]["loss_mask"] = 0
+    chat[4]["loss_mask"] = 1
+    chat[1]["loss_mask"] = 0
+    conversation = tokenize_conversation(chat, char_tokenizer())
+    assert conversation.ids == ids(TEXT)
+    assert with_loss(conversation) == "|e<e>|gh<e>"
+
+
+def test_an_unanswered_last_turn_carries_no_loss() -> None:
+    conversation = tokenize_conversation(CHAT[:4], char_tokenizer())
+    assert conversation.ids == ids(TEXT[: TEXT.index("<s>assistant:e")])
+    assert with_loss(conversation) == "|bc<e>"
+    assert conversation.spans[-1].role == "user"
+
+
+def test_turns_of_the_countdown_tokenizer() -> None:
+    tokenizer = build_tokenizer()
+    conversation = tokenize_conversation(
+        [
+            {"role": "user", "content": "1 2 3 ->5 :"},
+            {"role": "assistant", "content": "answer 2 + 3"},
+            {"role": "user", "content": "4 5 9 ->1 :"},
+            {"role": "assistant", "content": "answer 5 - 4"},
+        ],
+        tokenizer,
+    )
+    assert conversation.loss_mask == [0.0] * 5 + [1.0] * 5 + [0.0] * 5 + [1.0] * 5
+    assert conversation.ids[9] == conversation.ids[19] == tokenizer.eos_token_id
+
+
+def test_compute_loss_mask_by_hand_and_its_checks() -> None:
+    first = TurnSpan(role="prompt", start=0, end=2, loss_end=0)
+    second = TurnSpan(role="assistant", start=2, end=5, loss_end=4)
+    assert compute_loss_mask(6, [first, second]) == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    for bad in (
+        [second, first],
+        [TurnSpan(role="assistant", start=2, end=7, loss_end=7)],
+        [TurnSpan(role="assistant", start=2, end=4, loss_end=5)],
+    ):
+        with pytest.raises(DataError, match="out of order or out of range"):
+            compute_loss_mask(6, bad)
+
+
+def test_truncation() -> None:
+    tokenizer = char_tokenizer()
+    whole = tokenize_conversation(CHAT, tokenizer)
+    length = len(whole.ids)
+    right = tokenize_conversation(CHAT, tokenizer, max_length=length - 20, truncation="right")
+    assert right.ids == whole.ids[:-20]
+    assert right.loss_mask == whole.loss_mask[:-20]
+    assert right.spans[-1].end == length - 20
+    left = tokenize_conversation(CHAT, tokenizer, max_length=20, truncation="left")
+    assert left.ids == whole.ids[-20:]
+    assert left.loss_mask == whole.loss_mask[-20:]
+    assert left.spans[0].start == 0
+    exact = tokenize_conversation(CHAT, tokenizer, max_length=length)
+    assert exact == whole
+    # Cutting inside an assistant turn keeps the loss of what is left of it.
+    cut = ids(TEXT).index(ord("b")) + 1
+    assert (
+        with_loss(tokenize_conversation(CHAT, tokenizer, max_length=cut, truncation="right"))
+        == "|b"
+    )
+
+
+def test_truncation_is_validated() -> None:
+    tokenizer = char_tokenizer()
+    with pytest.raises(DataError, match=r"longer than max_length 10: raise sft\.max_length"):
+        tokenize_conversation(CHAT, tokenizer, max_length=10)
+    with pytest.raises(DataError, match="leaves no token with loss"):
+        tokenize_conversation(CHAT, tokenizer, max_length=10, truncation="right")
+    with pytest.raises(ConfigError, match="max_length 1"):
+        tokenize_conversation(CHAT, tokenizer, max_length=1)
+    with pytest.raises(ConfigError, match="unknown SFT truncation 'mid'"):
+        tokenize_conversation(CHAT, tokenizer, truncation="mid")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "no messages"),
+        ([{"content": "x"}], "turn 0: a message needs a string 'role', got None"),
+        (CHAT[2:], "turn 0 is an assistant turn"),
+        (CHAT[:2], "no assistant turn carries loss"),
+        ([*CHAT[:2], {**CHAT[2], "loss_mask": 0}], "no assistant turn carries loss"),
+        ([{**CHAT[1], "loss_mask": 1}, CHAT[2]], "turn 0: loss_mask 1 on a message of role 'user'"),
+        ([CHAT[1], {**CHAT[2], "loss_mask": 0.5}], "turn 1: loss_mask must be 0 or 1, got 0.5"),
+    ],
+)
+def test_bad_conversations_are_refused(messages: list[Message], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        tokenize_conversation(messages, char_tokenizer())
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_naming_the_turn() -> None:
+    """As templates do that drop the reasoning of all but the last assistant turn."""
+    forgetful = (
+        "{% for m in messages %}<s>{{ m['role'] }}:"
+        "{% if m['role'] == 'assistant' and not loop.last %}-{% else %}{{ m['content'] }}"
+        "{% endif %}<e>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
+    )
+    tokenizer = char_tokenizer(forgetful)
+    assert with_loss(tokenize_conversation(CHAT[:3], tokenizer)) == "|bc<e>"
+    with pytest.raises(DataError, match=r"not prefix-preserving: with the generation .* turn 4"):
+        tokenize_conversation(CHAT, tokenizer)
+
+
+def test_a_generation_prompt_that_turns_lack_is_refused() -> None:
+    thinking = CHATML.replace("<s>assistant:{%", "<s>assistant:<think>{%")
+    with pytest.raises(DataError, match="with the assistant text of turn 2"):
+        tokenize_conversation(CHAT, char_tokenizer(thinking))
+
+
+class MergingTokenizer:
+    """`char_tokenizer`, but the pair `:b` is one token, across the border of a turn."""
+
+    def __init__(self) -> None:
+        self._inner = char_tokenizer()
+        self.eos_token_id = self._inner.eos_token_id
+
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.apply_chat_template(*args, **kwargs)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        out: list[int] = []
+        for token in ids(text):
+            if token == ord("b") and out and out[-1] == ord(":"):
+                out[-1] = 500
+            else:
+                out.append(token)
+        return {"input_ids": out}
+
+
+def test_a_token_across_a_border_is_refused_or_allowed() -> None:
+    tokenizer: Any = MergingTokenizer()
+    with pytest.raises(DataError, match=r"part 0, role 'prompt'.*ignore_input_ids_mismatch"):
+        tokenize_conversation(CHAT, tokenizer)
+    allowed = tokenize_conversation(CHAT, tokenizer, ignore_input_ids_mismatch=True)
+    assert allowed.ids == ids(TEXT)
+
+
+def test_sft_samples_of_the_countdown_task() -> None:
+    task, tokenizer = CountdownTask(seed=2), build_tokenizer()
+    samples = list(sft_samples(task, tokenizer, 10, 5))
+    assert [s.uid for s in samples] == [f"countdown/sft/train/{i}" for i in range(10, 15)]
+    for index, sample in enumerate(samples, start=10):
+        user, assistant = task.demonstration("train", index)
+        assert tokenizer.decode(sample.tokens) == f"{user['content']} {assistant['content']} <eos>"
+        # The prompt is the one that a rollout sees, token by token.
+        assert sample.prompt_ids == task.prompt("train", index).ids
+        assert sample.loss_mask == [0.0] * len(sample.prompt_ids) + [1.0] * sample.response_length
+        assert sample.response == assistant["content"]
+        assert sample.prompt == [user]
+        assert sample.status is Status.COMPLETED
+        assert sample.versions == [-1] * len(sample.tokens)
+    assert list(sft_samples(task, tokenizer, 12, 1)) == samples[2:3]
+    held_out = next(iter(sft_samples(task, tokenizer, 0, 1, split="held_out")))
+    assert held_out.prompt_ids == task.prompt("held_out", 0).ids
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    return path
+
+
+def test_load_sft_samples_from_conversations_and_pairs(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        [
+            {"messages": CHAT, "data_source": "chat"},
+            {"prompt": CHAT[:2], "response": "bc"},
+            {"prompt": "12", "response": "34"},
+        ],
+    )
+    chat, pair, text = load_sft_samples(path, char_tokenizer())
+    assert chat.tokens == ids(TEXT)
+    assert (chat.uid, chat.data_source, chat.response) == ("a.jsonl:0", "chat", "gh")
+    assert chat.prompt == CHAT[:2]
+    assert sum(chat.loss_mask) == 8
+    assert pair.tokens == chat.tokens[: len(pair.tokens)]
+    assert pair.loss_mask == chat.loss_mask[: len(pair.tokens)]
+    assert text.tokens == [*ids("1234"), 129]
+    assert text.loss_mask == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert text.response == "34"
+
+
+def test_load_sft_samples_passes_tools_and_options_on(tmp_path: Path) -> None:
+    template = "{{ (tools or []) | length }}{{ mode }}" + CHATML
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    path = write(tmp_path / "a.jsonl", [{"messages": CHAT, "tools": [tool]}])
+    (sample,) = load_sft_samples(path, char_tokenizer(template), template_kwargs={"mode": "m"})
+    assert sample.tokens == ids("1m" + TEXT)
+
+
+def test_load_sft_samples_names_the_bad_row(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+
+    def load(rows: list[dict[str, Any]], **options: Any) -> None:
+        load_sft_samples(write(tmp_path / "a.jsonl", rows), tokenizer, **options)
+
+    good = {"messages": CHAT}
+    with pytest.raises(DataError, match=r"row 1 has no column 'prompt' \(columns found: q"):
+        load([good, {"q": 1}])
+    with pytest.raises(DataError, match=r"no column 'response'.*'messages' with a conversation"):
+        load([{"prompt": "x"}])
+    with pytest.raises(DataError, match="column 'response' must be text, got list"):
+        load([{"prompt": CHAT[:2], "response": []}])
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1: conversation turn 0 is an assistant"):
+        load([good, {"messages": CHAT[2:]}])
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0: conversation of \d+ tokens is longer"):
+        load([good], max_length=5)
+
+
+def test_text_pairs_need_an_end_token() -> None:
+    tokenizer = char_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        tokenize_text_pair("a", "b", tokenizer)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.data.countdown import CountdownTask
+from slipstream.data.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from slipstream.errors import ConfigError, DataError
+
+TEXT = "8 15 6 10 ->25 : 6 + 15 = 21 off 4 , 10 + 15 = 25 off 0 answer 10 + 15 <eos>"
+
+
+def test_vocabulary() -> None:
+    tokenizer = build_tokenizer()
+    assert len(tokenizer) == 224
+    assert tokenizer.convert_tokens_to_ids(["0", "42", "99"]) == [0, 42, 99]
+    assert tokenizer("+ - = , off answer :")["input_ids"] == list(range(200, 207))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (
+        207,
+        208,
+        209,
+    )
+    assert len(build_tokenizer(256)) == 256
+
+
+def test_round_trip_is_exact() -> None:
+    tokenizer = build_tokenizer()
+    ids = tokenizer(TEXT)["input_ids"]
+    assert len(ids) == len(TEXT.split())
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT.removesuffix(" <eos>")
+    assert tokenizer("100 cats")["input_ids"] == [209, 209]
+
+
+@pytest.mark.parametrize("size", [208, 224 + 8, 0])
+def test_impossible_sizes_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"vocab_size {size}"):
+        build_tokenizer(size)
+
+
+def test_template_renders_nothing_but_the_contents() -> None:
+    tokenizer = build_tokenizer()
+    messages = [
+        {"role": "user", "content": "1 2 3 ->5 :"},
+        {"role": "assistant", "content": "answer 2 + 3"},
+        {"role": "user", "content": "4 5 6 ->9 :"},
+    ]
+    full = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert full == "1 2 3 ->5 : answer 2 + 3 <eos> 4 5 6 ->9 :"
+    for count in (1, 2):
+        assert full.startswith(tokenizer.apply_chat_template(messages[:count], tokenize=False))
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path / "tok")
+    for loaded in (
+        AutoTokenizer.from_pretrained(str(tmp_path / "tok")),
+        load_tokenizer(tmp_path / "tok", require_chat_template=True),
+    ):
+        ids = loaded(TEXT)["input_ids"]
+        assert ids == build_tokenizer()(TEXT)["input_ids"]
+        assert loaded.decode(ids) == TEXT
+        assert loaded.eos_token_id == 208
+        assert loaded.chat_template == build_tokenizer().chat_template
+        prompt = CountdownTask(tokenizer=loaded).prompt("train", 4)
+        assert prompt.ids == CountdownTask().prompt("train", 4).ids
+
+
+def test_custom_template_replaces_the_own_one(tmp_path: Path) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path)
+    loaded = load_tokenizer(tmp_path, custom_chat_template="{{ messages[0]['content'] }} !")
+    messages = [{"role": "user", "content": "1"}]
+    assert loaded.apply_chat_template(messages, tokenize=False) == "1 !"
+
+
+def test_bad_tokenizers_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist: set actor_rollout_ref\.model\.path"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(DataError, match="does not exist"):
+        load_tokenizer("./nothing/here")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no tokenizer can be loaded.*tokenizer\.json"):
+        load_tokenizer(tmp_path / "empty")
+    bare = build_tokenizer()
+    bare.chat_template = None
+    save_tokenizer(bare, tmp_path / "bare")
+    assert load_tokenizer(tmp_path / "bare").chat_template is None
+    with pytest.raises(DataError, match=r"set actor_rollout_ref\.model\.custom_chat_template"):
+        load_tokenizer(tmp_path / "bare", require_chat_template=True)

@@ -1,0 +1,210 @@
+"""What `slipstream doctor` finds, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import cli
+from slipstream.config.hardware import Hardware
+from slipstream.preflight import doctor, doctor_checks
+from slipstream.preflight.doctor_checks import Finding
+from slipstream.preflight.self_test import RESPONSES, TOKENS, self_test
+from slipstream.rewards.sandbox.protocol import SandboxError
+from slipstream.training.compute_thread import ComputeThread
+
+
+def finding(status: str = "ok", **more: Any) -> Finding:
+    values = {"section": "versions", "name": "torch", "value": "2.13.0", **more}
+    return Finding(status=status, **values)  # type: ignore[arg-type]
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    """Nothing else is looked at."""
+    monkeypatch.setattr(doctor, "all_checks", lambda folder: [("versions", lambda: findings)])
+
+
+def test_this_machine_is_fine_and_all_of_it_is_told_to_programs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is True
+    by_name = {(f["section"], f["name"]): f for f in told["findings"]}
+    assert [status for f in told["findings"] if (status := f["status"]) == "problem"] == []
+    # The build stands behind a plus sign, in one of the two or in both.
+    torches = [torch.__version__, by_name["versions", "torch"]["facts"]["version"]]
+    assert len({version.partition("+")[0] for version in torches}) == 1
+    assert by_name["memory and disk", "disk"]["facts"]["folder"] == str(tmp_path)
+    assert by_name["memory and disk", "memory"]["facts"]["free_for_process"] > 0
+    assert by_name["processor", "cores"]["facts"]["usable"] >= 1
+    for dtype in ("float32", str(by_name["processor", "dtype=auto"]["facts"]["dtype"])):
+        tested = by_name["self-test", f"{dtype} on cpu"]["facts"]
+        # Two rollouts, the second with new weights.
+        assert tested["tokens"] == 2 * RESPONSES * TOKENS
+        assert tested["differing"] == 0 or not tested["exact"]
+    assert ("sandbox", "bubblewrap, python") in by_name
+    assert by_name["engines", "embedded"]["facts"] == {"found": True}
+
+
+def test_a_check_that_fails_is_a_problem_and_the_others_are_still_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Iterator[Finding]:
+        yield finding(name="first")
+        raise OSError("no such device")
+
+    checks = [("GPUs", broken), ("engines", lambda: [finding(section="engines", name="hf")])]
+    monkeypatch.setattr(doctor, "all_checks", lambda folder: checks)
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "failed: OSError: no such device; repair what it names" in printed
+    assert printed.index("first") < printed.index("failed") < printed.index("engines")
+    assert printed.rstrip().endswith("1 problem: runs will not work until solved")
+
+
+def test_notes_do_not_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only(monkeypatch, finding("note", remedy="unset it"), finding("note"))
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("runs can work here (2 notes)")
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_lines_fit_a_narrow_terminal_without_colours(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = "of several words each of which is short"
+    only(monkeypatch, finding("problem", value=words, remedy=words), finding("ok"))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert max(map(len, printed.splitlines())) <= columns
+    assert " ".join(printed.split()).count("several words") == 2
+
+
+@pytest.mark.parametrize(
+    ("requirement", "status", "value", "remedy"),
+    [
+        ("numpy>=1.0", "ok", "(needs >=1.0)", ""),
+        ("numpy>=99", "problem", "(needs >=99)", 'pip install "numpy>=99"'),
+        ("no-such-package>=2", "problem", "not installed (needs >=2)", "no-such-package>=2"),
+    ],
+)
+def test_packages_are_held_against_what_is_asked_for(
+    requirement: str, status: str, value: str, remedy: str
+) -> None:
+    name = requirement.partition(">")[0]
+    found = doctor_checks.package(name, requirement)
+    assert found.status == status
+    assert value in found.value
+    assert remedy in found.remedy
+
+
+def test_requirements_are_those_of_the_source_tree(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "slipstream-rl"\nrequires-python = ">=3.11"\n'
+        'dependencies = ["numpy>=2"]\n[project.optional-dependencies]\ngym = ["reasoning-gym>=1"]\n'
+    )
+    found = doctor_checks.requirements(tmp_path)
+    assert (found.python, found.needed) == (">=3.11", {"numpy": "numpy>=2"})
+    assert found.optional == {"reasoning-gym": "reasoning-gym>=1"}
+    # Elsewhere there may be another project's file.
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert "torch" in doctor_checks.requirements(tmp_path).needed
+
+
+def test_optional_packages_are_those_of_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = doctor_checks.requirements().optional
+    assert set(doctor_checks.EXTRAS) <= set(known)
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    found = {f.name: f for f in doctor_checks.extras()}
+    assert {f.status for f in found.values()} == {"note"}
+    assert found["mlflow-skinny"].remedy == f'pip install "{known["mlflow-skinny"]}"'
+    assert found["mlflow-skinny"].value.endswith("(trainer.logger=mlflow)")
+
+
+def test_a_folder_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (found,) = doctor_checks.disk(tmp_path / "file")
+    assert found.status == "problem"
+    assert found.remedy.startswith("set trainer.default_local_dir")
+    (fine,) = doctor_checks.disk(tmp_path / "not" / "yet")
+    assert fine.facts["folder"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("free", "status"), [(10**8, "problem"), (10**9, "note"), (5 * 10**9, "ok")]
+)
+def test_little_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.inference.engine.memory.free_bytes", lambda device: free)
+    (found,) = doctor_checks.memory()
+    assert found.status == status
+    assert found.value.startswith(f"{free / 1e9:.1f} GB free for this process")
+
+
+def test_idle_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.threads.usable_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = doctor_checks._threads(1)
+    assert found.status == "note"
+    assert "4 usable" in found.value
+    assert found.value.endswith("1 thread (OMP_NUM_THREADS=1)")
+    assert found.remedy.startswith("3 idle: unset OMP_NUM_THREADS")
+    assert doctor_checks._threads(4).status == "ok"
+    # The library's own choice is not second-guessed.
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert doctor_checks._threads(2).status == "ok"
+
+
+def test_a_driver_without_a_torch_for_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor_checks, "detect_hardware", lambda: Hardware(gpus=2, cpus=1))
+    (found,) = doctor_checks.gpus()
+    assert (found.status, found.value) == ("note", "2 here, none that torch can use")
+    assert "torch built for CUDA" in found.remedy
+
+
+def test_a_sandbox_that_does_not_work_is_no_problem_of_other_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*given: object) -> None:
+        raise SandboxError("bwrap is not installed")
+
+    monkeypatch.setattr("slipstream.rewards.sandbox.local.BubblewrapSandbox.run", refuse)
+    for found in doctor_checks.sandbox():
+        assert found.status == "note"
+        assert found.remedy == "only rewards that run programs need it: bwrap is not installed"
+
+
+def test_numbers_that_differ_where_they_may_not_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compute = ComputeThread()
+    try:
+        result = self_test(torch.float32, torch.device("cpu"), compute)
+    finally:
+        compute.close()
+    assert result.passed
+    apart = {name: getattr(result, name) for name in result.__slots__}
+    apart |= {"differing": 3, "largest": 0.5, "exact": True}
+    bad = type(result)(**apart)
+    assert not bad.passed
+    monkeypatch.setattr("slipstream.preflight.self_test.self_test", lambda *given: bad)
+    for found in doctor_checks.self_test():
+        assert found.status == "problem"
+        assert found.value == f"3 of {result.tokens} log-probs differ, by 0.5 at most"
+        assert "slipstream doctor --json" in found.remedy

@@ -1,0 +1,258 @@
+"""`slipstream train --dry-run`, through the command line."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.config.load import load_config
+from slipstream.config.mode import Mode
+from slipstream.config.schema import Config
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.models.config import ModelConfig
+from slipstream.preflight import dry_run
+from slipstream.preflight.dry_run import looked_at
+from slipstream.preflight.memory_estimate import MemoryEstimate, PhaseBytes, estimate_memory
+from slipstream.run.train import trial
+from tests.docs.pages import ROOT
+from tests.run.helpers import ACTOR, ROLLOUT, rl_only, tiny
+
+
+def test_prints_everything_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny(tmp_path / "run"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "train_batch_size: 2" in out
+    assert re.search(r"^an RL step +2 prompts x 2 responses = 4 samples$", out, re.MULTILINE)
+    assert re.search(r"^at most, all responses at full length +[\d.]+ [MG]B$", out, re.MULTILINE)
+    assert re.search(r"^SFT 1/1 +loss", out, re.MULTILINE)
+    assert re.search(r"^RL 1/1 +reward", out, re.MULTILINE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_stops_where_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = rl_only(tmp_path / "run", f"{ROLLOUT}.kv_cache_bytes=1000")
+    said = []
+    for more in ([], ["--dry-run"]):
+        assert main([*line, *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert "kv_cache_bytes=1000 is too small" in said[1]
+
+
+def test_a_step_whatever_the_settings_of_the_run(tmp_path: Path) -> None:
+    """Schedules, warm-ups, mini-batches and filters of long runs."""
+    line = rl_only(
+        tmp_path / "run",
+        "algorithm.adv_estimator=gae",
+        "data.train_batch_size=8",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        f"{ACTOR}.optim.min_lr_ratio=0.1",
+        f"{ACTOR}.optim.lr_warmup_steps=10",
+        "critic.ppo_mini_batch_size=2",
+        "trainer.critic_warmup=3",
+        "trainer.total_training_steps=100",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=acc",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=6",
+        "critic.ppo_micro_batch_size_per_gpu=3",
+        "critic.use_dynamic_bsz=false",
+        f"{ROLLOUT}.over_sample_rate=0.5",
+    )
+    assert main([*line, "--dry-run"]) == 0
+
+
+def test_what_a_user_keeps_elsewhere_stays_as_it_is(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("rollouts", "validation", "run")]
+    for folder in folders:
+        (folder / "rollouts").mkdir(parents=True)
+        (folder / "5.jsonl").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    line = tiny(
+        folders[2],
+        f"trainer.rollout_data_dir={folders[0]}",
+        f"trainer.validation_data_dir={folders[1]}",
+    )
+    assert main([*line, "--dry-run"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class Tried:
+    """The real step, and what its folder held at its end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._trial = trial
+        monkeypatch.setattr(dry_run, "trial", self)
+
+    def __call__(self, config: Config, mode: Mode) -> bool:
+        finished = self._trial(config, mode)
+        self.folder = Path(config.trainer.default_local_dir)
+        self.metrics = read_jsonl(self.folder / "metrics.jsonl")
+        return finished
+
+
+@pytest.mark.parametrize("where", ["a=b,c", "out"])
+def test_the_step_is_taken_where_the_run_will_be(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its folder, which may be all that can be written to; where there is none, in the nearest
+    one that there is."""
+    tried, folder = Tried(monkeypatch), tmp_path / where
+    line = [*tiny(folder)[:3], f"trainer.default_local_dir='{folder}'", "--dry-run"]
+    assert main(line) == 0
+    assert tried.folder.parents[1] == tmp_path
+    folder.mkdir()
+    assert main(line) == 0
+    assert tried.folder.parents[1] == folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        (
+            ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"),
+            4,
+            "/nowhere",
+        ),
+        (("trainer.val_only=true",), 2, "--dry-run tries a step of training"),
+    ],
+)
+def test_what_else_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: tuple[str, ...],
+    status: int,
+    said: str,
+) -> None:
+    assert main([*rl_only(tmp_path / "run", *settings), "--dry-run"]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main(["sft", *tiny(folder)[1:]]) == 0
+    assert main(["sft", *tiny(folder, "sft.optim.lr=0.5")[1:], "--dry-run"]) == 4
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.preflight.dry_run.trial", lambda config, mode: False)
+    assert main([*tiny(tmp_path / "run"), "--dry-run"]) == 130
+    assert "stopped after" in capsys.readouterr().out
+
+
+def test_a_head_that_learns_beside_rl_learns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Tried(monkeypatch)
+    line = rl_only(
+        tmp_path / "run",
+        "speculative.enable=true",
+        "speculative.train.enable_drafter_training=true",
+        "speculative.train.mode=interval",
+        "speculative.train.training_interval_steps=20",
+    )
+    assert main([*line, "--dry-run"]) == 0
+    ((_, metrics),) = tried.metrics
+    assert metrics["drafter/updates"] > 0
+
+
+def test_another_command_of_the_same_settings(tmp_path: Path) -> None:
+    line = tiny(tmp_path / "run")
+    assert main(["sft", *line[1:], "--dry-run"]) == 0
+    assert main(["rl", *line[1:], "--dry-run"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def estimated(*overrides: str) -> PhaseBytes:
+    config = load_config(
+        ["sft.total_training_steps=0", *overrides], recipe="tiny", notify=lambda _: None
+    )
+    policy, batches = looked_at(config, "rl")
+    assert isinstance(policy, ModelConfig)
+    return estimate_memory(config, "rl", policy, batches).phases["RL"]
+
+
+def test_what_more_takes_more() -> None:
+    plain = estimated()
+    assert set(plain.held) == {
+        "policy and optimizer",
+        "engine's weights",
+        "keys and values",
+        "sampled tokens",
+    }
+    critic = estimated("algorithm.adv_estimator=gae")
+    assert critic.held["critic and optimizer"] == pytest.approx(
+        plain.held["policy and optimizer"], rel=0.05
+    )
+    # Under LoRA the critic learns all of its weights still.
+    lora = "actor_rollout_ref.model.lora_rank=4"
+    both = estimated("algorithm.adv_estimator=gae", lora)
+    assert both.held["critic and optimizer"] == critic.held["critic and optimizer"]
+    assert both.held["policy and optimizer"] < 0.6 * plain.held["policy and optimizer"]
+    reference = estimated(f"{ACTOR}.use_kl_loss=true")
+    assert "reference" not in estimated(f"{ACTOR}.use_kl_loss=true", lora).held
+    assert 3 * reference.held["reference"] == pytest.approx(
+        plain.held["policy and optimizer"], rel=0.05
+    )
+    longer = estimated(f"{ROLLOUT}.n=8")
+    assert longer.held["sampled tokens"] == 4 * plain.held["sampled tokens"]
+    step = "an optimizer step"
+    assert longer.one_at_a_time[step] > 1.5 * plain.one_at_a_time[step]
+    # Sequences of a forward pass, where they are counted.
+    rows = [
+        estimated(
+            f"{ROLLOUT}.n=8",
+            f"{ACTOR}.use_dynamic_bsz=false",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu={count}",
+        ).one_at_a_time[step]
+        for count in (1, 16)
+    ]
+    assert rows[1] > 1.5 * rows[0]
+
+
+def test_an_adapter_of_some_layers_is_estimated_of_all() -> None:
+    found = estimated(
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.target_modules=[1.self_attn.q_proj]",
+    )
+    assert found.held["policy and optimizer"] > 0
+
+
+def test_what_is_not_counted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = rl_only(tmp_path / "run", "speculative.enable=true", "speculative.spec_strategy=history")
+    assert main([*line, "--dry-run"]) == 0
+    assert "not counted: the history that is drafted from" in capsys.readouterr().out
+
+
+def test_the_total_is_of_the_largest_phase_and_one_thing_at_a_time() -> None:
+    estimate = MemoryEstimate(
+        base=1000,
+        phases={
+            "SFT": PhaseBytes(held={"a": 100}, one_at_a_time={"b": 7, "c": 20}),
+            "RL": PhaseBytes(held={"a": 30, "d": 50}),
+        },
+    )
+    assert estimate.total == 1120
+
+
+def test_the_memory_that_is_told_is_within_a_quarter_of_what_a_run_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The smallest case, in processes of its own; it ends the program where it is further off.
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["bench.memory", "quickstart"])
+    runpy.run_module("bench.memory", run_name="__main__")
+    said = capsys.readouterr().out
+    assert re.search(r"quickstart +estimated +\d\.\d\d GB .* used +\d\.\d\d GB: ", said)

@@ -1,0 +1,263 @@
+"""EAGLE-3 heads through the command line: trained for a policy that stands still and while one
+learns, to the same bits after a stop, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.checkpoint.layout import cotraining_file, head_folder
+from slipstream.checkpoint.manager import TRACKER
+from slipstream.checkpoint.state import draft_folder, huggingface_folder
+from slipstream.checkpoint.tree import load_tree
+from slipstream.cli import main
+from slipstream.loops.draft_data import most_frequent
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.metrics.names import check_names
+from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.files import load_draft_head
+from slipstream.models.hf_io import load_config
+from tests.run.helpers import (
+    assert_same_result,
+    policy,
+    records_of,
+    result_of,
+    rl_only,
+    tiny,
+    write_reward,
+)
+from tests.run.test_cotraining import LEARN, OPPORTUNISTIC, SETTINGS, TRAIN
+from tests.run.test_decoded_features import CROWDED, DECODED, assert_same_tree
+from tests.run.test_draft_phase import SETTINGS as DRAFT
+from tests.run.test_draft_phase import Stopped
+
+LAYERS = "actor_rollout_ref.model.init.num_layers=4"
+EAGLE = "speculative.eagle"
+THIRD = (f"{EAGLE}.spec_algorithm=EAGLE3", f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,3]")
+VOCABULARY = f"{EAGLE}.draft_vocab_size=12"
+RL = (*SETTINGS, LAYERS, *LEARN, *THIRD)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of a policy of four layers, with recorded rollouts."""
+    folder = tmp_path_factory.mktemp("policy") / "run"
+    assert main(tiny(folder, LAYERS, "data.val_size=2", "trainer.val_before_train=false")) == 0
+    return folder
+
+
+def line(trained: Path, folder: Path, *overrides: str) -> list[str]:
+    return [
+        "draft",
+        "--checkpoint",
+        str(trained),
+        f"trainer.default_local_dir={folder}",
+        *DRAFT,
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "draft"
+    assert main(line(trained, folder, *THIRD, VOCABULARY)) == 0
+    return folder
+
+
+def test_a_run_leaves_a_head_that_is_known_by_its_files(trained: Path, finished: Path) -> None:
+    config = load_config(huggingface_folder(trained / "global_step_2"))
+    head = load_draft_head(head_folder(finished), config)
+    assert isinstance(head, Eagle3Head)
+    assert (head.aux_layers, head.draft_vocab_size) == ((0, 1, 3), 12)
+    lines = dict(read_jsonl(finished / "metrics.jsonl"))
+    for metrics in lines.values():
+        check_names(metrics)
+    assert "draft/value_loss" not in lines[7]
+    assert lines[7]["draft/loss"] < lines[1]["draft/loss"]
+
+
+def test_a_stopped_training_goes_on_bit_for_bit(
+    trained: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "draft"
+    with monkeypatch.context() as patch:
+        Stopped(patch, 4)
+        assert main(line(trained, folder, *THIRD, VOCABULARY)) == 130
+    assert main(line(trained, folder, *THIRD, VOCABULARY)) == 0
+    assert_same_result(result_of(finished), result_of(folder))
+
+
+def test_a_training_of_another_head_does_not_go_on(
+    trained: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(finished, folder)
+    # With it, other settings are seen before.
+    (folder / "config.yaml").unlink()
+    for other in ((), THIRD, (*THIRD, f"{EAGLE}.draft_vocab_size=13")):
+        more = "speculative.draft.total_training_steps=9"
+        assert main(line(trained, folder, *other, more)) == 4
+        assert "another algorithm, or with other auxiliary layers" in capsys.readouterr().err
+        (folder / "config.yaml").unlink(missing_ok=True)
+
+
+def test_training_goes_on_from_a_head_as_what_it_is(
+    trained: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = f"{EAGLE}.spec_model_path={finished}"
+    assert main(line(trained, tmp_path / "draft", given)) == 0
+    config = load_config(huggingface_folder(trained / "global_step_2"))
+    again = load_draft_head(head_folder(tmp_path / "draft"), config)
+    assert again.is_like(load_draft_head(head_folder(finished), config))
+    for wrong, found in (
+        (f"{EAGLE}.draft_vocab_size=13", "draft_vocab_size=13, and in .* it is 12"),
+        (f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,2]", "it is (0, 1, 3)"),
+    ):
+        capsys.readouterr()
+        assert main(line(trained, tmp_path / "other", given, wrong)) == 2
+        said = capsys.readouterr().err
+        assert found.split(" .* ")[-1] in said
+        assert "spec_model_path=null" in said
+
+
+def test_the_draft_vocabulary_of_recorded_rollouts(trained: Path, tmp_path: Path) -> None:
+    pattern = trained / "rollouts" / "*.jsonl"
+    given = f"speculative.draft.rollout_files=[{pattern}]"
+    assert main(line(trained, tmp_path / "draft", *THIRD, VOCABULARY, given)) == 0
+    config = load_config(huggingface_folder(trained / "global_step_2"))
+    head = load_draft_head(head_folder(tmp_path / "draft"), config)
+    answers = [r["response_ids"] for rs in records_of(trained / "rollouts").values() for r in rs]
+    counts = {t: sum(a.count(t) for a in answers) for t in range(config.vocab_size)}
+    least = min(counts[t] for t in head.tokens or ())
+    assert head.tokens == tuple(sorted(head.tokens or ()))
+    assert all(n <= least for t, n in counts.items() if t not in (head.tokens or ()))
+
+
+def test_the_most_frequent_tokens() -> None:
+    assert most_frequent([[3, 1, 3], [5, 5, 1, 3]], 2, 8) == [1, 3]
+    # Of those that are never there the lowest.
+    assert most_frequent([[6]], 3, 8) == [0, 1, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "message"),
+    [
+        (THIRD[:1], 2, "inputs of layers 2, 2 and 1 of 4, are not three layers in order"),
+        ((THIRD[0], f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,4]"), 2, "not of [0, 1, 4]"),
+        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "at most the policy's"),
+        ((*THIRD, f"{TRAIN}.value_weight=1"), 2, "an EAGLE3 head predicts no features"),
+        (
+            (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
+            2,
+            "spec_topk=12 best of the 12 tokens that the head drafts are all of them",
+        ),
+        ((VOCABULARY,), 2, "draft_vocab_size has no effect with"),
+        (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    trained: Path,
+    tmp_path: Path,
+    settings: tuple[str, ...],
+    status: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(line(trained, tmp_path / "draft", *settings)) == status
+    assert message in capsys.readouterr().err
+
+
+def test_a_head_of_a_qwen3_policy_is_exported_for_both_engines(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for layout in ("vllm", "sglang"):
+        output = tmp_path / layout
+        export = ["export", "--checkpoint", str(finished), "--output", str(output)]
+        assert main([*export, "--draft", layout]) == 0
+        raw = json.loads((output / "config.json").read_text())
+        assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
+        assert load_draft_head(output).is_like(load_draft_head(head_folder(finished)))
+    assert "EAGLE3" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with co-training from no head at all, and its reward function."""
+    root = tmp_path_factory.mktemp("learned")
+    reward = write_reward(root)
+    assert main(rl_only(root / "run", *RL, reward=reward)) == 0
+    return root / "run", reward
+
+
+def same_rl(one: Path, other: Path) -> None:
+    ours, theirs = policy(one, 4), policy(other, 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_it_learns_and_changes_neither_rollouts_nor_weights(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    assert main(rl_only(tmp_path / "off", *SETTINGS, LAYERS, reward=reward)) == 0
+    same_rl(folder, tmp_path / "off")
+    steps = dict(read_jsonl(folder / "metrics.jsonl"))
+    assert [steps[n]["drafter/updates"] for n in range(1, 5)] == [0, 3, 3, 6]
+    assert "drafter/feature_loss" not in steps[4]
+    head = load_draft_head(draft_folder(folder / "global_step_4"))
+    assert isinstance(head, Eagle3Head)
+    # Three auxiliary layers and the final hidden states.
+    kept = load_tree(cotraining_file(folder / "global_step_4"))["collector"]["buffer"]["kept"]
+    assert {tuple(one["features"].shape[1:]) for one in kept} == {(4 * 32,)}
+
+
+def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, reward = learned
+    again = tmp_path / "run"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "global_step_4")
+    (again / TRACKER).write_text("2")
+    assert main(rl_only(again, *RL, reward=reward)) == 0
+    assert_same_result(result_of(again), result_of(folder))
+
+
+def test_features_of_the_engines_decoding_make_the_same_head(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    assert main(rl_only(tmp_path / "run", *RL, *CROWDED, DECODED, reward=reward)) == 0
+    for step in (2, 4):
+        ours, theirs = (
+            load_tree(cotraining_file(root / f"global_step_{step}"))
+            for root in (tmp_path / "run", folder)
+        )
+        assert_same_tree(ours, theirs)
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert steps[4]["drafter/decoded_samples"] > 0
+
+
+def test_a_process_beside_the_run_changes_nothing_either(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    assert main(rl_only(tmp_path / "run", *RL, OPPORTUNISTIC, reward=reward)) == 0
+    same_rl(tmp_path / "run", folder)
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert steps[4]["drafter/restarts"] == 0
+    assert isinstance(load_draft_head(draft_folder(tmp_path / "run" / "global_step_4")), Eagle3Head)
+
+
+def test_a_new_head_in_rl_has_no_responses_to_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(rl_only(tmp_path / "run", *RL, VOCABULARY)) == 2
+    assert "no responses to count tokens in; train one with" in capsys.readouterr().err
+    long = (f"{TRAIN}.buffer_bytes=20000",)
+    assert main(rl_only(tmp_path / "run", *RL, *long)) == 2
+    assert "whose features need" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Speculation's metrics from counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.inference.protocol import EngineStats
+from slipstream.metrics.names import check_names
+from slipstream.run.engine_metrics import speculation_metrics, time_metrics
+
+
+def test_metrics_are_differences_of_counters() -> None:
+    before = EngineStats(
+        decode_seconds=1.0,
+        draft_seconds=0.5,
+        verifications=10,
+        accepted_tokens=5,
+        draft_steps=4,
+        draft_depth=8,
+        draft_tokens=20,
+        head_draft_tokens=20,
+        batch_tokens=(10, 0, 0, 0, 5),
+        batch_seconds=(1.0, 0.0, 0.0, 0.0, 0.5),
+        plan_seconds={(0, "off"): 0.5, (0, "3_1_4"): 0.5},
+        offered_depths=(10, 5, *(0,) * 14),
+        accepted_depths=(4, 1, *(0,) * 14),
+    )
+    now = EngineStats(
+        decode_seconds=3.0,
+        decode_steps=10,
+        recess_steps=4,
+        draft_seconds=1.0,
+        verifications=30,
+        accepted_tokens=35,
+        draft_steps=8,
+        draft_depth=22,
+        draft_tokens=60,
+        head_draft_tokens=30,
+        batch_tokens=(30, 8, 0, 0, 5),
+        batch_seconds=(2.0, 4.0, 0.0, 0.0, 0.5),
+        plan_seconds={(0, "off"): 0.5, (0, "3_1_4"): 1.5, (1, "off"): 4.0},
+        offered_depths=(30, 15, *(0,) * 14),
+        accepted_depths=(24, 6, *(0,) * 14),
+    )
+    metrics = speculation_metrics(before, now)
+    assert metrics == pytest.approx(
+        {
+            "spec/on_fraction": 0.25,
+            "spec/recess_fraction": 0.4,
+            "spec/accept_length": 2.5,
+            "spec/head_fraction": 0.25,
+            "spec/plan": 3.5,
+            "spec/tokens_per_second/bs_1": 20.0,
+            "spec/tokens_per_second/bs_4": 2.0,
+            "spec/acceptance_rate_1": 1.0,
+            "spec/acceptance_rate_2": 0.5,
+            "spec/plan_seconds/bs_1/3_1_4": 1.0,
+            "spec/plan_seconds/bs_4/off": 4.0,
+        }
+    )
+    check_names(metrics)
+    assert speculation_metrics(now, now) == {}
+    assert now.accept_length == pytest.approx(1 + 35 / 30)
+    assert EngineStats().accept_length == 1
+
+
+def test_time_of_generation_by_what_the_engine_did() -> None:
+    before = EngineStats(prefill_seconds=1.0, decode_seconds=2.0, draft_seconds=1.0)
+    now = EngineStats(
+        prefill_seconds=1.5, decode_seconds=6.0, draft_seconds=3.0, propose_seconds=0.75
+    )
+    times = time_metrics(before, now)
+    assert times == pytest.approx(
+        {
+            "timing_s/gen/prefill": 0.5,
+            "timing_s/gen/decode": 2.0,
+            "timing_s/gen/draft": 0.75,
+            "timing_s/gen/verify": 1.25,
+        }
+    )
+    check_names(times)
+    plain = time_metrics(before, EngineStats(decode_seconds=2.5, draft_seconds=1.0))
+    assert plain.keys() == {"timing_s/gen/prefill", "timing_s/gen/decode"}
+    # Of an engine that does not measure itself.
+    assert time_metrics(EngineStats(), EngineStats(generated_tokens=5)) == {}
+
+
+def test_an_engine_that_nobody_drafts_for_says_nothing_of_drafts() -> None:
+    now = EngineStats(decode_seconds=1.0, decode_steps=4, batch_tokens=(4, 0, 0, 0, 0))
+    assert speculation_metrics(EngineStats(), now) == {}

@@ -1,0 +1,19 @@
+"""A run that is killed goes on to the very same end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.run.conftest import Whole
+from tests.run.helpers import assert_same_result, result_of
+from tests.run.killing import kill_until_done, line_of
+
+KILLS = 5
+
+
+def test_a_killed_run_ends_as_the_uninterrupted_one(whole: Whole, tmp_path: Path) -> None:
+    line = line_of(tmp_path / "run", whole.reward)
+    kills = kill_until_done(line, tmp_path / "run", tmp_path / "output.txt", KILLS, seed=3)
+    assert len(kills) >= 3
+    assert any(kill.saving for kill in kills)
+    assert_same_result(result_of(tmp_path / "run"), whole.result)

@@ -1,0 +1,254 @@
+"""Heads that arrive while responses are generated: drafted with at once, and the policy as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+from slipstream.build import cotraining as build_cotraining
+from slipstream.cli import main
+from slipstream.deadlines import Deadlines
+from slipstream.drafter import opportunistic
+from slipstream.drafter.buffer import BufferedSequence, BufferSettings
+from slipstream.drafter.collector import CollectorSettings
+from slipstream.drafter.cotraining import CoTrainSettings
+from slipstream.drafter.opportunistic import OpportunisticTraining
+from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.trainer import DraftTrainSettings
+from slipstream.drafter.worker import Learned, WorkerSetup
+from slipstream.errors import EngineError
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.training.compute_thread import ComputeThread
+from slipstream.training.optim import OptimSettings
+from slipstream.types import SamplingParams, WeightUpdate
+from tests.drafter.helpers import new_head
+from tests.inference.helpers import shared_decoder
+from tests.run.helpers import policy, rl_only, write_reward
+from tests.run.test_cotraining import LEARN, OPPORTUNISTIC, SETTINGS
+
+
+class QuickWorker:
+    """Has a new head, of responses of policy `step - 1`, whenever it is asked."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._version = setup.version
+        self._step = 0
+        self.cpu_seconds = 0.0
+
+    def learn(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
+        self._step = step
+
+    def results(self) -> list[Learned]:
+        if not self._step:
+            return []
+        self._version += 1
+        self.cpu_seconds += 0.5
+        draw = torch.Generator().manual_seed(self._version)
+        return [
+            Learned(
+                step=self._step,
+                metrics={"drafter/loss": 1.0},
+                version=self._version,
+                trained_to=self._step - 1,
+                weights={
+                    name: w + torch.randn(w.shape, generator=draw) / 10
+                    for name, w in self._setup.weights.items()
+                },
+                held_back=False,
+                failure=None,
+                cpu_seconds=0.5,
+            )
+        ]
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        return True
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+
+    def go_on(self, wanted: bool) -> None:
+        """Nor does anything stand still."""
+
+    def close(self) -> None:
+        """Nor is there a process."""
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many responses were under way at each publication of a head."""
+    running: list[int] = []
+    update = EmbeddedEngine.update_drafter
+
+    async def noted(self: EmbeddedEngine, new: WeightUpdate) -> None:
+        running.append(self.stats().running)
+        await update(self, new)
+
+    monkeypatch.setattr(EmbeddedEngine, "update_drafter", noted)
+    monkeypatch.setattr(opportunistic, "DraftWorker", QuickWorker)
+    monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(build_cotraining, "usable_cores", lambda: 2)
+    return running
+
+
+def run(folder: Path, *settings: str, reward: Path) -> dict[int, dict[str, float]]:
+    assert main(rl_only(folder, *SETTINGS, *settings, reward=reward)) == 0
+    return dict(read_jsonl(folder / "metrics.jsonl"))
+
+
+def test_requests_under_way_go_on_with_it_and_the_policy_is_the_same(
+    tmp_path: Path, published: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = write_reward(tmp_path)
+    monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
+    steps = run(tmp_path / "on", *LEARN, OPPORTUNISTIC, reward=reward)
+    # One after each step but the first, before which there is nothing to learn; the others in
+    # rollouts.
+    assert steps[4]["drafter/publishes_in_rollouts"] == len(published) - 3 > 0
+    assert sum(count > 0 for count in published) > 0
+    assert steps[1]["rollout/used_idle_core_seconds"] == 0
+    assert steps[1].get("drafter/staleness_versions") is None
+    for n in (2, 3, 4):
+        # What it had done before the rollout is not counted.
+        assert 0 < steps[n]["rollout/used_idle_core_seconds"] < steps[n]["drafter/cpu_seconds"]
+        # The worker has seen the step before, whose responses are of policy n - 2; now it is n.
+        assert steps[n]["drafter/staleness_versions"] == 2
+    assert steps[4]["drafter/cpu_seconds"] == 0.5 * steps[4]["drafter/version"]
+    run(tmp_path / "off", reward=reward)
+    ours, theirs = policy(tmp_path / "on", 4), policy(tmp_path / "off", 4)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (tmp_path / "on" / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
+
+
+def test_running_requests_are_not_given_one_after_the_other(
+    tmp_path: Path, published: list[int]
+) -> None:
+    steps = run(tmp_path / "run", *LEARN, OPPORTUNISTIC, reward=write_reward(tmp_path))
+    assert steps[4]["drafter/publishes_in_rollouts"] == 1
+    assert len(published) == 1 + 3
+
+
+def training(
+    receive: Callable[[], Awaitable[None]],
+    compute: ComputeThread,
+    notify: Callable[[str], None] = lambda text: None,
+) -> OpportunisticTraining:
+    class Receiver:
+        async def update_drafter(self, update: WeightUpdate) -> None:
+            await receive()
+
+    head = new_head(shared_decoder())
+    setup = WorkerSetup(
+        blank=head.blank(),
+        weights={name: p.detach() for name, p in head.named_parameters()},
+        version=0,
+        collector=CollectorSettings(
+            params=SamplingParams(max_tokens=4), max_length=8, held_out=1, held_out_every=2
+        ),
+        buffer=BufferSettings(),
+        train=CoTrainSettings(
+            train=DraftTrainSettings(optim=OptimSettings(lr=0.0)),
+            updates=1,
+            batch_size=1,
+            accept_depth=1,
+            ema_decay=0.0,
+        ),
+    )
+    made = OpportunisticTraining(
+        setup,
+        lambda: PolicyEnds.of(shared_decoder(), torch.float32),
+        [Receiver()],
+        compute,
+        notify=notify,
+        deadlines=Deadlines(),
+    )
+    worker: Any = QuickWorker(setup)
+    worker.learn([], None, 1)
+    made._worker = worker
+    return made
+
+
+def test_errors_of_either_side_come_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
+
+    async def refuse() -> None:
+        raise EngineError("no such head")
+
+    async def rollout(made: OpportunisticTraining, error: Exception | None) -> None:
+        async with made.rollout(2):
+            await anyio.sleep(0.02)
+            if error is not None:
+                raise error
+
+    compute = ComputeThread()
+    try:
+        with pytest.raises(EngineError, match="no such head"):
+            anyio.run(rollout, training(refuse, compute), None)
+        with pytest.raises(ZeroDivisionError):
+            anyio.run(rollout, training(anyio.lowlevel.checkpoint, compute), ZeroDivisionError())
+    finally:
+        compute.close()
+
+
+def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(QuickWorker, "wait_until_ready", lambda self, seconds: False)
+    results = QuickWorker.results
+    # One head: it is the same that is tried again.
+    monkeypatch.setattr(QuickWorker, "results", lambda self: [] if self._version else results(self))
+    said, again, asked = list[str](), anyio.Event(), list[int]()
+
+    async def never() -> None:
+        asked.append(1)
+        if len(asked) > 1:
+            again.set()
+        await anyio.sleep_forever()
+
+    async def rollout() -> None:
+        async with training(never, compute, said.append).rollout(2):
+            with anyio.fail_after(20):
+                await again.wait()
+
+    compute = ComputeThread()
+    try:
+        anyio.run(rollout)
+    finally:
+        compute.close()
+    assert "has not begun within" in said[0]
+    assert "has not taken a draft head" in said[1]
+
+
+def test_a_head_on_its_way_gets_there_although_the_rollout_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
+    begun, ended = anyio.Event(), list[bool]()
+
+    async def slowly() -> None:
+        begun.set()
+        for _ in range(5):
+            await anyio.sleep(0.001)
+        ended.append(True)
+
+    compute = ComputeThread()
+
+    async def rollout() -> None:
+        async with training(slowly, compute).rollout(2):
+            await begun.wait()
+
+    try:
+        anyio.run(rollout)
+    finally:
+        compute.close()
+    assert ended == [True]

@@ -1,0 +1,115 @@
+"""What of rollouts is written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from slipstream.data.tokenizer import build_tokenizer
+from slipstream.rollout.manager import extend_sample
+from slipstream.run.rollout_dump import dump_tokens, pieces, token_record
+from slipstream.types import (
+    Generation,
+    Group,
+    Prompt,
+    Sample,
+    Segment,
+    Status,
+    StopReason,
+    VersionSpan,
+)
+
+
+def generated(ids: list[int], drafted: list[int], reason: StopReason) -> Generation:
+    return Generation(
+        request_id="r",
+        token_ids=ids,
+        log_probs=[-0.25] * len(ids),
+        sampling_log_probs=[-0.25] * len(ids),
+        spans=[VersionSpan(0, 0, len(ids))],
+        stop_reason=reason,
+        drafted=drafted,
+    )
+
+
+def test_what_was_drafted_is_known_over_two_attempts_and_behind_a_tool() -> None:
+    sample = Sample(segments=[Segment.given("prompt", [1, 2])])
+    extend_sample(sample, generated([3, 4, 5], [1, 2], StopReason.ABORT))
+    extend_sample(sample, generated([6, 7], [0], StopReason.EOS))
+    assert sample.segments[1].drafted == [1, 2, 3]
+    assert sample.drafted == [3, 4, 5]
+    sample.append(Segment.given("tool", [8]))
+    tokenizer = build_tokenizer()
+    record = token_record(sample, tokenizer)
+    assert (record["drafted"], record["masked"]) == ("011100", "000001")
+    assert record["log_probs"] == [-0.25] * 5 + [0.0]
+    assert "".join(record["pieces"]) == tokenizer.decode([3, 4, 5, 6, 7, 8])
+    # Who drafted is no part of what was generated.
+    other = Sample(segments=[Segment.given("prompt", [1, 2])])
+    extend_sample(other, generated([3, 4, 5, 6, 7], [], StopReason.EOS))
+    assert other.segments[1] == sample.segments[1]
+
+
+def test_pieces_of_a_text_are_its_tokens() -> None:
+    tokenizer = build_tokenizer()
+    ids = tokenizer("1 2 + 3 = 4", add_special_tokens=False).input_ids
+    assert pieces(ids, tokenizer) == ["1", " 2", " +", " 3", " =", " 4"]
+    assert pieces([], tokenizer) == []
+
+
+def test_of_a_character_cut_in_two_the_last_token_has_all() -> None:
+    # Bytes as tokens, as byte-level tokenizers have for rare characters.
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = cast(PreTrainedTokenizerBase, PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = tokenizer("aéb€", add_special_tokens=False).input_ids
+    assert pieces(ids, tokenizer) == ["a", "", "é", "b", "", "", "€"]
+
+
+def test_the_first_samples_of_a_few_groups_are_kept(tmp_path: Path) -> None:
+    groups = []
+    for index in range(9):
+        samples = [
+            Sample(
+                segments=[Segment.given("prompt", [1]), Segment.given("assistant", [index, 2])],
+                uid=f"{index}",
+                index=i,
+                status=Status.COMPLETED,
+            )
+            for i in range(2)
+        ]
+        groups.append(Group(index=index, prompt=Prompt(uid=f"{index}", ids=[1]), samples=samples))
+    dump_tokens(tmp_path / "tokens", groups, build_tokenizer(), 7)
+    rows = [json.loads(row) for row in (tmp_path / "tokens" / "7.jsonl").read_text().splitlines()]
+    assert [(row["uid"], row["index"]) for row in rows] == [("0", 0), ("2", 0), ("4", 0), ("6", 0)]
+    dump_tokens(tmp_path / "tokens", groups[:1], build_tokenizer(), 8)
+    assert len((tmp_path / "tokens" / "8.jsonl").read_text().splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_not_waited_for() -> None:
+    vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = cast(PreTrainedTokenizerBase, PreTrainedTokenizerFast(tokenizer_object=backend))
+    lead = backend.token_to_id("\N{LATIN CAPITAL LETTER A WITH TILDE}")  # the byte C3
+    assert lead is not None
+    longest = 0
+    decode = tokenizer.decode
+
+    def watched(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return str(decode(ids))
+
+    tokenizer.decode = watched
+    found = pieces([lead] * 50, tokenizer)
+    assert len(found) == 50
+    assert set("".join(found)) == {"\N{REPLACEMENT CHARACTER}"}
+    # A text is not decoded from its beginning again and again.
+    assert longest <= 8
