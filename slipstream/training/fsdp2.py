@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
 from slipstream.models.sharded import free_gathered, is_sharded, shard
+from slipstream.training.columns import rows_of_column
 from slipstream.training.packing import MicroBatch, build_micro_batch
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
@@ -140,7 +141,7 @@ class ShardedBackend(SingleProcessBackend):
         parts = [[batch.slice_of(index) for index in share] for share in self._shares(batch)]
         own = torch.cat([out[:0], *(out[place] for place in parts[self._ranks.rank])])
         for places, theirs in zip(parts, self._ranks.gather(own), strict=True):
-            sizes = [place.stop - place.start for place in places]
-            for place, values in zip(places, theirs.split(sizes), strict=True):
+            starts = [0, *accumulate(place.stop - place.start for place in places)]
+            for place, values in zip(places, rows_of_column(theirs, starts), strict=True):
                 out[place] = values
         return out

@@ -32,7 +32,7 @@ from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
-from slipstream.training.columns import any_of_rows
+from slipstream.training.columns import any_of_rows, rows_of_column
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
@@ -305,7 +305,7 @@ def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
     """Normalizers of the whole mini-batch. The horizon is the length of its longest row."""
-    weights = [row[1:] for row in batch.loss_mask.split(batch.lengths)]
+    weights = [row[1:] for row in rows_of_column(batch.loss_mask, batch.starts)]
     return Normalizers(
         # In order and in float64: another order would change the last bits of weighted sums.
         num_tokens=float(sum(sum(row.tolist()) for row in weights)),

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.models import Decoder, ModelConfig
 from slipstream.training import OptimSettings, SingleProcessBackend
-from slipstream.training.columns import train_batch
+from slipstream.training.columns import rows_of_column, train_batch
 from slipstream.types import TrainBatch, TrainRow
 
 VOCAB = 64
@@ -68,7 +68,7 @@ def as_rows(batch: TrainBatch) -> list[TrainRow]:
 
 def by_row(batch: TrainBatch, values_T: torch.Tensor) -> list[list[float]]:
     """A column as one list per row."""
-    return [values.tolist() for values in values_T.split(batch.lengths)]
+    return [values.tolist() for values in rows_of_column(values_T, batch.starts)]
 
 
 def make_row(rng: random.Random, length: int, *, prompt: int = 3, policy: bool = True) -> TrainRow:
