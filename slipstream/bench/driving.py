@@ -62,7 +62,7 @@ class Shifting:
         """On to another one."""
         self._now = (self._now + rng.randrange(1, len(self._all))) % len(self._all)
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         """See `StrategySelector`."""
         return 0
 

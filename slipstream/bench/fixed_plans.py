@@ -95,8 +95,8 @@ class Turns:
     def __init__(self) -> None:
         self.whose: StrategySelector = PredefinedSelector(OFF)
 
-    def begins(self, requests: int) -> int:
-        return self.whose.begins(requests)
+    def begin_rollout(self, requests: int) -> int:
+        return self.whose.begin_rollout(requests)
 
     def select(self, running: int) -> DraftPlan:
         return self.whose.select(running)
@@ -121,7 +121,7 @@ class _PlansInTurns:
         self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans}
         """Tokens of a request, by step."""
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         return 0
 
     def select(self, running: int) -> DraftPlan:

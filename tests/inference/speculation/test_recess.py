@@ -8,7 +8,7 @@ from slipstream.inference.speculation.selector import bucket_of
 
 def rollout(recess: Recess, *, gained: float, steps: int = 300, requests: int = 64) -> int:
     """Steps of a rollout that are not drafted for; all others take a second and gain so many."""
-    skipped = min(recess.begins(requests), steps)
+    skipped = min(recess.begin_rollout(requests), steps)
     for _ in range(steps - skipped):
         recess.stepped(1.0, gained)
     return skipped
@@ -43,7 +43,7 @@ def test_where_something_is_gained_none_is() -> None:
 def test_gains_among_few_make_up_for_losses_among_many() -> None:
     recess = experienced()
     for _ in range(10):
-        assert recess.begins(64) == 0
+        assert recess.begin_rollout(64) == 0
         for gained in (-0.1, 0.3):
             for _ in range(200):
                 recess.stepped(1.0, gained)

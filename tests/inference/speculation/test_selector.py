@@ -1,4 +1,4 @@
-"""Choosing by measurement: on simulated machines whose best plan is known."""
+"""ListsChoices by measurement: on simulated machines whose best plan is known."""
 
 from __future__ import annotations
 
@@ -452,9 +452,9 @@ def test_what_drafts_gained_is_added_up_when_nobody_is_left(
         def stepped(self, seconds: float, gained: float = 0.0, steps: int = 1) -> None:
             told.append((seconds, gained, steps))
 
-        def begins(self, requests: int) -> int:
+        def begin_rollout(self, requests: int) -> int:
             begun.append(sum(steps for _, _, steps in told))
-            return super().begins(requests)
+            return super().begin_rollout(requests)
 
     monkeypatch.setattr(selector_module, "Recess", Told)
     sizes, shares = [4] * 700 + [2] * 333, []
@@ -463,7 +463,7 @@ def test_what_drafts_gained_is_added_up_when_nobody_is_left(
         told.clear()
         selector = CostModelSelector(PLANS)
         seconds, plain, _ = simulate(selector, sizes, seed=seed)
-        selector.begins(4)
+        selector.begin_rollout(4)
         shares.append(sum(gained for _, gained, _ in told) / (plain - 1.015 * seconds))
     assert mean(shares) == pytest.approx(1, abs=0.1)
     told.clear()
@@ -471,7 +471,7 @@ def test_what_drafts_gained_is_added_up_when_nobody_is_left(
     selector = CostModelSelector(PLANS)
     seconds, plain, plans = simulate(selector, sizes)
     assert sum(steps for _, _, steps in told) < len(sizes)  # the last went by without a thought
-    assert selector.begins(4) == 0
+    assert selector.begin_rollout(4) == 0
     assert begun == [len(sizes)]
     # One step in a hundred is disturbed and takes five times as long; of that, half counts.
     assert sum(took for took, _, _ in told) == pytest.approx(1.04 * seconds, rel=0.03)
@@ -488,7 +488,7 @@ def test_rollouts_without_gain_are_skipped(acceptance: float, least: float, most
     selector, skipped, gained, rollouts = CostModelSelector(PLANS), 0, 0.0, 40
     sizes = [running for running in (32, 16, 8, 4, 2, 1) for _ in range(40)]
     for rollout in range(rollouts):
-        if selector.begins(sizes[0]):
+        if selector.begin_rollout(sizes[0]):
             skipped += 1
             continue
         seconds, plain, _ = simulate(
@@ -505,7 +505,7 @@ def test_who_begins_anew_has_missed_nothing() -> None:
     simulate(selector, [4] * 100, acceptance=lambda step: 0.0)
     selector.select(3)  # remembers
     assert selector._rest.missed > 0
-    selector.begins(4)
+    selector.begin_rollout(4)
     assert selector._rest.missed == 0
 
 
@@ -721,7 +721,7 @@ def test_a_draft_is_worth_its_row_where_rows_are_cheap(running: int) -> None:
         selector._remember()
         selector._learn()
         selector._chosen(running)
-        found.append(selector.worth(running))
+        found.append(selector.min_acceptance(running))
     cheap, dear = found
     # Of a row's time as many tokens come as of any time.
     assert 0 <= cheap < 0.08
