@@ -97,7 +97,7 @@ class ListsChoices(Protocol):
 
 @dataclass(slots=True)
 class PredefinedSelector:
-    """One plan up to a number of running requests and plain decoding beyond: FastRL's thresholds."""
+    """One plan up to a number of running requests, plain decoding beyond: FastRL's thresholds."""
 
     plan: DraftPlan
     bs_threshold: int | None = None
