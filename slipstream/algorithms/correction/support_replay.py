@@ -89,8 +89,9 @@ def support_log_mass(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`support_log_mass_from_logits` under the LM head, never holding N x V logits.
+    """log p(K) = logsumexp_K z - logsumexp z per position, with z = logits / temperature.
 
+    The logits are those of the LM head; they are never all held at once.
     `hidden_ND` (N, D), `weight_VD` (V, D); returns (N,), differentiable once in both, by
     d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V). Without `weight_VD`,
     `hidden_ND` (N, V) are logits already.
