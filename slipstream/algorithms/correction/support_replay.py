@@ -89,10 +89,11 @@ def support_log_mass(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`support_log_mass_from_logits` under the LM head, without N x V logits in memory.
+    """log p(K) = logsumexp_K z - logsumexp z per position, with z = logits / temperature.
 
-    `hidden_ND` is (N, D), `weight_VD` (V, D). Returns (N,), differentiable once in both, with
-    d log p(K) / dz = (p restricted to K) / p(K) - p. Memory is O(chunk_size V). If `weight_VD` is
+    `hidden_ND` is (N, D), `weight_VD` (V, D); the logits are their product, and are never all in
+    memory. Returns (N,), differentiable once in both, with
+    d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V). If `weight_VD` is
     None, `hidden_ND` (N, V) are logits.
 
     Raises:
