@@ -131,7 +131,7 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[ResultRow]:
                 ended = policy_folder(last), last_rollouts(last)
                 kl = policy_kl(start, *ended, device)
     rows = [_row(bench, name, outcomes, head, device.type) for name in arms]
-    return [replace(row, values={**row.values, "nats_moved": kl}) for row in rows]
+    return [replace(row, values={**row.values, "policy_kl": kl}) for row in rows]
 
 
 def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:

@@ -79,8 +79,8 @@ def floats(lists: Iterable[Sequence[float]], *, exact: bool = False) -> Tensor:
     if not exact:
         return _tensor(array("f"), lists, torch.float32)
     wide = _tensor(array("d"), lists, torch.float64)
-    narrow = wide.float()
-    return narrow if torch.equal(narrow.double(), wide) else wide
+    single = wide.float()
+    return single if torch.equal(single.double(), wide) else wide
 
 
 def _tensor(values: array[V], lists: Iterable[Sequence[V]], dtype: torch.dtype) -> Tensor:

@@ -235,7 +235,7 @@ def test_rows_compare_each_run_with_the_plain_one(
     }
     assert [row.settings[ab.ACCEPT_CURVE] for row in rows] == ["", "2.00", "2.50"]
     assert rows[1].values["share_gen"] == 0.2
-    assert rows[1].values["nats_moved"] == 0.25
+    assert rows[1].values["policy_kl"] == 0.25
     # In the second round, one of the runs ends with other weights.
     rows = ab.run(AbBench(policy=policy, rounds=2), lambda text: None)
     assert summary(rows)["identical"] is False
@@ -286,7 +286,7 @@ def test_three_real_runs_from_one_policy_are_identical(
     plain, frozen, cotrained = found["rows"]
     assert plain["settings"]["steps"] == 3
     assert plain["values"]["reward_first"] > 0
-    assert 0 < plain["values"]["nats_moved"] < 1
+    assert 0 < plain["values"]["policy_kl"] < 1
     began = hashlib.sha256((policy_folder(run / "sft") / "model.safetensors").read_bytes())
     assert began.hexdigest() != plain["settings"]["weights_sha256"]
     assert plain["values"]["share_drafter"] == frozen["values"]["share_drafter"] == 0

@@ -20,7 +20,7 @@ from tests.bench.test_simulators import line
 ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 
 
-def world(steps: int = 100) -> Simulator:
+def simulator(steps: int = 100) -> Simulator:
     """One draft is free and always right, the second one takes as long as a step and is wrong."""
     return Simulator(
         [3] * steps,
@@ -31,11 +31,11 @@ def world(steps: int = 100) -> Simulator:
 
 
 def test_regret_of_fixed_plans_by_hand() -> None:
-    best = simulate(world(), PredefinedSelector(ONE), 0)
+    best = simulate(simulator(), PredefinedSelector(ONE), 0)
     assert (best.seconds, best.hindsight, best.drafting) == (100, 0, 1)
     # Plain decoding takes twice as long for the same tokens, and two drafts too.
     for plan, seconds in ((OFF, 100), (TWO, 200)):
-        regret = simulate(world(), PredefinedSelector(plan), 0)
+        regret = simulate(simulator(), PredefinedSelector(plan), 0)
         assert regret.seconds == pytest.approx(seconds)
         assert regret.hindsight == regret.clairvoyant == pytest.approx(0.5)
 
@@ -54,42 +54,46 @@ def test_only_the_clairvoyant_changes_plans_within_a_batch_size() -> None:
 
 
 def test_the_cost_model_stays_near_the_best_plans() -> None:
-    worlds = simulated(0)
-    assert {"shrinking", "acceptance drift, 2", "speed drift, 16"} < worlds.keys()
+    settings = simulated(0)
+    assert {"shrinking", "acceptance drift, 2", "speed drift, 16"} < settings.keys()
     for name in ("constant, 1", "constant, 16", "acceptance drift, 2"):
-        assert simulate(worlds[name], CostModelSelector(worlds[name].plans), 0).hindsight < 0.05
+        assert simulate(settings[name], CostModelSelector(settings[name].plans), 0).hindsight < 0.05
     # Never to draft costs much with one request, and nothing with sixteen.
     never = PredefinedSelector(OFF)
-    assert simulate(worlds["constant, 1"], never, 0).hindsight > 0.5
-    assert simulate(worlds["constant, 16"], never, 0).hindsight == 0
+    assert simulate(settings["constant, 1"], never, 0).hindsight > 0.5
+    assert simulate(settings["constant, 16"], never, 0).hindsight == 0
 
 
 def test_it_stays_near_them_with_trees_among_them() -> None:
-    worlds = simulated(0)
+    settings = simulated(0)
     for name in ("trees, 4", "trees, 64", "expensive tokens, 2"):
-        world, regrets = worlds[name], list[float]()
+        simulator, regrets = settings[name], list[float]()
         for seed in range(3):
-            selector = CostModelSelector(world.plans)
-            cold, warm = (simulate(world, selector, seed + 3 * turn).hindsight for turn in (0, 1))
+            selector = CostModelSelector(simulator.plans)
+            cold, warm = (
+                simulate(simulator, selector, seed + 3 * turn).hindsight for turn in (0, 1)
+            )
             assert cold < 0.1
             regrets.append(warm)
         assert median(regrets) < 0.03
     # Nothing is gained by always taking the largest tree, or never any.
     for plan in (DraftPlan(8, 4, 32), DraftPlan.chain(5)):
-        assert simulate(worlds["trees, 4"], PredefinedSelector(plan), 0).hindsight > 0.1
+        assert simulate(settings["trees, 4"], PredefinedSelector(plan), 0).hindsight > 0.1
     assert (
-        simulate(worlds["expensive tokens, 2"], PredefinedSelector(DraftPlan(4, 2, 8)), 0).hindsight
+        simulate(
+            settings["expensive tokens, 2"], PredefinedSelector(DraftPlan(4, 2, 8)), 0
+        ).hindsight
         > 0.3
     )
 
 
 def test_many_plans_that_differ_little_are_told_apart_in_noise() -> None:
-    world, regrets = simulated(0)["trees, noisy"], list[float]()
+    simulator, regrets = simulated(0)["trees, noisy"], list[float]()
     for seed in range(6):
-        selector = CostModelSelector(world.plans)
-        simulate(world, selector, seed)
-        regrets.append(simulate(world, selector, seed + 9).hindsight)
-    # Where moods are held to last half a second, and be as large as 17 %, it is 0.0257.
+        selector = CostModelSelector(simulator.plans)
+        simulate(simulator, selector, seed)
+        regrets.append(simulate(simulator, selector, seed + 9).hindsight)
+    # With speed drift assumed to last 0.5 s and to reach 17 %, it is 0.0257.
     assert fmean(regrets) < 0.0235
 
 
@@ -99,21 +103,21 @@ def test_trees_that_are_cut_are_charged_for_what_is_left() -> None:
             return 0.2
 
     tree = DraftPlan(2, 2, 5)
-    world = Simulator(
+    simulator = Simulator(
         [2] * 50,
         lambda _, __, drafted: 1.0 + drafted.drafts,
         by_rates(lambda _, __: [0.6, 0.5], lambda _: 0.5),
         [OFF, tree],
     )
     # Of .6, .3 (after it), .12 (beside it), .075 two are left.
-    assert simulate(world, Cutting(tree), 0).seconds == pytest.approx(50 * 3)
-    assert simulate(world, PredefinedSelector(tree), 0).seconds == pytest.approx(50 * 5)
+    assert simulate(simulator, Cutting(tree), 0).seconds == pytest.approx(50 * 3)
+    assert simulate(simulator, PredefinedSelector(tree), 0).seconds == pytest.approx(50 * 5)
 
 
 def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
     for name in ("shrinking, noisy", "small model"):
-        world = simulated(0)[name]
-        found = [simulate(world, CostModelSelector(world.plans), seed) for seed in range(5)]
+        simulator = simulated(0)[name]
+        found = [simulate(simulator, CostModelSelector(simulator.plans), seed) for seed in range(5)]
         assert median(regret.hindsight for regret in found) < 0.05
 
 
@@ -141,15 +145,15 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
 def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # A second for each of the two calls of a step, which takes one.
     monkeypatch.setattr(regret, "perf_counter", count().__next__)
-    found = simulate(world(), PredefinedSelector(ONE), 0)
+    found = simulate(simulator(), PredefinedSelector(ONE), 0)
     assert (found.seconds, found.choosing) == (100, 2)
 
 
 def test_worlds_above_the_floor_are_named() -> None:
-    def row(world: str, selector: str, regrets: list[float]) -> ResultRow:
+    def row(simulator: str, selector: str, regrets: list[float]) -> ResultRow:
         return ResultRow(
             benchmark="selector",
-            case=world,
+            case=simulator,
             contender=selector,
             dtype="",
             threads=None,

@@ -68,25 +68,25 @@ def test_a_tree_as_wide_as_can_be_accepts_what_was_measured() -> None:
         assert fair(0, 4, plan, 0.0).made == pytest.approx(tokens, rel=0.04)
 
 
-def best(world: Simulator, running: int) -> DraftPlan:
-    step = list(world.sizes).index(running)
-    return max(world.plans, key=lambda plan: world.rate(step, plan))
+def best(simulator: Simulator, running: int) -> DraftPlan:
+    step = list(simulator.sizes).index(running)
+    return max(simulator.plans, key=lambda plan: simulator.rate(step, plan))
 
 
 def test_trees_win_for_few_requests_where_rows_are_free_and_nowhere_where_they_are_dear() -> None:
-    worlds = simulated(0)
-    assert all(best(worlds["trees, shrinking"], n).topk > 1 for n in (1, 2, 4, 8))
-    assert all(best(worlds["trees, shrinking"], n).topk == 1 for n in (16, 32, 64))
+    settings = simulated(0)
+    assert all(best(settings["trees, shrinking"], n).topk > 1 for n in (1, 2, 4, 8))
+    assert all(best(settings["trees, shrinking"], n).topk == 1 for n in (16, 32, 64))
     assert not any(
-        best(worlds["expensive tokens, shrinking"], n).topk > 1 for n in (1, 2, 4, 16, 64)
+        best(settings["expensive tokens, shrinking"], n).topk > 1 for n in (1, 2, 4, 16, 64)
     )
-    assert best(worlds["expensive tokens, shrinking"], 1) != OFF
+    assert best(settings["expensive tokens, shrinking"], 1) != OFF
 
 
 def test_what_siblings_are_worth_comes_and_goes() -> None:
-    world = simulated(0)["trees, sibling drift, 2"]
+    simulator = simulated(0)["trees, sibling drift, 2"]
     tree, chain = DraftPlan(4, 2, 8), DraftPlan.chain(5)
-    gains = [world.rate(step, tree) / world.rate(step, chain) for step in (0, 1570, 3140)]
+    gains = [simulator.rate(step, tree) / simulator.rate(step, chain) for step in (0, 1570, 3140)]
     assert gains[0] > 1.02 > 0.97 > gains[1]
     assert gains[2] == pytest.approx(gains[0], rel=0.01)
 
@@ -167,9 +167,9 @@ def test_chains_are_right_with_the_products_of_their_rates() -> None:
 
 
 def test_a_trace_of_a_world_with_trees_is_a_world_like_it() -> None:
-    world = simulated(0)["trees, 4"]
+    simulator = simulated(0)["trees, 4"]
     plans = [OFF, DraftPlan.chain(5), DraftPlan(4, 2, 8), DraftPlan(6, 4, 24)]
-    part = Simulator([4] * 900, world.seconds, world.drafted, plans)
+    part = Simulator([4] * 900, simulator.seconds, simulator.drafted, plans)
     lines: list[str] = []
     makers: list[Callable[[Sequence[DraftPlan]], StrategySelector]] = [CostModelSelector, _in_turns]
     for seed, maker in enumerate(makers):
@@ -195,14 +195,16 @@ def _in_turns(plans: Sequence[DraftPlan]) -> BanditSelector:
 
 
 def test_a_trace_with_trees_is_replayed_to_the_same_plans() -> None:
-    world = simulated(0)["trees, shrinking"]
+    simulator = simulated(0)["trees, shrinking"]
     for make in SELECTORS.values():
         lines: list[str] = []
-        reported = ReportedSelector(make(world.plans, 3), notify=print, trace=lines.append)
+        reported = ReportedSelector(make(simulator.plans, 3), notify=print, trace=lines.append)
         simulate(
-            Simulator(world.sizes[:600], world.seconds, world.drafted, world.plans), reported, 0
+            Simulator(simulator.sizes[:600], simulator.seconds, simulator.drafted, simulator.plans),
+            reported,
+            0,
         )
-        pairs = replay(lines, lambda make=make: make(world.plans, 3))  # type: ignore[misc]
+        pairs = replay(lines, lambda make=make: make(simulator.plans, 3))  # type: ignore[misc]
         assert len(pairs) > 500
         assert all(chosen == taken for chosen, taken in pairs)
         assert any(plan.topk > 1 for _, plan in pairs)

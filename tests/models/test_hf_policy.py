@@ -21,8 +21,8 @@ from slipstream.models.policy import (
     policy_weights,
     save_policy,
 )
-from tests.models.foreign import KINDS, make_foreign, save_foreign
 from tests.models.helpers import load_theirs, make_decoder, random_ids, their_logits
+from tests.models.hf_policies import KINDS, make_hf_policy, save_hf_policy
 
 
 def gradients(model: HFPolicy) -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def gradients(model: HFPolicy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_match_transformers(kind: str, tmp_path: Path) -> None:
-    save_foreign(kind, tmp_path)
+    save_hf_policy(kind, tmp_path)
     ours, theirs = load_hf_policy(tmp_path), load_theirs(tmp_path)
     short, long = random_ids(1, 21, seed=1), random_ids(1, 60, seed=2)
     # Padding on the right reaches beyond the longest sequence and beyond gpt2's positions.
@@ -58,7 +58,7 @@ def test_logits_and_gradients_match_transformers(kind: str, tmp_path: Path) -> N
 
 def test_recompute_uses_gradient_checkpointing_without_dropout(tmp_path: Path) -> None:
     """Checkpointing needs training mode, in which gpt2 would normally apply dropout."""
-    model = load_hf_policy(save_foreign("gpt2", tmp_path))
+    model = load_hf_policy(save_hf_policy("gpt2", tmp_path))
     assert model.supports_checkpointing
     ids, calls = random_ids(2, 30), [0]
     block = model.model.transformer.h[0].mlp
@@ -79,7 +79,7 @@ def test_recompute_uses_gradient_checkpointing_without_dropout(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "mixtral"])
 def test_saved_policies_load_with_the_same_weights(kind: str, tmp_path: Path) -> None:
-    model = load_policy(save_foreign(kind, tmp_path / "first"))
+    model = load_policy(save_hf_policy(kind, tmp_path / "first"))
     assert isinstance(model, HFPolicy)
     assert model.config == policy_config(tmp_path / "first") == hf_policy_config(tmp_path / "first")
     assert (model.config.family, model.config.vocab_size) == (kind, 96)
@@ -94,7 +94,7 @@ def test_saved_policies_load_with_the_same_weights(kind: str, tmp_path: Path) ->
         their_logits(load_theirs(tmp_path / "second"), ids),
         their_logits(load_theirs(tmp_path / "first"), ids),
     )
-    other = load_hf_policy(save_foreign(kind, tmp_path / "other", seed=1))
+    other = load_hf_policy(save_hf_policy(kind, tmp_path / "other", seed=1))
     load_weights_from(other, tmp_path / "second")
     kept = {name: tensor.clone() for name, tensor in model.weights()}
     assert all(torch.equal(kept[name], tensor) for name, tensor in other.weights())
@@ -109,7 +109,7 @@ def test_saved_policies_load_with_the_same_weights(kind: str, tmp_path: Path) ->
 
 
 def test_weights_are_checked_before_any_is_changed(tmp_path: Path) -> None:
-    model = load_hf_policy(save_foreign("gpt2", tmp_path))
+    model = load_hf_policy(save_hf_policy("gpt2", tmp_path))
     good = {name: tensor.detach() + 1 for name, tensor in model.weights()}
     norm = "transformer.ln_f.weight"
     before = {name: tensor.clone() for name, tensor in model.weights()}
@@ -127,7 +127,7 @@ def test_weights_are_checked_before_any_is_changed(tmp_path: Path) -> None:
 
 
 def test_master_weights_stay_fp32_if_computing_in_bf16(tmp_path: Path) -> None:
-    model = load_hf_policy(save_foreign("gemma2", tmp_path))
+    model = load_hf_policy(save_hf_policy("gemma2", tmp_path))
     ids = random_ids(1, 20)
     plain = model.pack(torch.float32).forward(ids, ids).final
     rounded = model.pack(torch.bfloat16).forward(ids, ids).final
@@ -143,7 +143,7 @@ def test_master_weights_stay_fp32_if_computing_in_bf16(tmp_path: Path) -> None:
 
 def test_auto_selects_the_decoder_or_transformers(tmp_path: Path) -> None:
     save_policy(make_decoder("qwen3"), tmp_path / "ours")
-    save_foreign("gpt2", tmp_path / "theirs")
+    save_hf_policy("gpt2", tmp_path / "theirs")
     assert policy_config(tmp_path / "ours") == make_decoder("qwen3").config
     assert isinstance(load_policy(tmp_path / "ours", "transformers"), HFPolicy)
     assert isinstance(load_policy(tmp_path / "theirs"), HFPolicy)
@@ -190,7 +190,7 @@ NORM = "transformer.ln_f.weight"
     ],
 )
 def test_broken_folders_raise_an_error(damage: Any, message: str, tmp_path: Path) -> None:
-    folder = save_foreign("gpt2", tmp_path)
+    folder = save_hf_policy("gpt2", tmp_path)
     damage(folder)
     with pytest.raises(CheckpointError) as caught:
         load_policy(folder)
@@ -216,7 +216,7 @@ def test_a_model_that_is_not_causal_raises_an_error(tmp_path: Path) -> None:
 def test_lengths_and_aux_layers_raise_an_error() -> None:
     from transformers import GPT2LMHeadModel
 
-    model = make_foreign("gpt2")
+    model = make_hf_policy("gpt2")
     assert isinstance(model, GPT2LMHeadModel)
     config = foreign_config_of(model)
     packed = HFPolicy(model, config).pack(torch.float32)

@@ -13,8 +13,8 @@ from slipstream.checkpoint.state import huggingface_folder
 from slipstream.cli import main
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.metrics.names import check_names
-from tests.models.foreign import save_foreign
 from tests.models.helpers import load_theirs
+from tests.models.hf_policies import save_hf_policy
 from tests.run.helpers import (
     ACTOR,
     ROLLOUT,
@@ -50,7 +50,7 @@ def checkpoint(folder: Path, kind: str = "gpt2") -> Path:
     tokenizer = build_tokenizer()
     more = {"n_positions": 256} if kind == "gpt2" else {}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    save_foreign(kind, folder, vocab_size=len(tokenizer), **ids, **more)
+    save_hf_policy(kind, folder, vocab_size=len(tokenizer), **ids, **more)
     tokenizer.save_pretrained(str(folder))
     return folder
 

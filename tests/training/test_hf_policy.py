@@ -14,8 +14,8 @@ from slipstream.models.hf_policy import HFPolicy, load_hf_policy
 from slipstream.training import OptimSettings, SingleProcessBackend, sft_loss
 from slipstream.training.columns import train_batch
 from slipstream.types import SamplingParams, TrainBatch
-from tests.models.foreign import KINDS, save_foreign
 from tests.models.helpers import load_theirs
+from tests.models.hf_policies import KINDS, save_hf_policy
 from tests.training.helpers import as_rows, by_row, make_row, tiny_backend
 from tests.training.test_single import RecordingSink
 
@@ -44,7 +44,7 @@ def next_token_log_probs(folder: Path, batch: TrainBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
-    save_foreign(kind, tmp_path)
+    save_hf_policy(kind, tmp_path)
     batch = batch_of(9, 40, 17, 65, 33)
     expected = next_token_log_probs(tmp_path, batch)
     for settings in (
@@ -68,8 +68,8 @@ def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_full_kl_equals_that_of_the_distributions(tmp_path: Path) -> None:
-    save_foreign("gpt2", tmp_path / "own")
-    save_foreign("gemma2", tmp_path / "other")
+    save_hf_policy("gpt2", tmp_path / "own")
+    save_hf_policy("gemma2", tmp_path / "other")
     batch = batch_of(9, 30)
     backend, _ = backend_of(tmp_path / "own")
     backend.use_full_kl(load_hf_policy(tmp_path / "other"))
@@ -87,7 +87,7 @@ def test_full_kl_equals_that_of_the_distributions(tmp_path: Path) -> None:
 
 
 def test_updates_reach_an_engine_and_resume_is_bitwise_equal(tmp_path: Path) -> None:
-    save_foreign("mixtral", tmp_path / "start")
+    save_hf_policy("mixtral", tmp_path / "start")
     backend, model = backend_of(tmp_path / "start")
     core = HFCore(model.copy_as(torch.float32), max_model_len=100)
     # With so few tokens some experts get none.
@@ -122,7 +122,7 @@ def test_updates_reach_an_engine_and_resume_is_bitwise_equal(tmp_path: Path) -> 
 
 
 def test_rejects_a_feature_sink(tmp_path: Path) -> None:
-    backend, _ = backend_of(save_foreign("gpt2", tmp_path))
+    backend, _ = backend_of(save_hf_policy("gpt2", tmp_path))
     with pytest.raises(TrainingError, match=r"this gpt2 .*without a sink"):
         backend.compute_log_probs(batch_of(9), sink=RecordingSink({0})).wait()
     backend.close()

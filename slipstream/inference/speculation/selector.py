@@ -200,7 +200,8 @@ class CostModelSelector:
 
     A larger selector came before this one: a Kalman filter for costs, acceptance by batch size, a
     model of the drafter's catch-up cost, adaptive planning intervals. In the simulator
-    (`slipstream bench selector`) this one loses less time on average (docs/log.md has the tables).
+    (`slipstream bench selector`) this one loses less time on average (docs/log/plan_selection.md
+    has the tables).
     """
 
     def __init__(

@@ -110,7 +110,7 @@ def test_selection_is_over_the_whole_mini_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-@pytest.mark.parametrize("given", [True, False], ids=["lots", "hashed values"])
+@pytest.mark.parametrize("given", [True, False], ids=["given hashes", "hashed values"])
 def test_selection_does_not_depend_on_order_and_padding(name: str, given: bool) -> None:
     select = policy_loss_selection(name)
     assert select is not None

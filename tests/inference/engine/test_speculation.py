@@ -335,7 +335,7 @@ def test_rollouts_that_nobody_drafts_for(who: str) -> None:
         assert not history._running
         assert history.kept_tokens > known
         known = history.kept_tokens
-    assert [recess for recess, *_ in steps[1:3]] == [0, 10]
+    assert [backoff for backoff, *_ in steps[1:3]] == [0, 10]
     assert [whole for _, whole, _ in steps] == [True, False, False, True, False]
     assert [drafted for *_, drafted in steps] == [False, True, True, False, True]
     assert selector.begun == [5] * 5

@@ -84,23 +84,23 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
-    # Levels end where nothing that is followed is worth its row; no candidate that is gets lost.
-    worth = 0.3
-    fewer = draft_tree(*given, steps, topk, float(np.log(worth)))
+    # Levels end where nothing that is followed is threshold its row; no candidate that is gets lost.
+    threshold = 0.3
+    fewer = draft_tree(*given, steps, topk, float(np.log(threshold)))
     level = candidates(
-        draft_tree_batched(plain, room, replace(batch, min_acceptance=worth), *shape)
+        draft_tree_batched(plain, room, replace(batch, min_acceptance=threshold), *shape)
     )
-    worthy = expected[2] >= np.log(worth)
-    assert ((fewer[2] >= np.log(worth)) == worthy).all()
-    assert (fewer[0][worthy] == expected[0][worthy]).all()
-    # By the compiled call none is followed that is not worth it, whatever the others are.
+    above = expected[2] >= np.log(threshold)
+    assert ((fewer[2] >= np.log(threshold)) == above).all()
+    assert (fewer[0][above] == expected[0][above]).all()
+    # By the compiled call none is followed that is not threshold it, whatever the others are.
     behind = expected[1] >= 0
-    dropped = behind & ~np.take_along_axis(worthy, np.maximum(expected[1], 0), 1)
+    dropped = behind & ~np.take_along_axis(above, np.maximum(expected[1], 0), 1)
     assert np.isneginf(fewer[2][dropped]).all()
     assert np.isfinite(fewer[2][~dropped & behind]).all()
     width = level.scores_NC.shape[1]
-    assert not worthy[:, width:].any()
-    assert ((level.scores_NC >= np.log(worth)) == worthy[:, :width]).all()
+    assert not above[:, width:].any()
+    assert ((level.scores_NC >= np.log(threshold)) == above[:, :width]).all()
     # A sharp head is so sure that levels do not end.
     if steps == 4 and sharp == 1:
         assert np.isneginf(fewer[2]).any()

@@ -60,7 +60,7 @@ class Disturbed:
         self._rng = random.Random(seed)
         self._waiting: deque[StepRecord] = deque()
         self.chosen: list[tuple[DraftPlan, float]] = []
-        """With what a draft had to be worth."""
+        """With what a draft had to be min_acceptance."""
 
     def begin_rollout(self, requests: int) -> int:
         return self._selector.begin_rollout(requests)
@@ -87,14 +87,14 @@ class Disturbed:
         self._selector.changed(drafter=drafter)
 
 
-def share_of_the_best(world: Simulator, watched: Disturbed, steps: range) -> float:
+def share_of_the_best(simulator: Simulator, watched: Disturbed, steps: range) -> float:
     """Of the speed of the plans that are best at the steps' batch sizes."""
     took = best = 0.0
     for step in steps:
-        plan, worth = watched.chosen[step]
-        drafted = world.drafted(step, world.sizes[step], plan, worth)
-        took += world.seconds(step, world.sizes[step], drafted)
-        best += drafted.made / max(world.rate(step, plan) for plan in world.plans)
+        plan, min_acceptance = watched.chosen[step]
+        drafted = simulator.drafted(step, simulator.sizes[step], plan, min_acceptance)
+        took += simulator.seconds(step, simulator.sizes[step], drafted)
+        best += drafted.made / max(simulator.rate(step, plan) for plan in simulator.plans)
     return best / took
 
 
@@ -107,19 +107,19 @@ def world_of(name: str, sizes: list[int], second: Callable[[int], float]) -> Sim
     ("name", "least"), [("cost", 0.96), ("EG", 0.93), ("UCB1", 0.95), ("BEG", 0.93)]
 )
 def test_what_siblings_are_worth_changes(name: str, least: float) -> None:
-    world = world_of(name, [4] * 3 * PHASE, lambda step: 0.0 if step // PHASE == 1 else 1.0)
+    simulator = world_of(name, [4] * 3 * PHASE, lambda step: 0.0 if step // PHASE == 1 else 1.0)
     tree = SIX_ROWS[1] if name == "BEG" else TREE
     # Whoever does not follow is found out.
-    assert world.rate(0, CHAIN) < 0.94 * world.rate(0, tree)
-    assert world.rate(PHASE, tree) < 0.94 * world.rate(PHASE, CHAIN)
+    assert simulator.rate(0, CHAIN) < 0.94 * simulator.rate(0, tree)
+    assert simulator.rate(PHASE, tree) < 0.94 * simulator.rate(PHASE, CHAIN)
     for seed in range(2):
         watched = Disturbed(made(name, seed))
-        simulate(world, watched, seed)
+        simulate(simulator, watched, seed)
         # A window of what a plan earned does not fade: UCB1 has tried all plans as often as it
         # remembers, and never comes back to one that was worse.
         for phase in range(2 if name == "UCB1" else 3):
             steps = range((phase + 1) * PHASE - 300, (phase + 1) * PHASE)
-            assert share_of_the_best(world, watched, steps) > least, (phase, seed)
+            assert share_of_the_best(simulator, watched, steps) > least, (phase, seed)
 
 
 @pytest.mark.parametrize(("lost", "late"), [(0.5, 0), (0.9, 0), (0.0, 1), (0.0, 25), (0.5, 8)])
@@ -127,14 +127,16 @@ def test_what_siblings_are_worth_changes(name: str, least: float) -> None:
 def test_measurements_are_lost_or_come_late(name: str, lost: float, late: int) -> None:
     # Batch sizes come and go while steps of others are still to be told.
     sizes = [n for _ in range(200) for n in (4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1)]
-    world = world_of(name, sizes, lambda step: 1.0)
+    simulator = world_of(name, sizes, lambda step: 1.0)
     watched = Disturbed(made(name, 0), lost, late)
-    simulate(world, watched, 0)
-    share = share_of_the_best(world, watched, range(2000, 3000))
+    simulate(simulator, watched, 0)
+    share = share_of_the_best(simulator, watched, range(2000, 3000))
     # Each plan of each batch size is tried a hundred times by UCB1, of what it is told.
     assert share > (0.75 if name == "UCB1" else 0.88 if lost > 0.5 else 0.93)
     if name != "BEG":
-        assert max(world.rate(2000, plan) for plan in PLANS[:-1]) < 0.94 * world.rate(2000, TREE)
+        assert max(simulator.rate(2000, plan) for plan in PLANS[:-1]) < 0.94 * simulator.rate(
+            2000, TREE
+        )
 
 
 @pytest.mark.parametrize(("name", "plan"), [("cost", OFF), ("EG", OFF), ("BEG", CHAIN)])
@@ -146,12 +148,12 @@ def test_who_is_told_nothing_stays_with_the_first_plan(name: str, plan: DraftPla
 
 def test_steps_told_late_do_not_spoil_what_is_known_of_plans() -> None:
     sizes = [n for _ in range(150) for n in (4,) * 10 + (1,) * 10]
-    world = world_of("cost", sizes, lambda step: 1.0)
+    simulator = world_of("cost", sizes, lambda step: 1.0)
     for late in (0, 10):
         selector = CostModelSelector(PLANS)
-        simulate(world, Disturbed(selector, late=late), 1)
+        simulate(simulator, Disturbed(selector, late=late), 1)
         # With ten steps' delay each is told of while the other size runs.
         for running, step in ((4, 0), (1, 10)):
-            whole = world.drafted(step, running, TREE, 0.0)
+            whole = simulator.drafted(step, running, TREE, 0.0)
             believed = selector._costs.seconds(running, TREE, running, whole.drafts)
             assert believed == pytest.approx(seconds(0, running, whole), rel=0.1)

@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
 KINDS = list(SIZES)
 
 
-def make_foreign(kind: str, *, vocab_size: int = 96, seed: int = 0, **more: Any) -> Any:
+def make_hf_policy(kind: str, *, vocab_size: int = 96, seed: int = 0, **more: Any) -> Any:
     """Return a causal language model of transformers whose distributions are far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def make_foreign(kind: str, *, vocab_size: int = 96, seed: int = 0, **more: Any)
     return model.eval()
 
 
-def save_foreign(kind: str, folder: Path, **more: Any) -> Path:
-    """Save the model of `make_foreign` as a Hugging Face folder. Return the folder."""
-    make_foreign(kind, **more).save_pretrained(str(folder))
+def save_hf_policy(kind: str, folder: Path, **more: Any) -> Path:
+    """Save the model of `make_hf_policy` as a Hugging Face folder. Return the folder."""
+    make_hf_policy(kind, **more).save_pretrained(str(folder))
     return folder
