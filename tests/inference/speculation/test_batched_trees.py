@@ -84,7 +84,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
-    # Levels end where nothing that is followed is threshold its row; no candidate that is gets lost.
+    # Levels end if no followed node reaches the threshold. No candidate that reaches it is lost.
     threshold = 0.3
     fewer = draft_tree(*given, steps, topk, float(np.log(threshold)))
     level = candidates(
@@ -93,7 +93,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     above = expected[2] >= np.log(threshold)
     assert ((fewer[2] >= np.log(threshold)) == above).all()
     assert (fewer[0][above] == expected[0][above]).all()
-    # By the compiled call none is followed that is not threshold it, whatever the others are.
+    # The compiled call follows no node below the threshold, whatever the others are.
     behind = expected[1] >= 0
     dropped = behind & ~np.take_along_axis(above, np.maximum(expected[1], 0), 1)
     assert np.isneginf(fewer[2][dropped]).all()
