@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import anyio
 import pytest
+import torch
+
+from slipstream.environment.data_buffer import DataBuffer
+from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.engine import EngineSettings
+from slipstream.inference.speculation.history import HistoryProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.loops.rl import RLTrainingConfig, run_rl_training
+from slipstream.metrics.timers import Timers
+from slipstream.models import Decoder
+from slipstream.models.numerics import rows_are_exact
+from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.training import OptimSettings, SingleProcessBackend
+from slipstream.types import Group, Sample, SamplingParams, TrainBatch
+from tests.training.helpers import observe
 
 ROOT = Path(__file__).parent.parent
 
@@ -86,3 +109,152 @@ def test_the_walk_throughs_own_checks(example: Path) -> None:
     assert lines[0] == "Dataset size: 512"
     assert "'prompt': '17 ->72 :'" in lines[1]
     assert lines[2] == "[1.0, 0.0]"
+
+
+@pytest.fixture(scope="module")
+def from_scratch() -> Iterator[ModuleType]:
+    """`examples/grpo_from_scratch.py` as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "examples")
+        yield importlib.import_module("grpo_from_scratch")
+
+
+@pytest.fixture(scope="module")
+def imitation(from_scratch: ModuleType) -> Decoder:
+    """The policy that both loops start from; no test changes it."""
+    policy = from_scratch.imitate()
+    assert isinstance(policy, Decoder)
+    return policy
+
+
+@dataclass
+class LibraryRun:
+    """What the library's RL loop did: the samples of all steps in order, each batch that an
+    optimizer step took, the metrics of each step and the final weights."""
+
+    samples: list[Sample] = field(default_factory=list)
+    batches: list[TrainBatch] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    accept_length: float = 1.0
+
+
+def run_library(script: ModuleType, policy: Decoder, steps: int) -> LibraryRun:
+    """Run `run_rl_training` with the settings of `script`, with drafts of its own."""
+    run, tokenizer = LibraryRun(), script.TASK.tokenizer
+    backend = SingleProcessBackend(
+        copy.deepcopy(policy),
+        optim=OptimSettings(lr=script.LEARNING_RATE, weight_decay=0.0),
+        # The script computes one response at a time.
+        max_tokens_per_micro_batch=None,
+        max_rows_per_micro_batch=1,
+        grad_clip=script.MAX_GRAD_NORM,
+    )
+    run.batches = observe(backend, copy.deepcopy)
+    engine = EmbeddedEngine(
+        copy.deepcopy(policy),
+        EngineSettings(max_model_len=64, dtype=torch.float32, kv_budget_bytes=1 << 24),
+        proposer=HistoryProposer(match=2),
+        plan=DraftPlan.chain(script.NUM_DRAFTS),
+    )
+    buffer = DataBuffer(script.PROMPTS, shuffle=False)
+    rewards = NaiveRewardManager(
+        script.compute_score, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    )
+    stop = (tokenizer.eos_token_id,)
+    settings = RolloutSettings(
+        batch_size=script.PROBLEMS,
+        n=script.GROUP_SIZE,
+        params=SamplingParams(max_tokens=script.MAX_NEW_TOKENS, stop_token_ids=stop),
+        seed=script.SEED,
+    )
+    rollouts = AsyncRolloutManager([engine], buffer, rewards, settings)
+    config = RLTrainingConfig(
+        num_steps=steps,
+        max_prompt_length=16,
+        max_response_length=script.MAX_NEW_TOKENS,
+        ppo_epochs=script.EPOCHS,
+    )
+
+    async def keep(
+        step: int, groups: Sequence[Group], metrics: dict[str, float], timers: Timers
+    ) -> bool:
+        run.samples += [sample for group in groups for sample in group.samples]
+        return False
+
+    async def work() -> list[dict[str, float]]:
+        return await run_rl_training(
+            backend, buffer, rollouts, [engine], config, after_step=keep, notify=lambda text: None
+        )
+
+    try:
+        run.history = anyio.run(work)
+        run.weights = backend.get_weights().wait()
+        run.accept_length = engine.stats().accept_length
+    finally:
+        backend.close()
+        engine.close()
+    return run
+
+
+@pytest.mark.parametrize("products", ["kernels", "torch"])
+def test_grpo_from_scratch_computes_the_same_bits_as_the_library(
+    from_scratch: ModuleType,
+    imitation: Decoder,
+    products: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    if products == "torch":
+        request.getfixturevalue("without_kernels")
+    if not rows_are_exact(torch.float32, torch.device("cpu")):
+        pytest.skip("on this CPU a row's bits depend on the other rows of a matrix product")
+    steps, policy = 2, copy.deepcopy(imitation)
+    samples, losses = from_scratch.train(policy, from_scratch.NUM_DRAFTS, steps)
+    library = run_library(from_scratch, imitation, steps)
+
+    # Both use drafts, not the same ones, and sample the same tokens.
+    assert library.accept_length > 1.3
+    tokens = sum(len(s.log_probs) for s in samples)
+    assert tokens > 1.3 * sum(s.forward_passes for s in samples)
+    assert [s.tokens for s in samples] == [s.tokens for s in library.samples]
+    assert [s.log_probs for s in samples] == [
+        s.rollout_log_probs[len(s.prompt_ids) :] for s in library.samples
+    ]
+
+    assert [s.reward for s in samples] == [s.reward for s in library.samples]
+    assert {s.reward for s in samples} == {0.0, 1.0}
+    per_step, epochs = from_scratch.PROBLEMS * from_scratch.GROUP_SIZE, from_scratch.EPOCHS
+    assert len(library.batches) == steps * epochs
+    for number, batch in enumerate(library.batches):
+        first = number // epochs * per_step
+        for s, row in zip(samples[first : first + per_step], batch.rows, strict=True):
+            start = len(s.prompt.ids)
+            assert row.tokens == s.tokens
+            assert row.advantages is not None
+            assert row.advantages[start:] == [s.advantage] * len(s.log_probs)
+            # The library computes the old policy's log-probs again: they are the rollout's.
+            assert row.old_log_probs is not None
+            assert row.old_log_probs[start:] == s.log_probs
+
+    assert losses == [metrics["actor/pg_loss"] for metrics in library.history]
+    assert all(metrics["actor/pg_clipfrac"] > 0 for metrics in library.history)
+    for name, weight in policy.named_parameters():
+        assert torch.equal(weight, library.weights[name]), name
+        assert not torch.equal(weight, imitation.get_parameter(name)), name
+
+
+def test_grpo_from_scratch_learns_the_same_with_and_without_drafts() -> None:
+    script = ROOT / "examples/grpo_from_scratch.py"
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 200
+    printed = python(script.parent, script.name)
+    steps = re.findall(r"^step \d+: reward (\S+), loss (\S+), tokens/pass (\S+)$", printed, re.M)
+    drafted, plain = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+    assert len(drafted) == len(plain) > 3
+    pairs = list(zip(drafted, plain, strict=True))
+    assert [step[:2] for step in drafted] == [step[:2] for step in plain]
+    assert float(drafted[-1][0]) > float(drafted[0][0]) + 0.1
+    assert all(float(fast[2]) > 1.3 and slow[2] == "1.00" for fast, slow in pairs)
+    last = printed.splitlines()[-1]
+    passes = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", last)]
+    assert 1.3 * passes[0] < passes[1]
+    assert last.endswith("token ids equal: True; weights equal: True")
