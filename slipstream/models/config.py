@@ -240,7 +240,7 @@ class ModelConfig:
         if family is None:
             raise CheckpointError(
                 f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
-                f"decoder supports ({', '.join(get_args(Family))}); train a policy of another family "
+                f"decoder supports ({', '.join(get_args(Family))}); train other families "
                 "through transformers, with actor_rollout_ref.model.implementation=auto and "
                 "actor_rollout_ref.rollout.name=hf"
             )
