@@ -148,7 +148,7 @@ def test_the_most_frequent_tokens() -> None:
     [
         (THIRD[:1], 2, "2, 2 and 1 of 4, are not three layers in order"),
         ((THIRD[0], f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,4]"), 2, "not of [0, 1, 4]"),
-        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "a number from 1 to the policy's"),
+        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "at most the policy's"),
         ((*THIRD, f"{TRAIN}.value_weight=1"), 2, "an EAGLE3 head predicts no features"),
         (
             (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
