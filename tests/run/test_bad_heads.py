@@ -155,8 +155,8 @@ def test_a_checkpoint_with_another_optimizer(
         line,
         4,
         capsys,
-        "of the draft head",
-        "optimizer is Muon, this run's is AdamW; resume with the same",
+        "draft head: ",
+        "optimizer is Muon, but this run's is AdamW; resume with the same",
     )
 
 
